@@ -1,0 +1,14 @@
+"""Pipeline-parallel training of Hugging Face models through the Trainer."""
+
+from .errors import UnsupportedModelError
+from .trainer import PipeTransformerTrainer
+from .training_args import PipeTransformerTrainingArguments
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "PipeTransformerTrainer",
+    "PipeTransformerTrainingArguments",
+    "UnsupportedModelError",
+    "__version__",
+]

@@ -1,0 +1,65 @@
+"""Find out before the first step whether the processes were given the same thing."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sized
+from typing import Any
+
+import torch
+from torch import nn
+
+from .mesh import ProcessMesh, as_bytes
+
+
+def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, dataset: Any, sample: Mapping[str, Any]) -> None:
+    """Compare model and data over the processes. Collective over all processes.
+
+    Values of weights are not compared: they are made equal.
+
+    Args:
+        mesh: the processes.
+        model: the model before it is cut.
+        dataset: the training data, or None.
+        sample: its first rows, collated.
+
+    Raises:
+        ValueError: on every process, naming what differs, the processes and what each of them has.
+    """
+    everyone = mesh.gather_objects(_describe(model, dataset, sample))
+    for what in everyone[0]:
+        found = [description[what] for description in everyone]
+        if any(value != found[0] for value in found):
+            rank = next(rank for rank, value in enumerate(found) if value != found[0])
+            raise ValueError(
+                f"The processes were given different {what}: process 0 has {found[0]}, process {rank} has"
+                f" {found[rank]}. Every process must be given the same model and the same, whole dataset; the trainer"
+                " divides it."
+            )
+
+
+def _describe(model: nn.Module, dataset: Any, sample: Mapping[str, Any]) -> dict[str, str]:
+    shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "models": f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{trainable:,} trainable (layout {_checksum(repr(shapes).encode()):08x})",
+        "datasets": f"{len(dataset):,} samples" if isinstance(dataset, Sized) else type(dataset).__name__,
+        "datasets' first samples": f"{sorted(sample)} (content {_checksum_of(sample):08x})",
+    }
+
+
+def _checksum_of(sample: Mapping[str, Any]) -> int:
+    checksum = 0
+    for key, value in sorted(sample.items()):
+        content = (
+            as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
+            if isinstance(value, torch.Tensor)
+            else repr(value).encode()
+        )
+        checksum = zlib.crc32(key.encode() + content, checksum)
+    return checksum
+
+
+def _checksum(content: bytes) -> int:
+    return zlib.crc32(content)

@@ -1,0 +1,108 @@
+"""What each unit of a model costs: floating-point operations, parameters, activations, what it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from .ghosts import evaluation_mode
+from .layer_range import Unit, tensors_of
+from .layer_stack import LayerStack
+from .micro_batch import batch_rows
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """The cost of one unit, per row of the sample batch.
+
+    What precedes the first unit (embeddings) counts with the first, the head with the last.
+    """
+
+    name: str
+    """Module path of the unit, `bert.encoder.layer.3`."""
+    forward_flops: float
+    activation_bytes: int
+    """Saved for the backward."""
+    boundary_bytes: int
+    """Carried from this unit to the next."""
+    parameters: Mapping[str, int]
+    """Parameter name -> bytes. A parameter that several units need appears in each of them."""
+    trainable_bytes: int
+    """Of its parameters, those that require a gradient."""
+
+
+def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, ...]:
+    """Count the operations and saved bytes of one forward of `batch` through the whole model.
+
+    Counts are the same on every process, as times would not be, so every process derives the same plan.
+
+    Args:
+        stack: the units of a complete model.
+        batch: the keyword arguments of its forward, a few rows.
+    """
+    rows = batch_rows(batch)
+    meter = _Meter(stack)
+    with evaluation_mode(stack.model), meter:
+        stack.runner.install()
+        try:
+            stack.runner.trace(batch, observer=meter.unit_done)
+        finally:
+            stack.runner.remove()
+    meter.unit_done(None, None)  # the head
+    last = stack.num_units - 1
+    costs = []
+    for k, unit in enumerate(stack.units):
+        mine = [k, last + 1] if k == last else [k]
+        parameters = {name: stack.table[name].nbytes for name in stack.table.names if name in stack.owners[k]}
+        costs.append(
+            UnitCost(
+                name=unit.name,
+                forward_flops=sum(meter.flops[i] for i in mine) / rows,
+                activation_bytes=round(sum(meter.saved_bytes[i] for i in mine) / rows),
+                boundary_bytes=round(meter.boundary_bytes[k] / rows),
+                parameters=parameters,
+                trainable_bytes=sum(size for name, size in parameters.items() if stack.table[name].requires_grad),
+            )
+        )
+    return tuple(costs)
+
+
+class _Meter:
+    """Counts operations and saved bytes between the ends of units."""
+
+    def __init__(self, stack: LayerStack) -> None:
+        self.flops: list[int] = []
+        self.saved_bytes: list[int] = []
+        self.boundary_bytes: list[int] = []
+        self._flops_before = 0
+        self._saved: dict[int, int] = {}
+        self._weights = {stack.table[name].untyped_storage().data_ptr() for name in stack.table.names}
+        self._counter = FlopCounterMode(display=False)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> _Meter:
+        self._counter.__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._counter.__exit__(*error)
+
+    def unit_done(self, unit: Unit | None, output: Any) -> None:
+        flops = self._counter.get_total_flops()
+        self.flops.append(flops - self._flops_before)
+        self._flops_before = flops
+        self.saved_bytes.append(sum(self._saved.values()))
+        self._saved.clear()
+        self.boundary_bytes.append(sum(tensor.nbytes for tensor in tensors_of(output)))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights:
+            self._saved[storage.data_ptr()] = storage.nbytes()  # a storage saved twice is kept once
+        return tensor

@@ -1,0 +1,281 @@
+"""The training loader: a global sequence of numbered batches, of which each pipeline takes its slice.
+
+The order of the samples and what a batch holds depend on (seed, epoch, number) only, never on how many pipelines there
+are:
+
+    batch number        0                1                2
+    samples        [7 3 9 1 | ...]  [4 8 0 5 | ...]  [2 6]          one global batch is per_device_batch x world size
+    pipeline 0      7 3              4 8              2
+    pipeline 1      9 1              0 5              6
+
+`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so everything that
+the Trainer and Accelerate do with a loader (length, skipping on resume, epochs) acts on numbers. Behind it
+`NumberedBatches` runs the user's dataset, collator and workers over the slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+Collator = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """Which part of a global batch the batch just read is."""
+
+    rows: int  # of this pipeline; 0: it got one row that must not count
+    global_rows: int
+
+
+def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """First and last + 1 of `rows` for one of `parts` pipelines: contiguous, sizes differing by at most one."""
+    return rows * index // parts, rows * (index + 1) // parts
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, Python, NumPy and torch (CPU) draw from `seed`; afterwards they go on as if nothing had been drawn.
+
+    Random augmentation and collators (masking) so draw the same on every rank of a pipeline. Else the first stage
+    would silently see other inputs than the last stage's labels belong to.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        _seed_all(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class _SeededRows(list[int]):
+    """Indices of the samples of one slice, with the seed of its batch."""
+
+    seed = 0
+
+
+class _SeededDataset(Dataset[Any]):
+    """The user's dataset; seeds the process (a worker's, if there are workers) before it reads a slice."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, rows: _SeededRows) -> list[Any]:
+        _seed_all(rows.seed)
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(list(rows))
+        return [self.dataset[index] for index in rows]
+
+
+class _Slices(Sampler[list[int]]):
+    """This pipeline's rows of each batch from the next number on."""
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches.slices()
+
+
+class NumberedBatches(Dataset[Any]):
+    """Batch number -> this pipeline's slice of it, collated.
+
+    `len()` is the number of samples, as the Trainer expects of a loader's dataset; the number of batches is
+    `num_batches`.
+
+    Args:
+        dataset: map-style or iterable.
+        sampler: order of a map-style dataset's samples; `set_epoch` is called where it exists.
+        collate_fn: the user's collator.
+        global_batch_size: samples in one batch, over all pipelines.
+        drop_last: leave out a last batch that is not full.
+        seed: of everything that is drawn while data is read.
+        agree: gives every process rank 0's value; collective.
+        loader_options: further arguments of `DataLoader` (workers, pinning).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Iterable[int] | None,
+        collate_fn: Collator,
+        global_batch_size: int,
+        drop_last: bool = False,
+        seed: int = 0,
+        agree: Callable[[list[int]], list[int]] = lambda order: order,
+        **loader_options: Any,
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.global_batch_size = global_batch_size
+        self.last_slice = BatchSlice(0, 0)
+        self._sampler = sampler
+        self._seed = seed
+        self._agree = agree
+        self._parts, self._index = 1, 0
+        self._epoch = 0
+        self._order: list[int] | None = None
+        self._next = 0  # number of the batch that `_iterator` yields next
+        self._iterator: Iterator[Any] | None = None
+        self._peeked: list[Any] | None = None  # an iterable's batch 0, where it was read for `sample_rows`
+        self.is_iterable = isinstance(dataset, IterableDataset)
+        self.num_batches: int | None = None
+        if self.is_iterable:
+            # whole global batches: which samples a slice holds is only known when they have come
+            self._loader = DataLoader(
+                dataset, batch_size=global_batch_size, drop_last=drop_last, collate_fn=_as_list, **loader_options
+            )
+        else:
+            assert isinstance(sampler, Sized)
+            full, rest = divmod(len(sampler), global_batch_size)
+            self.num_batches = full + (1 if rest and not drop_last else 0)
+            self._loader = DataLoader(
+                _SeededDataset(dataset), batch_sampler=_Slices(self), collate_fn=collate_fn, **loader_options
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._peeked is not None and epoch == self._epoch:
+            return  # the first batch of this epoch has been read and waits
+        self._epoch, self._order, self._iterator, self._peeked = epoch, None, None, None
+        for part in (self._sampler, self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def reslice(self, parts: int, index: int) -> None:
+        """From the next number on take slice `index` of `parts`. What was prefetched is read again, never lost."""
+        if (parts, index) != (self._parts, self._index):
+            self._parts, self._index = parts, index
+            if not self.is_iterable:
+                self._iterator = None
+
+    def sample_rows(self, count: int) -> list[Any]:
+        """A few samples, the same on every process, without moving on in the data."""
+        if not self.is_iterable:
+            with seeded(self._seed):
+                return first_samples(self.dataset, count)
+        if self._peeked is None:  # a stream may give its samples once: they are kept for batch 0
+            self._start_at(0)
+            assert self._iterator is not None
+            with seeded(self._batch_seed(0)):
+                self._peeked = next(self._iterator, [])
+        return first_samples(self._peeked, count)
+
+    def __getitem__(self, number: int) -> Any:
+        if self._iterator is None or self._next != number:
+            self._start_at(number)
+        assert self._iterator is not None
+        with seeded(self._batch_seed(number)):
+            batch, self._peeked = (next(self._iterator) if self._peeked is None else self._peeked), None
+            global_rows = len(batch) if self.is_iterable else len(self._rows_of(number))
+            start, stop = part_of(global_rows, self._parts, self._index)
+            if self.is_iterable:
+                batch = self.collate_fn(batch[start:stop] or batch[:1])
+        self._next = number + 1
+        self.last_slice = BatchSlice(stop - start, global_rows)
+        return batch
+
+    def slices(self) -> Iterator[list[int]]:
+        """For the inner loader: the rows of this pipeline, from the next number on."""
+        assert self.num_batches is not None
+        for number in range(self._next, self.num_batches):
+            rows = self._rows_of(number)
+            start, stop = part_of(len(rows), self._parts, self._index)
+            mine = _SeededRows(rows[start:stop] or rows[:1])  # nothing for this pipeline: one row that will not count
+            mine.seed = self._batch_seed(number)
+            yield mine
+
+    # ------------------------------------------------------------------------------------ inside
+    def _rows_of(self, number: int) -> list[int]:
+        assert self._order is not None
+        return self._order[number * self.global_batch_size : (number + 1) * self.global_batch_size]
+
+    def _batch_seed(self, number: int) -> int:
+        return self._seed + 7919 * self._epoch + 104729 * number + 1
+
+    def _start_at(self, number: int) -> None:
+        if self._order is None and not self.is_iterable:
+            assert self._sampler is not None
+            with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
+                self._order = self._agree(list(self._sampler))
+        self._next = number
+        with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
+            self._iterator = iter(self._loader)
+        if self.is_iterable:
+            self._peeked = None
+            for skipped in range(number):
+                with seeded(self._batch_seed(skipped)):
+                    next(self._iterator)
+
+
+class _Numbers(Sampler[list[int]]):
+    """[0], [1], ...: Accelerate's `skip_first_batches` finds it and skips numbers."""
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        if self._batches.num_batches is None:
+            raise TypeError("the number of batches of an IterableDataset is not known")
+        return self._batches.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        known = self._batches.num_batches
+        return ([number] for number in (itertools.count() if known is None else range(known)))
+
+    def set_epoch(self, epoch: int) -> None:
+        self._batches.set_epoch(epoch)
+
+
+class NumberedLoader(DataLoader[Any]):
+    """What the Trainer iterates over: batch after batch of `NumberedBatches`."""
+
+    dataset: NumberedBatches
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
+
+
+def first_samples(dataset: Any, count: int) -> list[Any]:
+    """The first samples of a dataset, the first one again where it has fewer.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+    if isinstance(dataset, IterableDataset):
+        samples = list(itertools.islice(iter(dataset), count))
+    else:
+        samples = [dataset[index] for index in range(min(count, len(dataset)))]
+    if not samples:
+        raise ValueError(f"The dataset ({type(dataset).__name__}) is empty: there is no sample to learn shapes from.")
+    return (samples * count)[:count]
+
+
+def _as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def _the_only_one(batches: list[Any]) -> Any:
+    return batches[0]

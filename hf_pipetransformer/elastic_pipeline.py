@@ -1,0 +1,411 @@
+"""The permanent handle: a model as a pipeline of K stages x R replicas.
+
+The Trainer's loop knows an `ElasticPipeline` as its `model`. What is inside can be built anew (another plan, whole
+again); the object, the optimizer and the user's model stay the same objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from .layer_stack import LayerStack
+from .mesh import ProcessMesh
+from .micro_batch import Batch, batch_rows
+from .partition import choose_num_microbatches
+from .plan import PipelinePlan
+from .schedule import PipelineScheduler
+from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule
+from .state import OptimizerState, Owners, WeightState
+
+logger = logging.getLogger(__name__)
+
+WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
+"""Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
+
+
+class ElasticPipeline(nn.Module):
+    """One process's part in running a model by a plan.
+
+    Its only child is the current stage: `parameters()`, `zero_grad()`, `train()` and `no_sync()` act on it.
+
+    Args:
+        stack: the units of the model, which is complete on every process.
+        loss_of: computes a micro-batch's part of the loss, on the last stage.
+        mesh: the processes.
+        device: of this process.
+        wrap_replicas: makes the DDP wrapper.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        loss_of: LossFunction,
+        mesh: ProcessMesh,
+        device: torch.device,
+        wrap_replicas: WrapReplicas,
+    ) -> None:
+        super().__init__()
+        self.__dict__["stack"] = stack  # not registered: the stage registers what is here
+        self.__dict__["_replicated"] = None
+        self.stage: StageModule | None = None
+        self.plan: PipelinePlan | None = None
+        self.mesh = mesh
+        self.device = device
+        self.weights = WeightState(stack.table, mesh)
+        self._loss_of = loss_of
+        self._wrap_replicas = wrap_replicas
+        self._optimizer: OptimizerState | None = None
+        self._scheduler: PipelineScheduler | None = None
+        self._gradients_synchronise = True
+        self._set_aside: dict[str, nn.Parameter] | None = None
+        self._group: dist.ProcessGroup | None = None  # of this pipeline
+        self._control: dist.ProcessGroup | None = None  # the same processes, on the CPU
+        self._shared_groups: list[tuple[list[str], dist.ProcessGroup | None]] = []
+        self._copies: dict[str, int] = {}  # shared parameter -> stages that hold it
+
+    # ------------------------------------------------------------------------------------ layout
+    @property
+    def model(self) -> nn.Module:
+        """The user's model. While a plan is in force, the parameters of other stages are ghosts in it."""
+        return self.stack.model
+
+    @property
+    def is_placed(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def current_plan(self) -> PipelinePlan:
+        assert self.plan is not None, "place() first"
+        return self.plan
+
+    @property
+    def num_stages(self) -> int:
+        return self.current_plan.pipeline_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        return self.current_plan.data_parallel_size
+
+    @property
+    def stage_index(self) -> int:
+        return self.current_plan.stage_of(self.mesh.rank)
+
+    @property
+    def replica_index(self) -> int:
+        return self.current_plan.replica_of(self.mesh.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def place(self, plan: PipelinePlan, keep_weights_aside: bool = False) -> None:
+        """Take the role that `plan` has for this process. Collective over all processes.
+
+        Args:
+            plan: the same on every process.
+            keep_weights_aside: keep the complete weights where they are, for `put_back`; for an evaluation, which
+                does not change them.
+        """
+        assert not self.is_placed, "the model must be whole"
+        if keep_weights_aside:
+            self._set_aside = {name: self.stack.table[name] for name in self.stack.table.names}
+            for name, parameter in self._set_aside.items():
+                self.stack.table[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+        self.plan = plan
+        start, stop = plan.stage_bounds[self.stage_index : self.stage_index + 2]
+        self.weights.keep_only(self.stack.owned(start, stop), self.device)
+        self.stage = StageModule(self.stack, start, stop, self._loss_of, self.device)
+        self.stack.runner.install()
+        self.stack.runner.restrict_to(range(start, stop) if self.num_stages > 1 else None)
+        if self._optimizer is not None and not keep_weights_aside:
+            self._optimizer.keep_what_is_here()
+        self._connect(self.stage, plan)
+        self.train(self.training)
+
+    def _connect(self, stage: StageModule, plan: PipelinePlan) -> None:
+        """Groups, the DDP wrapper over replicas, and the schedule. Collective over all processes."""
+        groups = self.mesh.layout(self.num_stages)
+        self._group, self._control = groups.pipeline, groups.pipeline_control
+        shared = self._shared_by_owners()
+        self._copies = {name: len(stages) for stages, names in shared.items() for name in names}
+        self._shared_groups = [
+            (names, self.mesh.subgroup([[plan.ranks_of_pipeline(r)[s] for s in stages] for r in range(self.num_replicas)]))
+            for stages, names in shared.items()
+        ]
+        trainable = [name for name in stage.names if self.stack.table[name].requires_grad]
+        module: nn.Module = stage
+        if groups.replicas is not None and trainable:
+            may_be_unused = not self.stack.unreached.isdisjoint(trainable)
+            module = self._wrap_replicas(stage, groups.replicas, may_be_unused)
+            self.__dict__["_replicated"] = module  # not registered: its child is the stage
+        if groups.pipeline is not None:
+            self._scheduler = PipelineScheduler(
+                stage,
+                module,
+                self.stage_index,
+                self.num_stages,
+                groups.pipeline,
+                ShapeBook(stage, self._receive_shapes, self._send_shapes),
+                plan.schedule,
+            )
+
+    def put_back(self) -> None:
+        """After an evaluation: the complete weights that `place` has set aside. No communication."""
+        assert self._set_aside is not None
+        weights, self._set_aside = self._set_aside, None
+        self._leave_plan()
+        self.weights.put_back(weights)
+
+    def gather(self, device: torch.device) -> None:
+        """Make the model whole again on every process. Collective over all processes.
+
+        Args:
+            device: where the weights go.
+        """
+        owners = self.owners()
+        self._leave_plan()
+        self.weights.restore(owners, device)
+
+    def owners(self) -> Owners:
+        """The lowest rank that holds each parameter."""
+        plan = self.current_plan
+        owners: dict[str, int] = {}
+        for stage in range(plan.pipeline_parallel_size):
+            for name in self.stack.owned(*plan.stage_bounds[stage : stage + 2]):
+                owners.setdefault(name, plan.ranks_of_stage(stage)[0])
+        return owners
+
+    def _leave_plan(self) -> None:
+        self.stack.runner.restrict_to(None)
+        self.stack.runner.remove()
+        self.stage, self.plan, self._scheduler = None, None, None
+        self.__dict__["_replicated"] = None
+
+    def _shared_by_owners(self) -> dict[tuple[int, ...], list[str]]:
+        """Trainable parameters of several stages, by the stages that hold them."""
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.stack.shared(self.current_plan.stage_bounds).items():
+            if self.weights.is_trainable(name):
+                by_stages.setdefault(stages, []).append(name)
+        return by_stages
+
+    # ------------------------------------------------------------------------------------ the module's face
+    def train(self, mode: bool = True) -> ElasticPipeline:
+        super().train(mode)
+        self.model.train(mode)
+        return self
+
+    def forward(self, **batch: Any) -> Any:
+        """Refused: a stage alone has no output."""
+        raise RuntimeError("An ElasticPipeline is run by step() and predict(); use the Trainer's evaluate() or predict().")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are accumulated and not yet reduced over the replicas."""
+        self._gradients_synchronise = False
+        try:
+            yield
+        finally:
+            self._gradients_synchronise = True
+
+    # ------------------------------------------------------------------------------------ training
+    def step(self, batch: Batch) -> None:
+        """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
+
+        Gradients are complete afterwards, unless inside `no_sync`: summed over micro-batches, and over the stages
+        for shared parameters; averaged over replicas, as DDP does.
+
+        Args:
+            batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
+        """
+        plan, stage = self.current_plan, self.stage
+        assert stage is not None
+        if self._scheduler is None:
+            self._step_alone(stage, batch)
+        else:
+            count = choose_num_microbatches(batch_rows(batch), self.num_stages, plan.num_microbatches, plan.schedule)
+            self._scheduler.step(batch, count, self._gradients_synchronise)
+        if self._gradients_synchronise:
+            self._reduce_shared_gradients()
+
+    def _step_alone(self, stage: StageModule, batch: Batch) -> None:
+        """K = 1: no schedule; it costs what the stock Trainer costs."""
+        module = stage if self._replicated is None else self._replicated
+        waits = self._replicated is not None and not self._gradients_synchronise
+        stage.micro_batches = (batch,)
+        with self._replicated.no_sync() if waits else nullcontext():
+            module(index=_FIRST).backward()
+        stage.micro_batches = ()
+
+    def _reduce_shared_gradients(self) -> None:
+        """Sum the gradients of shared parameters over the stages that hold them, in one message per set of owners."""
+        for names, group in self._shared_groups:
+            if group is None:
+                continue
+            parameters = [self.stack.table[name] for name in names]
+            flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
+            dist.all_reduce(flat, group=group)
+            for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                parameter.grad = total.view_as(parameter)
+
+    def clip_grad_norm(
+        self, max_norm: float, unscale: Callable[[], None] = lambda: None, loss_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Clip by the norm of the whole model's gradient, shared parameters counted once.
+
+        Collective over the pipeline. A gradient that is not finite on any stage becomes infinite on every stage, so
+        that a gradient scaler skips the step everywhere.
+
+        Args:
+            max_norm: bound on the norm; infinite: only compute it.
+            unscale: divides the gradients here by the loss scale, and looks for infinite ones.
+            loss_scale: of the gradient scaler.
+
+        Returns:
+            The norm before clipping, 0-dimensional, the same on every process.
+        """
+        assert self.stage is not None
+        gradients = {n: p.grad for n in self.stage.names if (p := self.stack.table[n]).grad is not None}
+        if self.num_stages == 1:
+            unscale()
+            return nn.utils.clip_grad_norm_([self.stack.table[n] for n in gradients], max_norm)
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
+            copies = torch.tensor([self._copies.get(n, 1) for n in gradients], device=self.device)
+            square = (norms.square() / copies).sum()
+        dist.all_reduce(square, group=self.mesh.layout(self.num_stages).pipeline)
+        if gradients and not torch.isfinite(square):
+            next(iter(gradients.values())).view(-1)[0] = float("inf")
+        unscale()
+        norm = (square.sqrt() / loss_scale).float()
+        if gradients and max_norm != float("inf"):
+            torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
+        self._optimizer = OptimizerState(optimizer, self.stack.table, self.weights, self.mesh)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        assert self._optimizer is not None, "adopt() an optimizer first"
+        return self._optimizer
+
+    # ------------------------------------------------------------------------------------ evaluation
+    @torch.no_grad()
+    def predict(self, batch: Batch, prepare: Callable[[Batch], Batch], head: Callable[[Batch], Any]) -> Any:
+        """What the last stage makes of this process's own batch. Collective over the pipeline.
+
+        Each process brings its own rows, of any shape, and gets its own results back: the K processes' batches are the
+        micro-batches.
+
+        Args:
+            batch: this process's rows, on the CPU or the device.
+            prepare: moves a batch to the device.
+            head: runs the model on a batch on the last stage, and returns tensors in any nesting.
+        """
+        stage = self.stage
+        assert stage is not None
+        last = self.num_stages - 1
+        pending: list[tuple[dist.Work, torch.Tensor]] = []
+        results: list[Any] = []
+        for rows in self._gather_in_pipeline(batch):
+            values = self._receive_values(stage) if self.stage_index > 0 else []
+            if self.stage_index < last:
+                pending += self._send_values(stage, stage.carry_on(values, prepare(rows)))
+            else:
+                with stage.running_to_the_end(values):
+                    results.append(head(rows))
+        # only now: gloo's send waits for its receiver, and before this all were busy handing on
+        if self.stage_index < last:
+            mine = self._receive_tree(last)
+        else:
+            mine = results.pop()
+            for owner, result in enumerate(results):
+                pending += self._send_tree(result, owner)
+        for work, _ in pending:
+            work.wait()
+        return mine
+
+    # ------------------------------------------------------------------------------------ messages inside a pipeline
+    def _rank_of(self, stage: int) -> int:
+        return self.current_plan.ranks_of_pipeline(self.replica_index)[stage]
+
+    def _gather_in_pipeline(self, batch: Batch) -> list[Batch]:
+        on_cpu = pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, dict(batch))
+        everyone: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(everyone, on_cpu, group=self._control)
+        return everyone
+
+    def _send_object(self, value: Any, stage: int) -> None:
+        dist.send_object_list([value], dst=self._rank_of(stage), group=self._control)
+
+    def _receive_object(self, stage: int) -> Any:
+        box = [None]
+        dist.recv_object_list(box, src=self._rank_of(stage), group=self._control)
+        return box[0]
+
+    def _send_tensor(self, tensor: torch.Tensor, stage: int) -> tuple[dist.Work, torch.Tensor]:
+        tensor = tensor.detach().to(self.device).contiguous()
+        work = dist.isend(tensor, self._rank_of(stage), group=self._group)
+        assert work is not None
+        return work, tensor  # the tensor must live until the work is done
+
+    def _receive_tensor(self, carried: CarriedTensor, stage: int) -> torch.Tensor:
+        tensor = torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
+        dist.recv(tensor, self._rank_of(stage), group=self._group)
+        return tensor
+
+    def _send_shapes(self, shapes: Sequence[CarriedTensor]) -> None:
+        self._send_object(tuple(shapes), self.stage_index + 1)
+
+    def _receive_shapes(self) -> Sequence[CarriedTensor]:
+        return self._receive_object(self.stage_index - 1)
+
+    def _send_values(
+        self, stage: StageModule, values: Sequence[torch.Tensor]
+    ) -> list[tuple[dist.Work, torch.Tensor]]:
+        self._send_shapes([_describe(value) for value in values])
+        return [
+            self._send_tensor(value, self.stage_index + 1)
+            for slot, value in zip(stage.slots_out, values, strict=True)
+            if slot.is_used
+        ]
+
+    def _receive_values(self, stage: StageModule) -> list[torch.Tensor]:
+        return [
+            self._receive_tensor(carried, self.stage_index - 1) if slot.is_used else carried.zeros(self.device)
+            for slot, carried in zip(stage.slots_in, self._receive_shapes(), strict=True)
+        ]
+
+    def _send_tree(self, tree: Any, stage: int) -> list[tuple[dist.Work, torch.Tensor]]:
+        leaves, spec = pytree.tree_flatten(tree)
+        self._send_object(([_describe(v) if isinstance(v, torch.Tensor) else v for v in leaves], spec), stage)
+        return [self._send_tensor(leaf, stage) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def _receive_tree(self, stage: int) -> Any:
+        leaves, spec = self._receive_object(stage)
+        return pytree.tree_unflatten(
+            [self._receive_tensor(v, stage) if isinstance(v, CarriedTensor) else v for v in leaves], spec
+        )
+
+
+def _describe(tensor: torch.Tensor) -> CarriedTensor:
+    return CarriedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+_FIRST = torch.zeros(1, dtype=torch.long)

@@ -1,0 +1,98 @@
+"""Parameters that are not here: one element of memory in the shape of the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def make_ghost(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> nn.Parameter:
+    """A stand-in with shape and dtype of `parameter`, no gradient, and a single element of memory."""
+    element = torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device)
+    return nn.Parameter(element.expand(parameter.shape), requires_grad=False)
+
+
+class ParameterTable:
+    """Every parameter of a model by its first name, with all the names under which the model knows it.
+
+    Tied parameters (an embedding that is also the head) are one entry with several aliases; replacing one
+    replaces it everywhere, so that the model stays tied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        first_name: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first = first_name.setdefault(id(parameter), name)
+            self.aliases[first] = (*self.aliases.get(first, ()), name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order of `model.named_parameters()`, which every process shares."""
+        return tuple(self.aliases)
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+    def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
+        for alias in self.aliases[name]:
+            owner, _, attribute = alias.rpartition(".")
+            setattr(self.model.get_submodule(owner), attribute, parameter)
+
+    @contextmanager
+    def replaced(self, substitutes: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Inside, the model uses `substitutes`; afterwards the parameters that it had."""
+        originals = {name: self[name] for name in substitutes}
+        for name, parameter in substitutes.items():
+            self[name] = parameter
+        try:
+            yield
+        finally:
+            for name, parameter in originals.items():
+                self[name] = parameter
+
+    @contextmanager
+    def all_trainable(self) -> Iterator[None]:
+        """Inside, every parameter requires a gradient; afterwards those that did before."""
+        before = {name: self[name].requires_grad for name in self.names}
+        for name in self.names:
+            self[name].requires_grad_(True)
+        try:
+            yield
+        finally:
+            for name, trainable in before.items():
+                self[name].requires_grad_(trainable)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, `model.eval()`; afterwards every submodule is in the mode it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def reachable_leaves(tensors: Any) -> set[torch.Tensor]:
+    """The leaves of the autograd graph (parameters, inputs that require a gradient) behind `tensors`."""
+    seen: set[Any] = set()
+    leaves: set[torch.Tensor] = {t for t in tensors if t.requires_grad and t.is_leaf}
+    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.add(leaf)
+        todo.extend(following for following, _ in node.next_functions)
+    return leaves

@@ -1,0 +1,319 @@
+"""What a model would look like as a pipeline, from its configuration alone.
+
+    load_config -> model_class -> build_ghost_model -> measure -> make_report -> as_text
+
+No weights are loaded or made: each parameter is a *ghost*, one element of memory in the shape of the real one, so a
+laptop can look at a model of billions of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from .costs import UnitCost, measure_costs
+from .dummy_inputs import dummy_batch
+from .ghosts import ParameterTable, make_ghost
+from .layer_stack import LayerStack
+from .plan import MIB, PipelinePlan, align, make_plan
+
+GHOST_VALUE = 0.01
+"""Not zero: CLIP divides by the norm of its embeddings."""
+
+LARGE_BYTES = 64 * MIB
+"""Larger ones are parameters, not buffers."""
+
+TASKS: Mapping[str, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "image-classification": "AutoModelForImageClassification",
+    "video-classification": "AutoModelForVideoClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+    "ctc": "AutoModelForCTC",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "base": "AutoModel",
+}
+"""Name of a task -> the Auto class that builds its model."""
+
+# Many families stand in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
+# one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
+# recognised by masked-language modelling and fine-tuned as classifiers, because BERT is also listed as a causal
+# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text.
+_TASK_ORDER = (
+    "speech-seq2seq",
+    "seq2seq-lm",
+    "sequence-classification",  # only for those that are in masked-lm as well
+    "causal-lm",
+    "image-classification",
+    "video-classification",
+    "audio-classification",
+    "image-text-to-text",
+    "masked-lm",
+    "ctc",
+    "base",
+)
+
+
+class UnknownModelError(ValueError):
+    """Nothing under the given name has a configuration, or none that fits the task."""
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load the configuration that a name stands for.
+
+    A path comes first, then a model type (its default configuration), then a name on the Hub. Code that comes
+    with a model is never run.
+
+    Args:
+        name: Folder, config.json, model type, or name on the Hub.
+
+    Raises:
+        UnknownModelError: If there is none.
+    """
+    path = Path(name)
+    is_path = path.is_file() or (path / "config.json").is_file()
+    if not is_path and name in CONFIG_MAPPING:
+        return AutoConfig.for_model(name)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_path:
+            reason = f"its configuration cannot be read ({_first_line(error)})"
+        elif path.exists():
+            reason = "the folder has no config.json"
+        else:
+            reason = (
+                f"it is no folder or config.json, none of the {len(list(CONFIG_MAPPING.keys()))} model types, "
+                f"and not found on the Hugging Face Hub (or the Hub cannot be reached)"
+            )
+        raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
+    return config
+
+
+def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
+    """Return the class that a configuration's model is built with: an architecture of transformers or an Auto class.
+
+    Without a task the configuration's own `architectures` decides; a configuration without one gets the task that
+    its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language modelling).
+
+    Args:
+        config: The configuration.
+        task: A key of `TASKS`, or `"auto"`.
+
+    Returns:
+        A class with the class method `from_config` or `_from_config`.
+
+    Raises:
+        UnknownModelError: If no class takes the configuration.
+    """
+
+    def takes(task_name: str) -> bool:
+        return type(config) in getattr(transformers, TASKS[task_name])._model_mapping
+
+    if task != "auto":
+        if not takes(task):
+            raise UnknownModelError(
+                f"no {task} model for {type(config).__name__} in transformers: try another --task."
+            )
+        return _class(TASKS[task])
+    for name in config.architectures or ():
+        if isinstance(getattr(transformers, name, None), type):
+            return _class(name)
+    for candidate in _TASK_ORDER:
+        if takes(candidate) and (candidate != "sequence-classification" or takes("masked-lm")):
+            return _class(TASKS[candidate])
+    raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
+
+
+def build_ghost_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
+    """Build a model whose parameters take the memory of one element each.
+
+    Buffers are real, because models compute with them; ties are kept; every parameter is trainable.
+
+    Args:
+        config: The configuration.
+        cls: A model class or an Auto class of transformers.
+    """
+    build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
+    config._experts_implementation = (
+        "eager"  # the grouped kernel takes no stride-0 weights, and its FLOPs are not counted
+    )
+    with _LargeTensorsOnMeta(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = build(config)
+    model.tie_weights()  # moving to the meta device gave each place a parameter of its own
+    table = ParameterTable(model)
+    for name in table.names:
+        ghost = make_ghost(table[name], GHOST_VALUE, torch.device("cpu"))
+        ghost.requires_grad_(ghost.is_floating_point())
+        table[name] = ghost
+    return model
+
+
+class _LargeTensorsOnMeta(TorchFunctionMode):
+    """Inside, `torch.empty` makes large tensors on the meta device.
+
+    `init_empty_weights` first makes each parameter, and a mixture of experts has single ones of 30 GB.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            if on_meta.nbytes >= LARGE_BYTES:
+                return on_meta
+        return func(*args, **kwargs)
+
+
+class GhostProducts(TorchDispatchMode):
+    """Inside, a matrix product with a ghost is a sum of rows, so that the ghost is not expanded in memory.
+
+    The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results
+    are those of the product but for rounding, and as large. To be entered before a `FlopCounterMode`, which then
+    still counts the product.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten.mm.default and _is_ghost_matrix(args[1]):
+            return _times_ghost(*args)
+        if func is aten.addmm.default and not kwargs and len(args) == 3 and _is_ghost_matrix(args[2]):
+            return _times_ghost(args[1], args[2]).add_(args[0])
+        if func is aten.bmm.default and _is_ghost_matrix(args[1]):
+            return _times_ghost(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_ghost_matrix(matrix: torch.Tensor) -> bool:
+    return matrix.numel() > 1 and not any(matrix.stride())
+
+
+def _times_ghost(left: torch.Tensor, ghost: torch.Tensor) -> torch.Tensor:
+    """Return `left @ ghost` for a ghost of one value. `[..., N, K] @ [..., K, M]`"""
+    row_sums = left.sum(-1, keepdim=True) * ghost.as_strided((), ())
+    return row_sums.expand(*left.shape[:-1], ghost.shape[-1]).clone(memory_format=torch.contiguous_format)
+
+
+def make_report(
+    model: PreTrainedModel, batch: Mapping[str, Any], units: Sequence[UnitCost], stages: Sequence[int]
+) -> dict[str, Any]:
+    """Return what `inspect` reports, as plain values for JSON.
+
+    Args:
+        model: The model, for the names and sizes of its parameters.
+        batch: The batch that the costs were measured with.
+        units: The costs of its units.
+        stages: Numbers of stages to propose, each at most the number of units.
+    """
+    number_of = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    needed_by: dict[str, list[int]] = {}
+    for index, unit in enumerate(units):
+        for name in unit.parameters:
+            needed_by.setdefault(name, []).append(index)
+    return {
+        "model": type(model).__name__,
+        "row": {name: list(value.shape[1:]) for name, value in batch.items()},
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        "units": [
+            {
+                "name": unit.name,
+                "parameters": sum(number_of[name] for name in unit.parameters),
+                "bytes": sum(unit.parameters.values()),
+                "forward_flops_per_row": unit.forward_flops,
+                "activation_bytes_per_row": unit.activation_bytes,
+                "boundary_bytes_per_row": unit.boundary_bytes,
+            }
+            for unit in units
+        ],
+        "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
+        "stages": {
+            str(k): [
+                {
+                    "first_unit": plan.units_of(stage).start,
+                    "last_unit": plan.units_of(stage).stop - 1,
+                    "parameter_bytes": plan.parameter_bytes_of(stage),
+                    "forward_flops_per_row": plan.forward_flops_of(stage),
+                }
+                for stage in range(k)
+            ]
+            for k, plan in ((k, _plan(units, k)) for k in stages)
+        },
+    }
+
+
+def measure(model: PreTrainedModel) -> tuple[dict[str, Any], tuple[UnitCost, ...]]:
+    """Find the units and measure their costs on the least batch: one row, few tokens."""
+    batch = dummy_batch(model, rows=1)
+    with GhostProducts():
+        return batch, measure_costs(LayerStack.discover(model, batch), batch)
+
+
+def _plan(units: Sequence[UnitCost], k: int) -> PipelinePlan:
+    """Return the plan of one pipeline of K stages."""
+    return make_plan(units, k, k, rows_per_pipeline_device=1, memory_budget_bytes=None)
+
+
+def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
+    """Return the report as tables."""
+    row = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["row"].items())
+    header = ("unit", "name", "parameters", "MiB", "MFLOPs/row", "boundary KiB/row")
+    table = [
+        (
+            str(index),
+            unit["name"],
+            f"{unit['parameters']:,}",
+            f"{unit['bytes'] / MIB:,.1f}",
+            f"{unit['forward_flops_per_row'] / 1e6:,.2f}",
+            f"{unit['boundary_bytes_per_row'] / 1024:,.1f}",
+        )
+        for index, unit in enumerate(report["units"])
+    ]
+    shared = [("shared parameter", "needed by units")] + [
+        (name, _ranges(where)) for name, where in report["shared_parameters"].items()
+    ]
+    parts = [
+        f"{report['model']}: {report['parameters']:,} parameters, {report['bytes'] / MIB:,.1f} MiB, "
+        f"{len(units)} units; one row: {row}",
+        "\n".join(align([header, *table], left=(1,))),
+        "\n".join(align(shared, left=(0, 1))) if len(shared) > 1 else "no shared parameters",
+        *(str(_plan(units, int(k))) for k in report["stages"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers with runs drawn together: 0-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][-1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _class(name: str) -> type:
+    cls: type = getattr(transformers, name)
+    return cls
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

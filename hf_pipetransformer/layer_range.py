@@ -1,0 +1,256 @@
+"""Run only the layers [start, stop) of a model, through the model's own forward.
+
+No forward per model family and no tracing: the model's Python code runs as it is, but the layers before
+`start` hand back a value that was computed elsewhere, and after layer `stop - 1` the forward is left.
+
+    model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
+    run(1, 3, carry)    computed     skipped   COMPUTED  COMPUTED  -         -
+                                     └ returns `carry`          └ forward is left here, its output is returned
+
+What precedes the layers (embeddings, masks, rotary tables, position bias) is recomputed by every range from the
+batch's own inputs, so nothing but the layers' outputs has to travel between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .errors import UnsupportedModelError
+
+Carry = dict[int, tuple[torch.Tensor, ...]]
+"""Stack index -> the tensors in the output of the last unit that ran in this stack."""
+
+
+class _RangeDone(BaseException):
+    """Leaves the model's forward after the last unit of a range.
+
+    Not an `Exception`, so that no `except Exception` in a model's code can swallow it.
+    """
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a layer module, in the order of execution (ALBERT calls one module many times)."""
+
+    name: str
+    module: nn.Module = field(compare=False, repr=False)
+    stack: int
+
+
+@dataclass(frozen=True)
+class _OutputStructure:
+    """How to put a unit's output together again from its tensors."""
+
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]  # the leaves that are no tensors; None in a tensor's place
+    is_tensor: tuple[bool, ...]
+    is_floating: tuple[bool, ...]  # for each tensor
+
+    @classmethod
+    def of(cls, output: Any) -> _OutputStructure:
+        leaves, spec = pytree.tree_flatten(output)
+        is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        constants = tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True))
+        is_floating = tuple(leaf.is_floating_point() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(spec, constants, is_tensor, is_floating)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        supply = iter(tensors)
+        leaves = [
+            next(supply) if tensor else leaf for leaf, tensor in zip(self.constants, self.is_tensor, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def tensors_of(output: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors in a layer's output (tensor, tuple or ModelOutput), in a fixed order."""
+    return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+
+@dataclass
+class _Pass:
+    """One forward of the model in which only the units [start, stop) compute."""
+
+    start: int
+    stop: int | None  # None: through the head
+    carry: Carry
+    position: int = 0  # the unit that is called next
+    outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
+    calls: list[Unit] | None = None  # filled by `trace`
+    observer: Callable[[Unit, Any], None] | None = None  # told of each unit that computed
+
+
+class LayerRangeRunner:
+    """Overrides `forward` on the layer modules' instances, so that ranges of them can be run.
+
+    Classes, names, attributes and gradient checkpointing stay as they are; `remove()` undoes it.
+
+    Args:
+        model: the complete model.
+        stacks: for each stack of layers, the names of its modules in the model.
+    """
+
+    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+        self.model = model
+        self.units: tuple[Unit, ...] = ()
+        self._structures: dict[int, _OutputStructure] = {}
+        self._pass: _Pass | None = None
+        self._computable: range | None = None  # None: every unit has its weights here
+        self._layers = [(stack, name, model.get_submodule(name)) for stack, names in enumerate(stacks) for name in names]
+        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+
+    # ------------------------------------------------------------------------------------ life cycle
+    @property
+    def installed(self) -> bool:
+        return bool(self._replaced)
+
+    def install(self) -> None:
+        if self.installed:
+            return
+        for stack, name, module in self._layers:
+            earlier_override = module.__dict__.get("forward")
+            self._replaced.append((module, earlier_override))
+            module.forward = self._ranged_forward(Unit(name, module, stack), module.forward)
+
+    def remove(self) -> None:
+        """Give the layers their own `forward` back."""
+        for module, earlier_override in self._replaced:
+            if earlier_override is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = earlier_override
+        self._replaced.clear()
+
+    def restrict_to(self, computable: range | None) -> None:
+        """Say which units have their weights on this process; None: all of them.
+
+        Calling the model outside of `range` then fails clearly, where it would compute nonsense with weights that
+        are not here.
+        """
+        self._computable = computable
+
+    # ------------------------------------------------------------------------------------ running
+    def trace(self, batch: dict[str, Any], observer: Callable[[Unit, Any], None] | None = None) -> Any:
+        """Run the whole model once, note which units it calls in which order, and return its output.
+
+        Args:
+            batch: the model's keyword arguments.
+            observer: called with each unit and its output.
+        """
+        current = _Pass(start=0, stop=None, carry={}, calls=[], observer=observer)
+        with self._running(current):
+            output = self.model(**batch)
+        self.units = tuple(current.calls or ())
+        self._structures = {stack: _OutputStructure.of(out) for stack, out in current.outputs.items()}
+        return output
+
+    def floating_outputs(self, stack: int) -> tuple[bool, ...]:
+        """For each tensor in an output of this stack: is it floating point (can it have a gradient)?"""
+        return self._structures[stack].is_floating
+
+    def run(self, start: int, stop: int, carry: Carry | None, batch: dict[str, Any]) -> Carry:
+        """Run units [start, stop), where `stop` is less than the number of units.
+
+        Args:
+            start: first unit that computes.
+            stop: first unit that does not.
+            carry: what the units before `start` would have returned (nothing for `start` = 0).
+            batch: the model's keyword arguments.
+
+        Returns:
+            The outputs after unit `stop - 1`, for every stack that has run so far.
+        """
+        assert 0 <= start < stop < len(self.units)
+        current = _Pass(start, stop, carry or {})
+        with self._running(current):
+            try:
+                self.model(**batch)
+            except _RangeDone:
+                reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
+                return {**current.carry, **reached}
+        raise UnsupportedModelError(
+            self.model,
+            f"its forward ended after {current.position} of {len(self.units)} layer calls: the number of layers that"
+            " run depends on the input.",
+            "Set pipeline_parallel_size=1.",
+        )
+
+    @contextmanager
+    def to_the_end(self, start: int, carry: Carry | None) -> Iterator[None]:
+        """Inside, one call `model(**batch)` runs units [start, end) and the head.
+
+        Whatever calls the model (a Trainer's `compute_loss`, `prediction_step`) so runs the last stage unchanged.
+        """
+        current = _Pass(start, None, carry or {})
+        with self._running(current):
+            yield
+        if current.position != len(self.units):
+            raise UnsupportedModelError(
+                self.model,
+                f"a step made {current.position} layer calls where {len(self.units)} were expected: the number of"
+                " layers that run depends on the input, or the loss function calls the model not exactly once.",
+                "Set pipeline_parallel_size=1.",
+            )
+
+    # ------------------------------------------------------------------------------------ inside
+    @contextmanager
+    def _running(self, current: _Pass) -> Iterator[None]:
+        assert self.installed, "install() first"
+        assert self._pass is None, "passes do not nest"
+        self._pass = current
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _ranged_forward(self, unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = self._pass
+            if current is None:  # a plain call, or gradient checkpointing computing a layer again
+                self._check_weights_are_here(unit)
+                return original(*args, **kwargs)
+            index, current.position = current.position, current.position + 1
+            if current.calls is not None:
+                current.calls.append(unit)
+            else:
+                self._check_order(index, unit)
+            if index < current.start:
+                return self._structures[unit.stack].rebuild(current.carry[unit.stack])
+            output = original(*args, **kwargs)
+            current.outputs[unit.stack] = output
+            if current.observer is not None:
+                current.observer(unit, output)
+            if index + 1 == current.stop:
+                raise _RangeDone
+            return output
+
+        return forward
+
+    def _check_order(self, index: int, unit: Unit) -> None:
+        expected = self.units[index].name if index < len(self.units) else "the end of the forward"
+        if expected != unit.name:
+            raise UnsupportedModelError(
+                self.model,
+                f"it called layer {unit.name!r} as number {index}, where {expected!r} was expected: the order of its"
+                " layers depends on the input, or the loss function calls the model more than once.",
+                "Set pipeline_parallel_size=1.",
+            )
+
+    def _check_weights_are_here(self, unit: Unit) -> None:
+        if self._computable is None:
+            return
+        mine = {self.units[index].name for index in self._computable}
+        if unit.name not in mine:
+            raise RuntimeError(
+                f"{type(self.model).__name__} is spread over a pipeline while it trains: this process holds layers"
+                f" {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and {unit.name!r} is"
+                " not among them. Use the trainer's evaluate() or predict(), or call the model after train() has"
+                " returned."
+            )

@@ -1,0 +1,354 @@
+"""Find the sequential layers of any model, and which parameters each of them needs.
+
+Nothing here knows a model family. What is found is checked before it is trusted: `LayerStack.discover` runs the model
+one unit at a time, with every parameter and value that the unit should not need set to NaN, and compares the result
+with the uncut model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .errors import UnsupportedModelError
+from .ghosts import ParameterTable, evaluation_mode, make_ghost, reachable_leaves
+from .layer_range import Carry, LayerRangeRunner, Unit, tensors_of
+
+USE_ONE_STAGE = "Set pipeline_parallel_size=1."
+
+
+@dataclass(frozen=True)
+class CarrySlot:
+    """One tensor of the carry at a boundary between units."""
+
+    stack: int
+    position: int  # among the tensors in the stack's output
+    is_used: bool  # False: no later unit reads it, and only its shape has to be known
+    needs_gradient: bool  # the loss depends on it through autograd
+
+
+class LayerStack:
+    """The units of one model: what a pipeline can be cut into.
+
+    Attributes:
+        model: the model, complete when it is discovered.
+        runner: runs ranges of the units.
+        table: the model's parameters by name.
+        units: one entry per layer call, in the order of execution.
+        owners: for each unit, the names of the parameters it needs; the first unit also needs what precedes the
+            layers, the last one the head. A parameter needed by several units (a tied head, ALBERT's layers) is
+            *shared*.
+        boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
+        unreached: names that no gradient reached in the sample; they count with a unit all the same.
+    """
+
+    def __init__(
+        self,
+        runner: LayerRangeRunner,
+        table: ParameterTable,
+        owners: Sequence[frozenset[str]],
+        boundaries: Sequence[tuple[CarrySlot, ...]],
+        unreached: frozenset[str],
+    ) -> None:
+        self.runner = runner
+        self.model = runner.model
+        self.table = table
+        self.units: tuple[Unit, ...] = runner.units
+        self.owners = tuple(owners)
+        self.boundaries = tuple(boundaries)
+        self.unreached = unreached
+
+    @property
+    def num_units(self) -> int:
+        return len(self.owners)
+
+    def owned(self, start: int, stop: int) -> frozenset[str]:
+        """Names of the parameters that a stage of units [start, stop) needs."""
+        return frozenset().union(*self.owners[start:stop])
+
+    def shared(self, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages need, with those stages, for stages cut at `bounds` (0, ..., num_units)."""
+        stages: dict[str, tuple[int, ...]] = {}
+        for stage, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            for name in self.owned(start, stop):
+                stages[name] = (*stages.get(name, ()), stage)
+        return {name: stages[name] for name in self.table.names if len(stages.get(name, ())) > 1}
+
+    # ------------------------------------------------------------------------------------ discovery
+    @classmethod
+    def discover(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
+        """Find the units of a complete model by running it on a small batch.
+
+        Costs about two forwards and one autograd graph of the batch (no backward). The model's weights, modes and
+        `requires_grad` flags are as before when it returns, and its layers run unchanged outside of the runner.
+
+        1. Find the stacks of layers, and the order in which a forward calls them.
+        2. Run one unit at a time; the leaves of its autograd graph are the parameters and carried values it needs.
+        3. Run again with everything else set to NaN: the result must equal the uncut model's.
+
+        Args:
+            model: the complete model, on one device.
+            batch: keyword arguments of `model.forward`, 1 or 2 rows, such that it returns a loss or logits.
+
+        Raises:
+            UnsupportedModelError: the model has no sequential layers, or they depend on one another in a way that
+                cannot be cut.
+        """
+        refuse_by_configuration(model)
+        with evaluation_mode(model):
+            runner = LayerRangeRunner(model, find_stacks(model, batch))
+            runner.install()
+            try:
+                whole = output_tensors(runner.trace(batch))  # 1
+                table = ParameterTable(model)
+                reached, used = _reached_by_each_unit(runner, table, batch)  # 2
+                unreached = frozenset(table.names) - frozenset().union(*reached)
+                boundaries = _boundaries(runner, used)
+                # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then
+                # does not tell who needs it: if the frugal candidate fails, it goes everywhere.
+                candidates = (
+                    cls(runner, table, _with_unreached(reached, runner.units, unreached, everywhere), slots, unreached)
+                    for everywhere in (False, True)
+                    for slots in (boundaries, _all_used(boundaries))
+                )
+                for stack in candidates:
+                    if stack._equals_uncut(whole, batch):  # 3
+                        return stack
+            finally:
+                runner.remove()
+        raise UnsupportedModelError(
+            model,
+            "run one layer at a time it does not give the result of the uncut model (does it read hidden states of"
+            " earlier layers?).",
+            USE_ONE_STAGE,
+        )
+
+    @classmethod
+    def uncut(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
+        """The whole model as one unit: any model, also one without layers. Costs one forward."""
+        table = ParameterTable(model)
+        with evaluation_mode(model), torch.enable_grad(), table.all_trainable():
+            leaves = {id(leaf) for leaf in reachable_leaves(output_tensors(model(**batch)).values())}
+            unreached = frozenset(name for name in table.names if id(table[name]) not in leaves)
+        return cls(LayerRangeRunner(model, []), table, [frozenset(table.names)], [()], unreached)
+
+    def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
+        carry: Carry = {}
+        with torch.no_grad():
+            for k in range(self.num_units):
+                absent = {n: make_ghost(self.table[n], _poison(self.table[n])) for n in self.table.names}
+                for name in self.owners[k]:
+                    del absent[name]
+                for slot in self.boundaries[k]:
+                    if not slot.is_used:
+                        tensors = list(carry[slot.stack])
+                        tensors[slot.position] = torch.full_like(tensors[slot.position], float("nan"))
+                        carry[slot.stack] = tuple(tensors)
+                with self.table.replaced(absent):
+                    if k + 1 < self.num_units:
+                        carry = self.runner.run(k, k + 1, carry, batch)
+                    else:
+                        with self.runner.to_the_end(k, carry):
+                            parts = output_tensors(self.model(**batch))
+        return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
+
+
+def output_tensors(output: Any) -> dict[str, torch.Tensor]:
+    """The loss, logits and other tensors at the top of a model's output."""
+    if isinstance(output, dict):
+        return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+    return {str(index): value for index, value in enumerate(tensors_of(output))}
+
+
+def refuse_by_configuration(model: nn.Module) -> None:
+    """Raise for what is known from the configuration alone to have no exact pipeline.
+
+    Raises:
+        UnsupportedModelError: quantised weights, a router loss over all layers, or layers left out at random.
+    """
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedModelError(
+            model, "its weights are quantised and cannot be moved between stages.", "Load it without quantization."
+        )
+    config = getattr(model, "config", None)
+    configs = [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
+    for part in configs:
+        if getattr(part, "output_router_logits", False):
+            raise UnsupportedModelError(
+                model,
+                "output_router_logits=True adds a loss over the routers of all layers, which no single stage can see.",
+                "Set config.output_router_logits=False.",
+            )
+        for field in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if getattr(part, field, 0.0):
+                raise UnsupportedModelError(
+                    model,
+                    f"{field}={getattr(part, field)} leaves out layers at random, and the stages would disagree.",
+                    f"Set config.{field}=0.0.",
+                )
+
+
+def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
+    """Names of the layer modules of each stack.
+
+    A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`; in a model without
+    any, a list whose members are called one after the other, each on the output of the one before.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    lists = list(_outermost_module_lists(model))
+    stacks = [
+        names
+        for names in lists
+        if all(isinstance(model.get_submodule(name), GradientCheckpointingLayer) for name in names)
+    ] or _chained_lists(model, lists, batch)
+    if not stacks:
+        raise UnsupportedModelError(
+            model,
+            "no stack of sequential layers was found in it (an nn.ModuleList in which each layer's output is the"
+            " next one's input).",
+            USE_ONE_STAGE,
+        )
+    return stacks
+
+
+def _outermost_module_lists(module: nn.Module, prefix: str = "") -> list[list[str]]:
+    found = []
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_stack = isinstance(child, nn.ModuleList) and len(child) > 0
+        if is_stack and all(isinstance(member, GradientCheckpointingLayer) for member in child):
+            found.append([f"{path}.{index}" for index in range(len(child))])
+            continue
+        below = _outermost_module_lists(child, path + ".")
+        if is_stack and not any(
+            isinstance(module.get_submodule(n.removeprefix(prefix)), GradientCheckpointingLayer)
+            for names in below
+            for n in names
+        ):
+            found.append([f"{path}.{index}" for index in range(len(child))])  # plain layers: decided by their calls
+        else:
+            found.extend(below)
+    return found
+
+
+def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:
+    """Those lists of which a call's output tensor is an input of the next call."""
+    chained = []
+    for names in lists:
+        inputs: list[set[int]] = []
+        outputs: list[tuple[torch.Tensor, ...]] = []  # kept alive, so that ids are not used again
+        layers = [model.get_submodule(name) for name in names]
+        for layer in layers:  # not a hook: some models call layer.forward()
+            layer.forward = _noting(layer.forward, inputs, outputs)
+        try:
+            with torch.no_grad():
+                model(**batch)
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
+        links = sum(any(id(t) in seen for t in out) for out, seen in zip(outputs, inputs[1:], strict=False))
+        if links >= 1 and links == len(outputs) - 1:
+            chained.append(names)
+    return chained
+
+
+def _noting(
+    forward: Callable[..., Any], inputs: list[set[int]], outputs: list[tuple[torch.Tensor, ...]]
+) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        inputs.append({id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)})
+        output = forward(*args, **kwargs)
+        outputs.append(tensors_of(output))
+        return output
+
+    return noted
+
+
+def _reached_by_each_unit(
+    runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
+) -> tuple[list[set[str]], list[set[tuple[int, int]]]]:
+    """For each unit, run alone: names of the parameters, and (stack, position) of the carried tensors, it depends on."""
+    owners: list[set[str]] = []
+    used: list[set[tuple[int, int]]] = []
+    with table.all_trainable(), torch.enable_grad():
+        name_of = {id(table[name]): name for name in table.names}
+        carry: Carry = {}
+        last = len(runner.units) - 1
+        for k, unit in enumerate(runner.units):
+            carry = {stack: tuple(_leaf(tensor) for tensor in tensors) for stack, tensors in carry.items()}
+            slot_of = {id(t): (s, i) for s, tensors in carry.items() for i, t in enumerate(tensors)}
+            if k < last:
+                carry = runner.run(k, k + 1, carry, batch)
+                roots: Sequence[torch.Tensor] = carry[unit.stack]
+            else:
+                with runner.to_the_end(k, carry):
+                    roots = tuple(output_tensors(runner.model(**batch)).values())
+            leaves = reachable_leaves(roots)
+            owners.append({name_of[id(leaf)] for leaf in leaves if id(leaf) in name_of})
+            used.append({slot_of[id(leaf)] for leaf in leaves if id(leaf) in slot_of})
+    return owners, used
+
+
+def _with_unreached(
+    reached: Sequence[set[str]], units: Sequence[Unit], unreached: frozenset[str], everywhere: bool
+) -> list[frozenset[str]]:
+    """Give each unit the parameters of its own module that the sample did not reach (experts without a token).
+
+    Those outside of all units (a pooler that nobody reads) go to the last unit, or to all units.
+    """
+    completed = [set(names) for names in reached]
+    elsewhere = list(range(len(units))) if everywhere else [len(units) - 1]
+    for name in unreached:
+        inside = [k for k, unit in enumerate(units) if name.startswith(unit.name + ".")]
+        for k in inside or elsewhere:
+            completed[k].add(name)
+    return [frozenset(names) for names in completed]
+
+
+def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) -> list[tuple[CarrySlot, ...]]:
+    """From what each unit reads, what must still travel at each boundary."""
+    num_units = len(runner.units)
+    boundaries: list[tuple[CarrySlot, ...]] = [()] * num_units
+    needed_later: set[tuple[int, int]] = set()
+    for k in range(num_units - 1, 0, -1):
+        replaced_here = runner.units[k].stack
+        needed_later = {slot for slot in needed_later if slot[0] != replaced_here} | used[k]
+        boundaries[k] = tuple(
+            CarrySlot(stack, position, is_used=(not floating) or (stack, position) in needed_later,
+                      needs_gradient=(stack, position) in needed_later)
+            for stack in sorted({unit.stack for unit in runner.units[:k]})
+            for position, floating in enumerate(runner.floating_outputs(stack))
+        )
+    return boundaries
+
+
+def _all_used(boundaries: Sequence[tuple[CarrySlot, ...]]) -> tuple[tuple[CarrySlot, ...], ...]:
+    return tuple(
+        tuple(CarrySlot(s.stack, s.position, True, s.needs_gradient) for s in slots) for slots in boundaries
+    )
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _poison(parameter: torch.Tensor) -> float:
+    return float("nan") if parameter.is_floating_point() else 0
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    # the same kernels on the same values: only the order of a few additions may differ
+    tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2
+    return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True))

@@ -1,0 +1,86 @@
+"""How a model's loss adds up, so that micro-batches and replicas give the loss of the one big batch.
+
+Found by trying, once, on a few rows: whether a model honours `num_items_in_batch` cannot be told from its signature.
+
+    sum     loss(rows, n) = (sum over rows) / n      micro-batches get the global n and are added
+    mean    loss(rows)    = mean over the items      micro-batches are weighted by their share of the items
+    whole   neither: the rows depend on one another (contrastive losses): exact only in one micro-batch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .micro_batch import Batch, batch_rows, slice_rows
+
+IGNORED = -100
+"""The label of a position that does not count."""
+
+LossOf = Callable[[Batch, int], float]
+"""The loss of a batch when `num_items_in_batch` is the given number."""
+
+
+@dataclass(frozen=True)
+class LossReduction:
+    """How losses of parts make the loss of the whole.
+
+    Attributes:
+        kind: "sum", "mean" or "whole", see above.
+        items: what is counted: "labels" (not ignored), "shifted_labels" (those, without each row's first), "rows".
+    """
+
+    kind: Literal["sum", "mean", "whole"]
+    items: Literal["labels", "shifted_labels", "rows"]
+
+    def count(self, batch: Batch) -> int:
+        """Items in a batch: tokens or rows that have a label."""
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if self.items == "rows" or not isinstance(labels, torch.Tensor):
+            return batch_rows(batch)
+        if self.items == "shifted_labels" and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return int(labels.ne(IGNORED).sum())
+
+    def weight(self, micro_batch: Batch, num_items: int) -> float:
+        """Factor on a micro-batch's loss; `num_items` counts the whole batch, over all replicas and accumulation."""
+        return 1.0 if self.kind == "sum" else self.count(micro_batch) / num_items
+
+
+def find_loss_reduction(
+    loss_of: LossOf, batch: Batch, shifts_labels: bool, tolerance: float = 2e-3
+) -> LossReduction:
+    """Try how the loss of `batch` follows from the losses of its rows.
+
+    Args:
+        loss_of: the loss as the Trainer computes it, in evaluation mode.
+        batch: at least two rows.
+        shifts_labels: whether the model is known to predict label i + 1 at position i.
+        tolerance: relative, for the comparisons; larger for models in half precision.
+    """
+
+    def close(a: float, b: float) -> bool:
+        return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-6)
+
+    rows = [slice_rows(batch, i, i + 1) for i in range(batch_rows(batch))]
+    token_items: Literal["shifted_labels", "labels"] = "shifted_labels" if shifts_labels else "labels"
+    whole, doubled = loss_of(batch, 1), loss_of(batch, 2)
+    if not math.isfinite(whole):  # no item has a label in these rows, and a mean over nothing is NaN
+        return LossReduction("mean", token_items)
+    if whole != 0 and close(whole, 2 * doubled):
+        parts = sum(loss_of(row, 1) for row in rows)
+        return LossReduction("sum" if close(parts, whole) else "whole", token_items)
+    losses = [loss_of(row, 1) for row in rows]
+    candidates: tuple[Any, ...] = (token_items, "labels", "shifted_labels", "rows")
+    for items in candidates:
+        reduction = LossReduction("mean", items)
+        counts = [reduction.count(row) for row in rows]
+        counted = [(c, loss) for c, loss in zip(counts, losses, strict=True) if c]  # a row without items may give NaN
+        if counted and close(sum(c * loss for c, loss in counted) / sum(counts), whole):
+            return reduction
+    return LossReduction("whole", token_items)
+

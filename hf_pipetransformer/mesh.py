@@ -1,0 +1,119 @@
+"""Process groups of a K stages x R replicas layout, and small collectives over all processes.
+
+    world of 8, K = 4, R = 2        stage 0   1   2   3
+                        replica 0   rank  0   1   2   3     a row is a pipeline (`pipeline_group`)
+                        replica 1   rank  4   5   6   7     a column holds the same stage (`replica_group`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LayoutGroups:
+    """This process's two groups in one layout. None where the group has one member."""
+
+    pipeline: dist.ProcessGroup | None
+    pipeline_control: dist.ProcessGroup | None
+    """The same processes as `pipeline`, through the CPU."""
+    replicas: dist.ProcessGroup | None
+
+
+class ProcessMesh:
+    """The groups of every layout that has been asked for, and a control group for decisions.
+
+    The control group (gloo, all processes, on the CPU) never changes; training traffic does not pass over it.
+    All groups carry `timeout`: a group made without one would wait for 30 minutes whatever the user has set.
+
+    Works without an initialised process group, as a world of one process.
+
+    Args:
+        timeout: bound on every collective of the groups made here (`TrainingArguments.ddp_timeout`).
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.world_size = dist.get_world_size() if is_distributed else 1
+        self.rank = dist.get_rank() if is_distributed else 0
+        self._layouts: dict[int, LayoutGroups] = {}
+        self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None], dist.ProcessGroup | None] = {}
+        self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+
+    def layout(self, num_stages: int) -> LayoutGroups:
+        """Groups for K = `num_stages`. Collective over all processes the first time K is asked for."""
+        if num_stages not in self._layouts:
+            replicas = self.world_size // num_stages
+            rows = [range(r * num_stages, (r + 1) * num_stages) for r in range(replicas)]
+            columns = [range(s, self.world_size, num_stages) for s in range(num_stages)]
+            self._layouts[num_stages] = LayoutGroups(
+                self.subgroup(rows), self.subgroup(rows, backend="gloo"), self.subgroup(columns)
+            )
+        return self._layouts[num_stages]
+
+    def subgroup(
+        self, partition: Iterable[Iterable[int]], backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """This process's group among several disjoint sets of ranks; None if it is in none or alone.
+
+        Collective over all processes the first time a partition is asked for.
+        """
+        sets = tuple(tuple(ranks) for ranks in partition)
+        key = (sets, backend)
+        if key not in self._subgroups:
+            mine = None
+            for ranks in sets:
+                if len(ranks) > 1:
+                    group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+                    mine = group if self.rank in ranks else mine
+            self._subgroups[key] = mine
+        return self._subgroups[key]
+
+    # ------------------------------------------------------------------------------------ over the control group
+    def gather_objects(self, mine: T) -> list[T]:
+        """Every process's small object, on every process. Collective over all processes."""
+        if self.control is None:
+            return [mine]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine, group=self.control)
+        return everyone
+
+    def broadcast_object(self, value: T) -> T:
+        """Rank 0's value, on every process. Collective over all processes."""
+        if self.control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """`tensor` of rank `source` (CPU, any dtype, written in place elsewhere). Collective over all processes."""
+        if self.control is not None:
+            dist.broadcast(as_bytes(tensor), src=source, group=self.control)
+        return tensor
+
+    def send_to(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
+        """Send tensors whose shapes the receiver knows, through the CPU."""
+        for tensor in tensors:
+            dist.send(as_bytes(tensor.detach().cpu().contiguous()), destination, group=self.control)
+
+    def receive_from(self, like: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
+        """Receive what `send_to` sent: CPU tensors in the shapes and dtypes of `like` (meta tensors will do)."""
+        received = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in like]
+        for tensor in received:
+            dist.recv(as_bytes(tensor), source, group=self.control)
+        return received
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view of a contiguous tensor's bytes: gloo does not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)

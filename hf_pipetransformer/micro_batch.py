@@ -1,0 +1,50 @@
+"""Cut a batch into micro-batches along its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+Batch = dict[str, Any]
+
+
+def batch_rows(batch: Mapping[str, Any]) -> int:
+    """Number of rows: the first dimension of the batch's first tensor."""
+    return next(int(v.shape[0]) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+
+
+def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
+    """Rows [start, stop) of every tensor, list or tuple that has one entry per row; the rest as it is."""
+    rows = batch_rows(batch)
+
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[start:stop] if value.dim() > 0 and value.shape[0] == rows else value
+        if isinstance(value, (list, tuple)) and len(value) == rows:
+            return value[start:stop]
+        return value
+
+    return {key: part(value) for key, value in batch.items()}
+
+
+def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:
+    """`count` micro-batches of equal size; `count` must divide the rows."""
+    rows = batch_rows(batch)
+    assert rows % count == 0, f"{rows} rows are not divisible into {count} micro-batches"
+    size = rows // count
+    return [slice_rows(batch, i * size, (i + 1) * size) for i in range(count)]
+
+
+def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides the shapes inside the model, but for the number of rows."""
+    rows = batch_rows(batch)
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = tuple(value.shape)
+            return (shape[1:] if shape[:1] == (rows,) else ("whole", *shape)), value.dtype
+        return type(value).__name__ if isinstance(value, (list, tuple)) else value
+
+    return tuple((key, of(value)) for key, value in sorted(batch.items()))

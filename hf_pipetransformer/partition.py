@@ -1,0 +1,171 @@
+"""Where to cut: the contiguous split of the units into stages, and the number of micro-batches.
+
+Pure arithmetic without torch. Every rank computes the same answer from the same costs, so nothing
+has to be communicated: sums are exact (integers) and ties are broken by a fixed rule.
+
+    costs          4   2   2   2   6        K = 3
+    split        | 4 | 2   2   2 | 6 |      largest stage 6, bounds (0, 1, 4, 5)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+SCHEDULES = ("1f1b", "gpipe")
+
+MICROBATCHES_PER_STAGE = 4
+"""Upper bound on M / K when M is chosen: the bubble (K - 1) / (M + K - 1) is at most 1 / 5 at M = 4 K."""
+
+
+def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Split units into contiguous stages so that the most expensive stage costs as little as possible.
+
+    The load balancing of AutoPipe (PipeTransformer, ICML 2021, section 3.2), solved exactly by dynamic
+    programming over suffixes in O(K L^2) where the paper goes greedily from the left.
+
+    Among the splits with the least maximum:
+
+    1. the one with the least sum of squared stage costs, because the maximum alone says nothing about
+       the other stages (one huge unit would leave the rest arbitrary);
+    2. then the one with the lexicographically least bounds, because under 1F1B the early stages hold the
+       most micro-batches and had better hold fewer units.
+
+    Both criteria are evaluated in exact integer arithmetic, so the answer is the same on every rank and
+    does not depend on the order of additions.
+
+    Args:
+        costs: Cost of each unit in execution order, in any unit of measure; finite, not negative. `[L]`
+        num_stages: Number of stages K, 1 <= K <= L.
+
+    Returns:
+        Bounds `(0, ..., L)` of length K + 1; stage s holds the units `bounds[s]` to `bounds[s + 1] - 1`,
+        at least one.
+
+    Raises:
+        ValueError: If K is not between 1 and L, or a cost is negative or not finite.
+    """
+    num_units = len(costs)
+    if not 1 <= num_stages <= num_units:
+        raise ValueError(
+            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages: "
+            f"choose a pipeline size of at most {num_units}."
+        )
+    for unit, cost in enumerate(costs):
+        if not math.isfinite(cost) or cost < 0:
+            raise ValueError(f"costs[{unit}] is {cost}: costs must be finite and not negative. Measure them again.")
+
+    prefix = _exact_prefix_sums(costs)
+    largest = _least_maximum(prefix, num_stages)
+
+    # squares[i]: least sum of squared stage costs of the units i.. in the stages still to come, with no
+    # stage above `largest`; None where that is impossible. first_cut[k][i]: end of the first of k stages.
+    squares: list[int | None] = [None] * num_units + [0]
+    first_cut: list[list[int]] = []
+    for stages in range(1, num_stages + 1):
+        new: list[int | None] = [None] * (num_units + 1)
+        cut = [0] * (num_units + 1)
+        for i in range(num_units - stages + 1):
+            for j in range(i + 1, num_units - stages + 2):
+                stage = prefix[j] - prefix[i]
+                if stage > largest:
+                    break
+                rest = squares[j]
+                if rest is None:
+                    continue
+                total = stage * stage + rest
+                best = new[i]
+                if best is None or total < best:  # strictly: of equal ones the least bound stays
+                    new[i], cut[i] = total, j
+        squares = new
+        first_cut.append(cut)
+
+    bounds = [0]
+    for stages in range(num_stages, 0, -1):
+        bounds.append(first_cut[stages - 1][bounds[-1]])
+    assert bounds[-1] == num_units and all(a < b for a, b in pairwise(bounds))
+    return tuple(bounds)
+
+
+def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, schedule: str) -> int:
+    """Choose into how many micro-batches of one size a pipeline's batch is cut.
+
+    A schedule's buffers have one shape, so the number M divides the batch. The share of time in which
+    a stage of a balanced pipeline idles is (K - 1) / (M + K - 1) (PipeTransformer, ICML 2021, section 2):
+    more micro-batches idle less, but each is smaller and uses the device less well.
+
+    - One stage needs no micro-batches: 1.
+    - A request is met by the largest divisor of `rows` that does not exceed it.
+    - Otherwise the largest divisor up to 4 K: a bubble of at most 20 % where the rows allow it.
+      1F1B needs M >= K; if no divisor lies between K and 4 K, the smallest divisor above serves it
+      (13 rows in 3 stages: 13 micro-batches instead of 1), because under 1F1B more micro-batches do
+      not need more memory.
+
+    The result may still be below K (fewer rows than stages, a small request); the caller then runs
+    GPipe.
+
+    Args:
+        rows: Rows of the batch that one pipeline works on in one step, at least 1.
+        num_stages: Number of stages K, at least 1.
+        requested: The user's number, or None to choose.
+        schedule: `"1f1b"` or `"gpipe"`.
+
+    Returns:
+        M, a divisor of `rows`.
+
+    Raises:
+        ValueError: If a number is below 1 or the schedule is unknown.
+    """
+    check_schedule(schedule)
+    if rows < 1:
+        raise ValueError(f"rows is {rows}, but a batch needs at least 1 row: check the batch size.")
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}, but a pipeline needs at least 1 stage.")
+    if requested is not None and requested < 1:
+        raise ValueError(
+            f"num_microbatches is {requested}, but at least 1 is needed: raise it, or leave it to 'auto'."
+        )
+    if num_stages == 1:
+        return 1
+    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+    if requested is not None:
+        return max(d for d in divisors if d <= requested)
+    chosen = max(d for d in divisors if d <= MICROBATCHES_PER_STAGE * num_stages)
+    if schedule == "1f1b" and chosen < num_stages:
+        chosen = min((d for d in divisors if d >= num_stages), default=rows)
+    return chosen
+
+
+def check_schedule(schedule: str) -> None:
+    """Check the name of a schedule.
+
+    Raises:
+        ValueError: If it is not one of `SCHEDULES`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"schedule is {schedule!r}, but the schedules are {', '.join(map(repr, SCHEDULES))}: choose one."
+        )
+
+
+def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:
+    """Return the running sums of the costs, scaled by one factor so that all are integers. `[L + 1]`"""
+    fractions = [Fraction(cost) for cost in costs]
+    scale = math.lcm(*(f.denominator for f in fractions))
+    prefix = [0]
+    for f in fractions:
+        prefix.append(prefix[-1] + f.numerator * (scale // f.denominator))
+    return prefix
+
+
+def _least_maximum(prefix: Sequence[int], num_stages: int) -> int:
+    """Return the least possible cost of the largest stage, by dynamic programming over suffixes."""
+    num_units = len(prefix) - 1
+    best = [prefix[num_units] - prefix[i] for i in range(num_units)]  # one stage holds units i..
+    for stages in range(2, num_stages + 1):
+        # best[j] on the right still belongs to one stage fewer, because i grows and j > i.
+        for i in range(num_units - stages + 1):
+            best[i] = min(max(prefix[j] - prefix[i], best[j]) for j in range(i + 1, num_units - stages + 2))
+    return best[0]

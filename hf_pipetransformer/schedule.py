@@ -1,0 +1,133 @@
+"""Micro-batch schedules: `torch.distributed.pipelining` with what the Trainer needs added.
+
+    1F1B, K = 4 stages, M = 4 micro-batches (F forward, B backward)
+
+    stage 0   F0 F1 F2 F3          B0    B1    B2    B3
+    stage 1      F0 F1 F2       B0 F3 B1    B2    B3
+    stage 2         F0 F1    B0 F2 B1 F3 B2    B3
+    stage 3            F0 B0 F1 B1 F2 B2 F3 B3
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from .micro_batch import Batch, batch_rows, split_batch
+from .stage import ShapeBook, StageModule, StageShapes
+
+KEPT_SCHEDULES = 16
+"""A schedule owns receive buffers for its micro-batches, so only the latest shapes keep theirs."""
+
+
+class _ScheduledStage(PipelineStage):
+    """torch's stage, with gradient accumulation and stages that need no backward."""
+
+    gradients_synchronise = True
+    computes_gradients = True
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.computes_gradients:  # everything up to here is frozen: nobody waits for a gradient
+            self.fwd_cache.pop(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
+            return
+        # DDP reduces on the last micro-batch of a schedule; under accumulation only on that of the last schedule
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise)
+
+
+class PipelineScheduler:
+    """Runs batches through this process's stage, building a torch schedule for each shape that comes.
+
+    torch fixes all shapes when a stage first runs: a longer batch would abort, a shorter one would silently be read
+    into the larger buffer. Building stage and schedule anew costs under 2% of a step.
+
+    Args:
+        stage: this process's stage.
+        submodule: the same, wrapped in DDP where there are replicas.
+        stage_index: number of the stage, 0 ... `num_stages` - 1.
+        num_stages: K > 1.
+        group: the pipeline's group.
+        shape_book: shapes at the stage's boundaries.
+        schedule: "1f1b" or "gpipe".
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        shape_book: ShapeBook,
+        schedule: str,
+    ) -> None:
+        self._stage = stage
+        self._submodule = submodule
+        self._stage_index = stage_index
+        self._num_stages = num_stages
+        self._group = group
+        self._shape_book = shape_book
+        self._kind = schedule
+        self._built: OrderedDict[Any, tuple[_ScheduledStage, PipelineScheduleSingle]] = OrderedDict()
+
+    def step(self, batch: Batch, num_microbatches: int, gradients_synchronise: bool) -> None:
+        """Forward and backward of all micro-batches. Collective over the pipeline.
+
+        Args:
+            batch: the pipeline's whole batch, the same on all its stages.
+            num_microbatches: M, a divisor of the batch's rows.
+            gradients_synchronise: reduce gradients over the replicas at the end.
+        """
+        shapes = self._shape_book.shapes(batch, batch_rows(batch) // num_microbatches)
+        stage, schedule = self._for(shapes, num_microbatches)
+        stage.gradients_synchronise = gradients_synchronise
+        self._stage.shapes = shapes
+        self._stage.micro_batches = split_batch(batch, num_microbatches)
+        index = torch.arange(num_microbatches)  # what torch cuts into micro-batches
+        target = {"target": index} if self._stage.is_last else {}
+        try:
+            schedule.step(index=index, return_outputs=False, **target)
+        finally:
+            self._stage.micro_batches = ()
+
+    def _for(self, shapes: StageShapes, num_microbatches: int) -> tuple[_ScheduledStage, PipelineScheduleSingle]:
+        key = (shapes, num_microbatches)
+        if key in self._built:
+            self._built.move_to_end(key)
+            return self._built[key]
+        incoming = [c for slot, c in zip(self._stage.slots_in, shapes.incoming, strict=True) if slot.is_used]
+        outgoing = [c for slot, c in zip(self._stage.slots_out, shapes.outgoing, strict=True) if slot.is_used]
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        stage = _ScheduledStage(
+            self._submodule,
+            self._stage_index,
+            self._num_stages,
+            self._stage.device,
+            input_args=tuple(carried.meta() for carried in incoming),
+            output_args=(loss,) if self._stage.is_last else tuple(carried.meta() for carried in outgoing),
+            group=self._group,
+        )
+        stage.computes_gradients = self._stage.is_last or any(carried.requires_grad for carried in outgoing)
+        # with fewer micro-batches than stages there is no steady state, and torch refuses 1F1B
+        kind: type[PipelineScheduleSingle] = (
+            Schedule1F1B if self._kind == "1f1b" and num_microbatches >= self._num_stages else ScheduleGPipe
+        )
+        schedule = kind(stage, num_microbatches, loss_fn=_first_output, scale_grads=False)
+        self._built[key] = (stage, schedule)
+        if len(self._built) > KEPT_SCHEDULES:
+            self._built.popitem(last=False)
+        return stage, schedule
+
+
+def _first_output(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    """The last stage has computed the loss already."""
+    return output if isinstance(output, torch.Tensor) else output[0]

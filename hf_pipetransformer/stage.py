@@ -1,0 +1,221 @@
+"""One stage of a pipeline: units [start, stop) of a model, with nothing but their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .layer_range import Carry
+from .layer_stack import CarrySlot, LayerStack
+from .micro_batch import Batch, batch_rows, shape_signature, slice_rows
+
+LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
+"""Calls the model on a micro-batch and returns this micro-batch's part of the loss, a tensor of one element."""
+
+
+@dataclass(frozen=True)
+class CarriedTensor:
+    """What is known of one carried tensor before it is there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Zeros of this shape in one element of memory."""
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+    def meta(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True)
+class StageShapes:
+    """The carried tensors that a stage receives and hands on, in the order of its boundaries' slots."""
+
+    incoming: tuple[CarriedTensor, ...]
+    outgoing: tuple[CarriedTensor, ...]
+
+
+class StageModule(nn.Module):
+    """Units [start, stop) of the model as a module of their own.
+
+    Its parameters are exactly those that the units need, so DDP, the optimizer and `zero_grad` see only this stage;
+    the model itself is referenced, not registered. `forward` runs a micro-batch that was put down before in
+    `micro_batches`: torch's schedules cut tensors only, and a batch may hold anything.
+
+    Args:
+        stack: the model's units.
+        start: first unit of the stage.
+        stop: first unit after it.
+        loss_of: on the last stage, called with the model and a micro-batch.
+        device: where the stage computes.
+    """
+
+    def __init__(
+        self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.__dict__["stack"] = stack  # not registered: its modules hold other stages' ghosts
+        self.start, self.stop = start, stop
+        self.is_last = stop == stack.num_units
+        self.device = device
+        self._loss_of = loss_of
+        self.micro_batches: Sequence[Batch] = ()
+        self.shapes = StageShapes((), ())
+        owned = stack.owned(start, stop)
+        self.names = tuple(name for name in stack.table.names if name in owned)
+        for index, name in enumerate(self.names):
+            self.register_parameter(f"parameter_{index}", stack.table[name])
+        for index, buffer in enumerate(_persistent_buffers(stack.model)):
+            self.register_buffer(f"buffer_{index}", buffer)  # running statistics, which DDP keeps equal
+
+    def train(self, mode: bool = True) -> StageModule:
+        super().train(mode)
+        self.stack.model.train(mode)
+        return self
+
+    @property
+    def slots_in(self) -> tuple[CarrySlot, ...]:
+        return self.stack.boundaries[self.start]
+
+    @property
+    def slots_out(self) -> tuple[CarrySlot, ...]:
+        return () if self.is_last else self.stack.boundaries[self.stop]
+
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run micro-batch number `index`.
+
+        Args:
+            received: the used tensors of the incoming boundary, in the order of `slots_in`.
+            index: number of the micro-batch, one element, on the CPU.
+
+        Returns:
+            The used tensors of the outgoing boundary; on the last stage the loss, shape [1].
+        """
+        batch = self.micro_batches[int(index)]
+        supply = iter(received)
+        values = [
+            next(supply) if slot.is_used else carried.zeros(self.device)
+            for slot, carried in zip(self.slots_in, self.shapes.incoming, strict=True)
+        ]
+        if self.is_last:
+            with self.running_to_the_end(values):
+                return self._loss_of(self.stack.model, batch).reshape(1)
+        outputs = self.carry_on(values, batch)
+        for slot, tensor, expected in zip(self.slots_out, outputs, self.shapes.outgoing, strict=True):
+            if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+                raise RuntimeError(
+                    f"layer {self.stack.units[self.stop - 1].name!r} returned {tuple(tensor.shape)} {tensor.dtype} in"
+                    f" slot {slot}, where {expected.shape} {expected.dtype} was expected for inputs of this shape:"
+                    " the shapes inside the model depend on the values of its input. Set pipeline_parallel_size=1."
+                )
+        return tuple(
+            (tensor if carried.requires_grad else tensor.detach()).contiguous()
+            for slot, tensor, carried in zip(self.slots_out, outputs, self.shapes.outgoing, strict=True)
+            if slot.is_used
+        )
+
+    # ------------------------------------------------------------------------------------ values at the boundaries
+    def carry_on(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, ...]:
+        """From the tensors of the incoming boundary compute those of the outgoing one; not on the last stage."""
+        carry = self.stack.runner.run(self.start, self.stop, _as_carry(self.slots_in, values), batch)
+        return tuple(carry[slot.stack][slot.position] for slot in self.slots_out)
+
+    @contextmanager
+    def running_to_the_end(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, on the last stage, one call of the model runs this stage on the incoming tensors."""
+        if self.start == 0:  # the whole model: nothing to leave out
+            yield
+            return
+        with self.stack.runner.to_the_end(self.start, _as_carry(self.slots_in, values)):
+            yield
+
+    def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
+        """What this stage hands on when it receives `incoming`; costs one forward of `batch` through the stage."""
+        if self.is_last:
+            return ()
+        values = [
+            carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming
+        ]
+        outputs = self.carry_on(values, batch)
+        return tuple(
+            CarriedTensor(tuple(out.shape), out.dtype, slot.needs_gradient and out.requires_grad)
+            for slot, out in zip(self.slots_out, outputs, strict=True)
+        )
+
+
+def _as_carry(slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Carry:
+    carry: Carry = {}
+    for slot, value in zip(slots, values, strict=True):
+        carry[slot.stack] = (*carry.get(slot.stack, ()), value)
+    return carry
+
+
+def _persistent_buffers(model: nn.Module) -> list[torch.Tensor]:
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+class ShapeBook:
+    """The shapes at a stage's boundaries for every shape of batch seen so far.
+
+    A boundary tensor's size is an affine function of the micro-batch's rows. So each new shape of batch costs one
+    forward of one row and one of two, whatever the size of the batch.
+
+    Args:
+        stage: this process's stage.
+        from_previous: receives what the previous stage hands on.
+        to_next: sends what this stage hands on.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        from_previous: Callable[[], Sequence[CarriedTensor]],
+        to_next: Callable[[Sequence[CarriedTensor]], None],
+    ) -> None:
+        self._stage = stage
+        self._from_previous = from_previous
+        self._to_next = to_next
+        self._by_rows: dict[tuple[Any, ...], tuple[StageShapes, StageShapes]] = {}
+
+    def shapes(self, batch: Batch, rows: int) -> StageShapes:
+        """Shapes for micro-batches of `rows` rows of `batch`. Collective over the pipeline for a new shape of batch."""
+        key = shape_signature(batch)
+        if key not in self._by_rows:
+            one = self._learn(slice_rows(batch, 0, 1))
+            two = self._learn(slice_rows(batch, 0, 2)) if batch_rows(batch) > 1 else one
+            self._by_rows[key] = (one, two)
+        one, two = self._by_rows[key]
+        return StageShapes(_at(rows, one.incoming, two.incoming), _at(rows, one.outgoing, two.outgoing))
+
+    def _learn(self, batch: Batch) -> StageShapes:
+        incoming = tuple(self._from_previous()) if self._stage.start > 0 else ()
+        with _random_state_kept(self._stage.device):
+            outgoing = self._stage.infer_shapes(incoming, batch)
+        if not self._stage.is_last:
+            self._to_next(outgoing)
+        return StageShapes(incoming, outgoing)
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=device.type):
+        yield
+
+
+def _at(rows: int, one: Sequence[CarriedTensor], two: Sequence[CarriedTensor]) -> tuple[CarriedTensor, ...]:
+    return tuple(
+        replace(a, shape=tuple(x + (y - x) * (rows - 1) for x, y in zip(a.shape, b.shape, strict=True)))
+        for a, b in zip(one, two, strict=True)
+    )

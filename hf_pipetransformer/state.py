@@ -1,0 +1,302 @@
+"""Weights and optimizer state that are spread over stages: drop, gather, save and load them by name.
+
+Files keep the stock formats. A checkpoint is written by rank 0 as one process would write it, and read by every rank,
+which takes what it holds; so it fits any number of stages and replicas, and the stock Trainer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ghosts import ParameterTable, make_ghost
+from .mesh import ProcessMesh, as_bytes
+
+Owners = Mapping[str, int]
+"""Parameter name -> the lowest rank that holds it. The same on every process."""
+
+
+class WeightState:
+    """The model's parameters, of which some are here and the others are ghosts.
+
+    While a part is missing, `model.state_dict()` and `model.load_state_dict()` keep working through hooks: saving
+    (inside `gathered`) sees every weight on rank 0, loading takes what is here and skips the rest.
+    """
+
+    def __init__(self, table: ParameterTable, mesh: ProcessMesh) -> None:
+        self._table = table
+        self._mesh = mesh
+        self._trainable = {name: table[name].requires_grad for name in table.names}
+        self._missing: frozenset[str] = frozenset()
+        self._gathered: dict[str, torch.Tensor] | None = None
+        self._lists_ghosts = False
+        self._hooks: list[Any] = []
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._missing
+
+    def is_here(self, name: str) -> bool:
+        return name not in self._missing
+
+    def is_trainable(self, name: str) -> bool:
+        """Whether the user wants this parameter trained, here or elsewhere."""
+        return self._trainable[name]
+
+    def keep_only(self, names: Collection[str], device: torch.device) -> None:
+        """Move these parameters to `device`; replace the others by ghosts and free their memory.
+
+        Parameters that stay keep their identity, so an optimizer made before still knows them.
+        """
+        model = self._table.model
+        self._trainable.update({n: self._table[n].requires_grad for n in self._table.names if self.is_here(n)})
+        for name in self._table.names:
+            if name in names:
+                _move(self._table[name], device)
+            else:
+                self._table[name] = make_ghost(self._table[name], device=device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        self._missing = frozenset(self._table.names) - frozenset(names)
+        if not self._hooks:
+            self._hooks = [
+                model.register_load_state_dict_pre_hook(self._skip_missing),
+                model.register_load_state_dict_post_hook(self._forgive_missing),
+                # torch refuses bound methods here
+                model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
+            ]
+
+    @contextmanager
+    def as_on_one_process(self) -> Iterator[None]:
+        """Inside, ghosts look trainable where the real parameter is: an optimizer's groups arise as on one process."""
+        for name in self._missing:
+            self._table[name].requires_grad_(self._trainable[name])
+        try:
+            yield
+        finally:
+            for name in self._missing:
+                self._table[name].requires_grad_(False)
+
+    @contextmanager
+    def gathered(self, owners: Owners) -> Iterator[None]:
+        """Inside, on rank 0, `model.state_dict()` holds every weight, those from elsewhere on the CPU.
+
+        Collective over all processes.
+        """
+        self._gathered = self._gather(owners)
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    @contextmanager
+    def listing_ghosts(self) -> Iterator[None]:
+        """Inside, `model.state_dict()` may be asked for its keys; the values of missing weights mean nothing."""
+        self._lists_ghosts = True
+        try:
+            yield
+        finally:
+            self._lists_ghosts = False
+
+    def restore(self, owners: Owners, device: torch.device) -> None:
+        """Bring every weight back to every process, on `device`. Collective over all processes."""
+        for name in self._table.names:
+            mine = self._table[name]
+            value = torch.empty(mine.shape, dtype=mine.dtype)
+            if self._mesh.rank == owners[name]:
+                value.copy_(mine.detach())
+            self._mesh.broadcast_tensor(value, owners[name])
+            if self.is_here(name):
+                _move(mine, device)
+            else:
+                self._table[name] = nn.Parameter(value.to(device), requires_grad=self._trainable[name])
+        self._is_whole_again(device)
+
+    def put_back(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Make the model whole with the complete weights that it had before `keep_only`."""
+        for name, parameter in weights.items():
+            self._table[name] = parameter
+        self._is_whole_again(next(iter(weights.values())).device)
+
+    # ------------------------------------------------------------------------------------ inside
+    def _is_whole_again(self, device: torch.device) -> None:
+        for buffer in self._table.model.buffers():
+            buffer.data = buffer.data.to(device)
+        self._missing = frozenset()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _gather(self, owners: Owners) -> dict[str, torch.Tensor]:
+        """On rank 0 the weights that it misses, from the ranks that hold them."""
+        gathered: dict[str, torch.Tensor] = {}
+        for source in sorted(set(owners.values()) - {0}):
+            names = [name for name in self._table.names if owners[name] == source]
+            if self._mesh.rank == source:
+                self._mesh.send_to([self._table[name] for name in names], destination=0)
+            elif self._mesh.rank == 0:
+                received = self._mesh.receive_from([self._table[name] for name in names], source)
+                gathered.update(zip(names, received, strict=True))
+        return gathered
+
+    def _missing_keys(self) -> set[str]:
+        return {alias for name in self._missing for alias in self._table.aliases[name]}
+
+    def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in self._missing_keys():
+            state_dict.pop(prefix + key, None)
+
+    def _forgive_missing(self, module: nn.Module, incompatible: Any) -> None:
+        missing = self._missing_keys()
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
+
+    def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self._gathered is None and self._missing and not self._lists_ghosts:
+            raise RuntimeError(
+                f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
+                " parameters are not on this process. Call trainer.save_model() on all processes, or save after train()"
+                " has returned."
+            )
+        for name, tensor in (self._gathered or {}).items():
+            for alias in self._table.aliases[name]:
+                state_dict[prefix + alias] = tensor
+
+
+class OptimizerState:
+    """An optimizer that was made for the whole model, and updates only the parameters that are here.
+
+    The optimizer object, its groups (learning rate, weight decay) and with them the scheduler stay; only the lists of
+    parameters change. Its `state_dict` is that of one process: complete inside `gathered`, cut on loading.
+
+    Args:
+        optimizer: made by `torch.optim` rules over the parameters of the table.
+        table: the model's parameters, in the state in which the optimizer was made.
+        weights: tells which of them are here.
+        mesh: the processes.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, table: ParameterTable, weights: WeightState, mesh: ProcessMesh
+    ) -> None:
+        self.optimizer = optimizer
+        self._table = table
+        self._weights = weights
+        self._mesh = mesh
+        name_of = {id(table[name]): name for name in table.names}
+        self._group_names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._gathered: dict[str, Any] | None = None
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered)
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict))
+        self.keep_what_is_here()
+
+    def keep_what_is_here(self) -> None:
+        """Take out what is not held by this process (any more): parameters and their state."""
+        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+            group["params"] = [self._table[name] for name in names if self._weights.is_here(name)]
+        kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
+            del self.optimizer.state[parameter]
+
+    @contextmanager
+    def gathered(self, owners: Owners) -> Iterator[None]:
+        """Inside, `optimizer.state_dict()` on rank 0 is that of one process that holds the whole model.
+
+        Collective over all processes.
+        """
+        state = self._gather(owners)
+        if self._mesh.rank == 0:
+            position = {name: i for i, name in enumerate(n for names in self._group_names for n in names)}
+            groups = [
+                {**{k: v for k, v in group.items() if k != "params"}, "params": [position[name] for name in names]}
+                for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True)
+            ]
+            self._gathered = {
+                "state": {position[name]: state[name] for name in position if name in state},
+                "param_groups": groups,
+            }
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    # ------------------------------------------------------------------------------------ inside
+    def _state_of(self, name: str) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(self._table[name], {}))
+
+    def _gather(self, owners: Owners) -> dict[str, dict[str, Any]]:
+        """On rank 0: parameter name -> its optimizer state, on the CPU."""
+        names = [name for names in self._group_names for name in names]
+        mine = {n: s for n in names if owners[n] == self._mesh.rank and (s := self._state_of(n))}
+        layouts = self._mesh.gather_objects(
+            {n: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in s.items()} for n, s in mine.items()}
+        )
+        gathered = {n: {k: _on_cpu(v) for k, v in s.items()} for n, s in mine.items()}
+        for source in range(1, self._mesh.world_size):
+            slots = [(n, k, v) for n, s in layouts[source].items() for k, v in s.items() if isinstance(v, torch.Tensor)]
+            if self._mesh.rank == source:
+                self._mesh.send_to([mine[n][k] for n, k, _ in slots], destination=0)
+            elif self._mesh.rank == 0:
+                gathered.update({n: dict(s) for n, s in layouts[source].items()})
+                for (n, k, _), tensor in zip(
+                    slots, self._mesh.receive_from([v for *_, v in slots], source), strict=True
+                ):
+                    gathered[n][k] = tensor
+        return gathered
+
+    def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Of a whole model's state dict the part of this process, renumbered; None leaves any other as it is."""
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        if [len(numbers) for numbers in saved] != [len(names) for names in self._group_names]:
+            return None
+        state: dict[int, Any] = {}
+        groups = []
+        position = 0
+        for group, numbers, names in zip(state_dict["param_groups"], saved, self._group_names, strict=True):
+            here = []
+            for number, name in zip(numbers, names, strict=True):
+                if self._weights.is_here(name):
+                    if number in state_dict["state"]:
+                        state[position] = state_dict["state"][number]
+                    here.append(position)
+                    position += 1
+            groups.append({**group, "params": here})
+        return {"state": state, "param_groups": groups}
+
+
+def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
+    """Give every process rank 0's weights, as DDP does. Collective over all processes.
+
+    Only the weights that differ somewhere travel (a head that was initialised without a common seed).
+
+    Returns:
+        The names of those that differed.
+    """
+    if mesh.world_size == 1:
+        return []
+    mine = {name: _checksum(table[name]) for name in table.names}
+    everyone = mesh.gather_objects(mine)
+    different = [name for name in table.names if any(other[name] != everyone[0][name] for other in everyone)]
+    for name in different:
+        value = table[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+        mesh.broadcast_tensor(value, source=0)
+        table[name].data.copy_(value)
+    return different
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy())
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    parameter.data = parameter.data.to(device)
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.to(device)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,509 @@
+"""`transformers.Trainer` over a pipeline: overrides only, never a copy of its loop.
+
+Three overridden methods are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
+`_track_num_input_tokens`); each is a line around `super()`, and `tests/test_private_api.py` fails by name when one of
+them changes.
+
+    train                 the Trainer's own loop
+      get_train_dataloader    numbered batches, of which this pipeline takes its slice
+      create_optimizer        the model is cut here: discovered, planned, placed
+      get_batch_samples       counts the items of the global batch
+      training_step           ElasticPipeline.step -> compute_loss on the last stage
+      clip_grad_norm_         of the accelerator: the norm over all stages
+      evaluate, save          the stock methods, over gathered rows and weights
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from .agreement import check_same_everywhere
+from .costs import UnitCost, measure_costs
+from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
+from .elastic_pipeline import ElasticPipeline
+from .errors import UnsupportedModelError
+from .ghosts import evaluation_mode
+from .layer_stack import LayerStack
+from .loss_scaling import LossReduction, find_loss_reduction
+from .mesh import ProcessMesh
+from .micro_batch import Batch
+from .plan import PipelinePlan, make_plan
+from .stage import StageModule
+from .state import synchronise_weights
+from .training_args import PipeTransformerTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_ROWS = 2
+"""Rows on which the model's units are found."""
+LOSS_SAMPLE_ROWS = 4
+"""Rows on which the loss's reduction is found."""
+USABLE_MEMORY = 0.9
+"""Share of a device's memory that a stage may be planned to fill."""
+
+
+class PipeTransformerTrainer(Trainer):
+    """A [`~transformers.Trainer`] that can cut the model into a pipeline of stages, one per process.
+
+    Takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
+    weights, the number of steps and the order of the samples are those of one process that trains with the same
+    global batch, `per_device_train_batch_size` x number of processes, whatever the layout.
+
+    While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
+    other parameters of `trainer.model` are empty stand-ins. Before and after it, `trainer.model` is whole.
+
+    Raises:
+        ValueError: arguments that contradict one another or the processes, on all processes at once.
+        UnsupportedModelError: the model has no layers that can be cut.
+    """
+
+    args: PipeTransformerTrainingArguments
+    pipeline: ElasticPipeline | None = None
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: PipeTransformerTrainingArguments | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> None:
+        if args is None:
+            args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
+        if not isinstance(args, PipeTransformerTrainingArguments):
+            raise ValueError(
+                f"args is a {type(args).__name__}: a PipeTransformerTrainer needs PipeTransformerTrainingArguments, which"
+                " take the same fields."
+            )
+        if args.uses_pipeline:
+            _refuse_distributed_model(model)
+        super().__init__(model, args, *positional, **keywords)
+        self._mesh: ProcessMesh | None = None
+        self._reduction = LossReduction("mean", "rows")
+        self._num_items = 1
+        self._slices: deque[BatchSlice] = deque()
+        self._slice = BatchSlice(0, 0)
+        self._micro_losses: list[torch.Tensor] = []
+        self._train_batches: NumberedBatches | None = None
+        # first, so that loggers which save the model at the end see all of it
+        self.callback_handler.callbacks.insert(0, _WholeModelAtTrainEnd(self))
+
+    # ------------------------------------------------------------------------------------ life cycle
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.uses_pipeline and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            name = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            raise ValueError(
+                f"{name} is switched on by the launcher's configuration and cannot be combined with"
+                f" pipeline_parallel_size={self.args.pipeline_parallel_size}. Use a configuration without it"
+                " (accelerate_configs/ has some), or set pipeline_parallel_size=1."
+            )
+        if not self._is_stock:
+            self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
+            # the loop asks the accelerator for clipping and for the logged norm alike
+            self.accelerator.clip_grad_norm_ = self._clip_grad_norm_over_stages
+
+    @property
+    def _is_stock(self) -> bool:
+        """One stage, and something else distributes the model: everything is left to `transformers.Trainer`."""
+        return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def train(self, *positional: Any, **keywords: Any) -> TrainOutput:
+        # a model that an earlier train() or an evaluation has cut is whole again, and model_init may have replaced it
+        self._train_batches = None
+        return super().train(*positional, **keywords)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if self._is_stock:
+            return super()._wrap_model(model, training, dataloader)
+        assert self.pipeline is not None
+        return self.pipeline
+
+    # ------------------------------------------------------------------------------------ building the pipeline
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self._is_stock:
+            return super().create_optimizer(model) if model is not None else super().create_optimizer()
+        assert self._train_batches is not None
+        pipeline = self._pipeline_for(self._train_batches.sample_rows(LOSS_SAMPLE_ROWS), self._train_batches.collate_fn)
+        if self.optimizer is not None and not pipeline.has_optimizer:
+            pipeline.adopt(self.optimizer)
+        plan = self._make_plan(pipeline)
+        pipeline.place(plan)
+        logger.info("%s", plan)
+        self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
+        if self.optimizer is None:
+            with pipeline.weights.as_on_one_process():
+                super().create_optimizer()
+            pipeline.adopt(self.optimizer)
+        return self.optimizer
+
+    def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
+        """The pipeline of the current model, found on a few rows of data the first time."""
+        if self.pipeline is None or self.pipeline.model is not self.model:
+            self._build_pipeline(rows, collate_fn)
+        assert self.pipeline is not None
+        if self._train_batches is not None:
+            sample = self._collate(rows, collate_fn)
+            self._reduction = self._find_loss_reduction(sample)
+        return self.pipeline
+
+    def _build_pipeline(self, rows: list[Any], collate_fn: Any) -> None:
+        if self._mesh is None:
+            self._mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout))
+        sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
+        check_same_everywhere(self._mesh, self.model, self.train_dataset, sample)
+        with torch.random.fork_rng(devices=[]):
+            if self.args.uses_pipeline:
+                stack = LayerStack.discover(self.model, sample)
+                _refuse_batch_statistics(self.model)
+                self._unit_costs: tuple[UnitCost, ...] = measure_costs(stack, sample)
+            else:
+                stack = LayerStack.uncut(self.model, sample)
+                self._unit_costs = (UnitCost(type(self.model).__name__, 0.0, 0, 0, {}, 0),)
+        different = synchronise_weights(stack.table, self._mesh)
+        if different:
+            logger.warning(
+                "%d parameters differed between the processes and were set to those of process 0, as DDP does (%s%s)."
+                " Call set_seed() before the model is made to avoid this.",
+                len(different),
+                ", ".join(different[:3]),
+                ", ..." if len(different) > 3 else "",
+            )
+        # patches the forward for mixed precision, as it would for DDP, and nothing else
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+        self.pipeline = ElasticPipeline(
+            stack, self._loss_of_micro_batch, self._mesh, self.args.device, self._wrap_replicas
+        )
+
+    def _make_plan(self, pipeline: ElasticPipeline) -> PipelinePlan:
+        budgets = [b for b in pipeline.mesh.gather_objects(_memory_budget(self.args)) if b is not None]
+        plan = make_plan(
+            self._unit_costs,
+            pipeline.mesh.world_size,
+            self.args.pipeline_parallel_size,
+            schedule=self.args.pipeline_schedule,
+            num_microbatches=self.args.num_microbatches,
+            rows_per_pipeline_device=self.args.per_device_train_batch_size,
+            memory_budget_bytes=min(budgets, default=None),
+        )
+        if self._reduction.kind == "whole" and self._train_batches is not None:
+            self._refuse_coupled_rows(plan)
+        return plan
+
+    def _refuse_coupled_rows(self, plan: PipelinePlan) -> None:
+        if plan.world_size == 1 or (plan.num_microbatches == 1 and plan.data_parallel_size == 1):
+            return
+        if not self.args.uses_pipeline:
+            logger.warning(
+                "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, each of the %d"
+                " processes computes it on its own rows.",
+                type(self.model).__name__,
+                plan.world_size,
+            )
+            return
+        raise UnsupportedModelError(
+            self.model,
+            "its loss is not a sum or mean over the rows of a batch (a contrastive loss, or inputs that cannot be cut"
+            " by rows), so micro-batches and replicas would change it.",
+            f"Set num_microbatches=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"
+            " pipeline_parallel_size=1.",
+        )
+
+    def _wrap_replicas(
+        self, stage: StageModule, group: dist.ProcessGroup, may_be_unused: bool
+    ) -> DistributedDataParallel:
+        """DDP over the replicas of a stage, by Accelerate's handler and the `ddp_*` arguments."""
+        handler = self.accelerator.ddp_handler
+        options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
+        if self.args.ddp_find_unused_parameters is None:
+            # the Trainer looks for unused parameters in every step; here the sample has told
+            options["find_unused_parameters"] = may_be_unused
+        module = DistributedDataParallel(stage, process_group=group, init_sync=False, **options)
+        if handler is not None:
+            handler.register_comm_hook(module)
+        return module
+
+    def _collate(self, rows: list[Any], collate_fn: Any) -> Batch:
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        with seeded(self.args.seed):
+            batch = dict(collate_fn(rows))
+        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    # ------------------------------------------------------------------------------------ data
+    def get_train_dataloader(self) -> DataLoader:
+        stock = super().get_train_dataloader()
+        if self._is_stock:
+            return stock
+        # taken apart: the stock method has chosen columns, collator and (seedable) sampler
+        dataset = stock.dataset
+        is_iterable = isinstance(dataset, IterableDataset)
+        if is_iterable:
+            dataset = getattr(dataset, "dataset", dataset)  # Accelerate's IterableDatasetShard
+        args = self.args
+        self._train_batches = NumberedBatches(
+            dataset,
+            None if is_iterable else _sampler_of(stock),
+            stock.collate_fn,
+            self._train_batch_size * args.world_size,
+            drop_last=args.dataloader_drop_last,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            agree=self._same_order,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=stock.pin_memory,
+            worker_init_fn=stock.worker_init_fn,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=stock.multiprocessing_context,
+        )
+        return NumberedLoader(self._train_batches)
+
+    def _same_order(self, order: list[int]) -> list[int]:
+        """Rank 0's order: a sampler may draw what it likes."""
+        if self._mesh is None or self._mesh.world_size == 1:
+            return order
+        return self._mesh.broadcast_tensor(torch.tensor(order, dtype=torch.int64), source=0).tolist()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        if self._is_stock:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        assert self._train_batches is not None and self.pipeline is not None
+        batches: list[Any] = []
+        self._slices.clear()
+        items = 0
+        for _ in range(num_batches):
+            try:
+                batch = next(epoch_iterator)
+            except StopIteration:
+                break
+            batches.append(batch)
+            self._slices.append(self._train_batches.last_slice)
+            if self._train_batches.last_slice.rows:
+                items += self._reduction.count(batch)
+        # every pipeline once: all its stages have counted the same rows
+        total = torch.tensor([items if self.pipeline.stage_index == 0 else 0], device=self.args.device)
+        if self.pipeline.num_replicas > 1:
+            dist.all_reduce(total)
+        elif self.pipeline.num_stages > 1:
+            total[0] = items
+        self._num_items = max(int(total), 1)
+        return batches, self._num_items
+
+    # ------------------------------------------------------------------------------------ steps
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        if self._is_stock:
+            return super().training_step(model, inputs, num_items_in_batch)
+        pipeline = self.pipeline
+        assert pipeline is not None
+        pipeline.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            self.optimizer.train()
+        self._slice = self._slices.popleft()
+        if self.accelerator.scaler is not None:
+            # a scaler is set up by its first use, and the stages without the loss would not use it
+            self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
+        self._micro_losses.clear()
+        pipeline.step(dict(self._prepare_inputs(inputs)))
+        empty_every = self.args.torch_empty_cache_steps
+        if empty_every is not None and self.state.global_step % empty_every == 0:
+            clear_device_cache()
+        # the loss of the global batch, the same on every process
+        loss = torch.stack(self._micro_losses).sum() if self._micro_losses else torch.zeros((), device=self.args.device)
+        if pipeline.mesh.world_size > 1:
+            loss = loss.float()
+            dist.all_reduce(loss)
+        return loss
+
+    def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
+        """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
+        assert self.pipeline is not None
+        weight = self._reduction.weight(micro_batch, self._num_items) if self._slice.rows else 0.0
+        inputs = dict(micro_batch)
+        if weight == 0.0 and "labels" in inputs:  # a mean over no item would be NaN, and NaN x 0 is NaN
+            inputs["labels"] = torch.zeros_like(inputs["labels"])
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=self._num_items)
+        part = loss.mean() * weight
+        self._micro_losses.append(part.detach())
+        return part * (self.pipeline.num_replicas * self._loss_scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        scaler = self.accelerator.scaler
+        return scaler.get_scale() if scaler is not None else 1.0
+
+    def _find_loss_reduction(self, sample: Batch) -> LossReduction:
+        def loss_of(batch: Batch, num_items: int) -> float:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                return float(self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items).mean())
+
+        exact = self.accelerator.mixed_precision == "no" and all(
+            p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
+        )
+        with evaluation_mode(self.model), torch.random.fork_rng(devices=[]):
+            return find_loss_reduction(
+                loss_of, sample, getattr(self, "_loss_shifts_labels", False), tolerance=2e-3 if exact else 3e-2
+            )
+
+    def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm over all stages.")
+        assert self.pipeline is not None
+        return self.pipeline.clip_grad_norm(max_norm, self.accelerator.unscale_gradients, self._loss_scale)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        counts = self._is_stock or self.pipeline is None or not self.pipeline.is_placed
+        # all stages of a pipeline see the same rows: one of them counts
+        return super().floating_point_ops(inputs) if counts or self._is_first_stage else 0
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        if not self._is_stock and not self._is_first_stage:
+            inputs = {k: v[:0] for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+        super()._track_num_input_tokens(inputs)
+
+    @property
+    def _is_first_stage(self) -> bool:
+        return self.pipeline is not None and self.pipeline.stage_index == 0
+
+    # ------------------------------------------------------------------------------------ evaluation
+    def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
+        if self._is_stock or (self.pipeline is not None and self.pipeline.is_placed):
+            return super().evaluation_loop(dataloader, *positional, **keywords)
+        if self.pipeline is None or self.pipeline.model is not self.model:
+            self._build_pipeline(self._evaluation_rows(dataloader), dataloader.collate_fn)
+        assert self.pipeline is not None
+        self.pipeline.place(self._make_plan(self.pipeline), keep_weights_aside=True)
+        try:
+            return super().evaluation_loop(dataloader, *positional, **keywords)
+        finally:
+            self.pipeline.put_back()
+
+    def _evaluation_rows(self, dataloader: DataLoader) -> list[Any]:
+        dataset = dataloader.dataset
+        if isinstance(dataset, IterableDataset):
+            dataset = getattr(dataset, "dataset", dataset)
+        with seeded(self.args.seed):
+            return first_samples(dataset, SAMPLE_ROWS)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        stock = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        if self._is_stock:
+            return stock(model, inputs)
+        assert self.pipeline is not None
+        if self.pipeline.num_stages == 1:
+            return stock(self.model, inputs)
+        prepare = lambda batch: dict(self._prepare_inputs(batch))  # noqa: E731
+        return self.pipeline.predict(dict(inputs), prepare, lambda batch: stock(self.model, batch))
+
+    # ------------------------------------------------------------------------------------ saving and loading
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.pipeline is None or not self.pipeline.is_placed:
+            return super().save_model(output_dir, _internal_call)
+        with self.pipeline.weights.gathered(self.pipeline.owners()):
+            return super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.pipeline is None or not self.pipeline.is_placed:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        with self.pipeline.optimizer_state.gathered(self.pipeline.owners()):
+            return super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_best_model(self) -> None:
+        if self.pipeline is None or not self.pipeline.is_placed:
+            return super()._load_best_model()
+        with self.pipeline.weights.listing_ghosts():  # loading a sharded checkpoint looks at the model's keys
+            return super()._load_best_model()
+
+    def make_model_whole(self) -> None:
+        """Bring all weights back into `trainer.model` on every process. Collective; done when `train()` ends.
+
+        They go to the device if they fit, else to the CPU.
+        """
+        if self.pipeline is not None and self.pipeline.is_placed:
+            size = sum(p.nbytes for p in self.model.parameters())
+            self.pipeline.gather(self.args.device if _fits(size, self.args.device) else torch.device("cpu"))
+
+
+class _WholeModelAtTrainEnd(TrainerCallback):
+    def __init__(self, trainer: PipeTransformerTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.make_model_whole()
+
+
+def _sampler_of(loader: DataLoader) -> Any:
+    """The sampler over all samples, below what Accelerate has put around it for its processes."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else loader.sampler
+    if sampler is None or not hasattr(sampler, "__iter__"):
+        raise ValueError(f"No sampler was found in the training loader ({type(loader).__name__}).")
+    return sampler
+
+
+def _refuse_distributed_model(model: Any) -> None:
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        raise ValueError(
+            f"model is wrapped in {type(model).__name__}: pass the plain model (model.module), the trainer distributes"
+            " it."
+        )
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map:
+        raise ValueError(
+            f"model is spread by a device map ({len(device_map)} entries): load it without device_map, the pipeline's"
+            " stages take their part."
+        )
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UnsupportedModelError(
+                model,
+                f"{name!r} is a {type(module).__name__}, whose result depends on all rows of a batch, and micro-batches"
+                " would change it.",
+                "Set pipeline_parallel_size=1.",
+            )
+
+
+def _memory_budget(args: PipeTransformerTrainingArguments) -> int | None:
+    """Bytes that a stage may take on this process's device."""
+    if args.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(args.device).total_memory * USABLE_MEMORY)
+    if args.device.type == "cpu":
+        here = max(1, int(_environment("LOCAL_WORLD_SIZE", str(args.world_size))))
+        return int(psutil.virtual_memory().available / here * USABLE_MEMORY)
+    return None
+
+
+def _fits(size: int, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return size < free * USABLE_MEMORY
+
+
+def _environment(name: str, default: str) -> str:
+    import os
+
+    return os.environ.get(name) or default

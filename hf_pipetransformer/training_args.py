@@ -1,0 +1,180 @@
+"""The arguments of a pipeline run: all of `transformers.TrainingArguments`, and those of the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from .partition import check_schedule
+
+FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
+"""Their step is taken inside the backward, before gradients are complete."""
+
+
+@dataclass
+class PipeTransformerTrainingArguments(TrainingArguments):
+    """Arguments of a [`PipeTransformerTrainer`]: all of `transformers.TrainingArguments` and the following.
+
+    > Parameters that control the pipeline
+
+    Args:
+        pipeline_parallel_size (`int` or `"auto"`, *optional*, defaults to 1):
+            Number of stages K that the model is cut into, one per process. It must divide the number of processes;
+            world size / K pipelines run side by side. `"auto"`: the smallest that fits the devices' memory.
+        pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
+            Order of the micro-batches' forwards and backwards: `"1f1b"` or `"gpipe"`.
+        num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
+            Micro-batches that a pipeline's batch is cut into. All have one size, so the largest divisor of the
+            batch's rows up to this number is used.
+
+    > Defaults that differ from `TrainingArguments`
+
+    - `use_cpu` is set where there is no accelerator.
+    - `average_tokens_across_devices` is off: the trainer counts the items of the global batch itself, whatever the
+      layout.
+    """
+
+    # HfArgumentParser reads annotations: it takes one type per argument
+    pipeline_parallel_size: str = field(
+        default="1",
+        metadata={"help": "Number of pipeline stages, or 'auto': the smallest that fits the devices' memory."},
+    )
+    pipeline_schedule: str = field(
+        default="1f1b",
+        metadata={"help": "Order of the micro-batches: '1f1b' or 'gpipe'.", "choices": ["1f1b", "gpipe"]},
+    )
+    num_microbatches: str = field(
+        default="auto",
+        metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
+    )
+
+    def __post_init__(self) -> None:
+        self.pipeline_parallel_size: int | Literal["auto"] = _int_or_auto(  # type: ignore[no-redef]
+            "pipeline_parallel_size", self.pipeline_parallel_size
+        )
+        self.num_microbatches: int | Literal["auto"] = _int_or_auto(  # type: ignore[no-redef]
+            "num_microbatches", self.num_microbatches
+        )
+        check_schedule(self.pipeline_schedule)
+        if self.uses_pipeline:
+            self._refuse_what_excludes_a_pipeline()
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+        self.average_tokens_across_devices = False
+        if self.uses_pipeline:
+            self._refuse_impossible_layouts()
+
+    @property
+    def uses_pipeline(self) -> bool:
+        """Whether more than one stage may be used."""
+        return self.pipeline_parallel_size != 1
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """The pipeline moves each stage's parameters itself."""
+        return super().place_model_on_device if self.leaves_model_to_trainer else False
+
+    @property
+    def leaves_model_to_trainer(self) -> bool:
+        """With one stage: whether something else distributes or compiles the model, so that the stock Trainer runs."""
+        return not self.uses_pipeline and bool(
+            self.fsdp
+            or self.deepspeed
+            or self.torch_compile
+            or self.n_gpu > 1
+            or getattr(self, "parallelism_config", None)
+            or self.fp16_full_eval
+            or self.bf16_full_eval
+            or self.auto_find_batch_size
+            or self.accelerator_config.split_batches
+            or self.train_sampling_strategy == "batch_rebalance"
+            or any(name in str(self.optim) for name in FUSED_BACKWARD_OPTIMIZERS)
+        )
+
+    def _refuse_what_excludes_a_pipeline(self) -> None:
+        """Fields that contradict more than one stage; known before any device is set up."""
+        wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
+        for name, why in (
+            ("fsdp", "FSDP shards the parameters that the stages hold"),
+            ("deepspeed", "DeepSpeed distributes the model itself"),
+            ("torch_compile", "a compiled forward cannot be left between two layers"),
+            ("torch_compile_backend", "a compiled forward cannot be left between two layers"),
+            ("torch_compile_mode", "a compiled forward cannot be left between two layers"),
+            ("parallelism_config", "Accelerate's own parallelism lays out the processes differently"),
+            ("fp16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
+            ("bf16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
+            ("auto_find_batch_size", "stages run out of memory one by one, and could not agree on a size"),
+        ):
+            value = getattr(self, name, None)
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} cannot be combined with {wanted}: {why}. Unset {name}, or set"
+                    " pipeline_parallel_size=1."
+                )
+        optimizer = OptimizerNames(self.optim).value
+        if any(name in optimizer for name in FUSED_BACKWARD_OPTIMIZERS):
+            raise ValueError(
+                f"optim={optimizer!r} cannot be combined with {wanted}: it updates parameters during the backward,"
+                " before their gradients are complete. Choose another optim, such as 'adamw_torch'."
+            )
+        checkpointing: dict[str, Any] = {
+            **(getattr(self, "gradient_checkpointing_kwargs", None) or {}),
+            **(getattr(self, "activation_checkpointing_kwargs", None) or {}),
+        }
+        if checkpointing.get("use_reentrant"):
+            raise ValueError(
+                f"gradient checkpointing with use_reentrant=True cannot be combined with {wanted}: it hides the layers'"
+                " autograd graph from the stages. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        if str(self.train_sampling_strategy) == "batch_rebalance":
+            raise ValueError(
+                f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it lays out the batches"
+                " by process, not by pipeline. Choose 'group_by_length'."
+            )
+
+    def _refuse_impossible_layouts(self) -> None:
+        """What is wrong with the processes, once they are known."""
+        wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"{wanted} needs one process per device, but this process sees {self.n_gpu} devices and would use"
+                f" nn.DataParallel: start {self.n_gpu} processes with `accelerate launch` or `torchrun`."
+            )
+        if self.accelerator_config.split_batches:
+            raise ValueError(
+                f"split_batches=True in accelerator_config cannot be combined with {wanted}: the batch of a pipeline"
+                " is per_device_train_batch_size x stages. Unset it and lower per_device_train_batch_size."
+            )
+        stages = self.pipeline_parallel_size
+        if stages == "auto" or self.world_size % stages == 0:
+            return
+        if self.world_size == 1:
+            raise ValueError(
+                f"{wanted}, but only one process runs: a pipeline needs one process per stage. Start {stages} with"
+                f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU note that"
+                " `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the number;"
+                " `distributed_type: MULTI_GPU` with `use_cpu=True` (or torchrun) starts them all."
+            )
+        divisors = ", ".join(str(k) for k in range(1, self.world_size + 1) if self.world_size % k == 0)
+        raise ValueError(
+            f"{wanted} does not divide the {self.world_size} processes: choose one of {divisors}, or start a multiple"
+            f" of {stages} processes. (On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one"
+            " process whatever the number; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun.)"
+        )
+
+
+def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1 or isinstance(value, (bool, float)):
+        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, or 'auto'.")
+    return number
