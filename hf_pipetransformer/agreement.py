@@ -43,7 +43,7 @@ def _describe(model: nn.Module, dataset: Any, sample: Mapping[str, Any]) -> dict
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "models": f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{trainable:,} trainable (layout {_checksum(repr(shapes).encode()):08x})",
+        f"{trainable:,} trainable (layout {zlib.crc32(repr(shapes).encode()):08x})",
         "datasets": f"{len(dataset):,} samples" if isinstance(dataset, Sized) else type(dataset).__name__,
         "datasets' first samples": f"{sorted(sample)} (content {_checksum_of(sample):08x})",
     }
@@ -59,7 +59,3 @@ def _checksum_of(sample: Mapping[str, Any]) -> int:
         )
         checksum = zlib.crc32(key.encode() + content, checksum)
     return checksum
-
-
-def _checksum(content: bytes) -> int:
-    return zlib.crc32(content)

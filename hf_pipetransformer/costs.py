@@ -28,7 +28,7 @@ class UnitCost:
     activation_bytes: int
     """Saved for the backward."""
     boundary_bytes: int
-    """Carried from this unit to the next."""
+    """Carried from this unit to the next, with what later ones read of earlier stacks; 0 for the last unit."""
     parameters: Mapping[str, int]
     """Parameter name -> bytes. A parameter that several units need appears in each of them."""
     trainable_bytes: int
@@ -52,8 +52,9 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
             stack.runner.trace(batch, observer=meter.unit_done)
         finally:
             stack.runner.remove()
-    meter.unit_done(None, None)  # the head
+    meter.count()  # the head
     last = stack.num_units - 1
+    boundaries = [*stack.boundaries[1:], ()]
     costs = []
     for k, unit in enumerate(stack.units):
         mine = [k, last + 1] if k == last else [k]
@@ -63,7 +64,7 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
                 name=unit.name,
                 forward_flops=sum(meter.flops[i] for i in mine) / rows,
                 activation_bytes=round(sum(meter.saved_bytes[i] for i in mine) / rows),
-                boundary_bytes=round(meter.boundary_bytes[k] / rows),
+                boundary_bytes=round(sum(meter.sizes[k][s.stack][s.position] for s in boundaries[k] if s.is_used) / rows),
                 parameters=parameters,
                 trainable_bytes=sum(size for name, size in parameters.items() if stack.table[name].requires_grad),
             )
@@ -77,7 +78,7 @@ class _Meter:
     def __init__(self, stack: LayerStack) -> None:
         self.flops: list[int] = []
         self.saved_bytes: list[int] = []
-        self.boundary_bytes: list[int] = []
+        self.sizes: list[dict[int, list[int]]] = []  # after each unit: stack -> bytes of its latest output's tensors
         self._flops_before = 0
         self._saved: dict[int, int] = {}
         self._weights = {stack.table[name].untyped_storage().data_ptr() for name in stack.table.names}
@@ -93,13 +94,18 @@ class _Meter:
         self._hooks.__exit__(*error)
         self._counter.__exit__(*error)
 
-    def unit_done(self, unit: Unit | None, output: Any) -> None:
+    def unit_done(self, unit: Unit, output: Any) -> None:
+        self.count()
+        earlier = self.sizes[-1] if self.sizes else {}
+        self.sizes.append({**earlier, unit.stack: [tensor.nbytes for tensor in tensors_of(output)]})
+
+    def count(self) -> None:
+        """Note what was computed and saved since the last call."""
         flops = self._counter.get_total_flops()
         self.flops.append(flops - self._flops_before)
         self._flops_before = flops
         self.saved_bytes.append(sum(self._saved.values()))
         self._saved.clear()
-        self.boundary_bytes.append(sum(tensor.nbytes for tensor in tensors_of(output)))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -136,16 +136,17 @@ class NumberedBatches(Dataset[Any]):
         self._iterator: Iterator[Any] | None = None
         self._peeked: list[Any] | None = None  # an iterable's batch 0, where it was read for `sample_rows`
         self.is_iterable = isinstance(dataset, IterableDataset)
-        self.num_batches: int | None = None
+        ordered = dataset if self.is_iterable else sampler
+        self.num_batches: int | None = None  # a stream's length is seldom known
+        if isinstance(ordered, Sized):
+            full, rest = divmod(len(ordered), global_batch_size)
+            self.num_batches = full + (1 if rest and not drop_last else 0)
         if self.is_iterable:
             # whole global batches: which samples a slice holds is only known when they have come
             self._loader = DataLoader(
                 dataset, batch_size=global_batch_size, drop_last=drop_last, collate_fn=_as_list, **loader_options
             )
         else:
-            assert isinstance(sampler, Sized)
-            full, rest = divmod(len(sampler), global_batch_size)
-            self.num_batches = full + (1 if rest and not drop_last else 0)
             self._loader = DataLoader(
                 _SeededDataset(dataset), batch_sampler=_Slices(self), collate_fn=collate_fn, **loader_options
             )
@@ -174,21 +175,18 @@ class NumberedBatches(Dataset[Any]):
             with seeded(self._seed):
                 return first_samples(self.dataset, count)
         if self._peeked is None:  # a stream may give its samples once: they are kept for batch 0
+            self.set_epoch(self._epoch)
             self._start_at(0)
-            assert self._iterator is not None
-            with seeded(self._batch_seed(0)):
-                self._peeked = next(self._iterator, [])
-        return first_samples(self._peeked, count)
+            self._peeked = self._read(0, [])
+        return _repeated(self._peeked, count, self.dataset)
 
     def __getitem__(self, number: int) -> Any:
-        if self._iterator is None or self._next != number:
-            self._start_at(number)
-        assert self._iterator is not None
-        with seeded(self._batch_seed(number)):
-            batch, self._peeked = (next(self._iterator) if self._peeked is None else self._peeked), None
-            global_rows = len(batch) if self.is_iterable else len(self._rows_of(number))
-            start, stop = part_of(global_rows, self._parts, self._index)
-            if self.is_iterable:
+        self._go_to(number)
+        batch, self._peeked = self._peeked or self._read(number), None
+        global_rows = len(batch) if self.is_iterable else len(self._rows_of(number))
+        start, stop = part_of(global_rows, self._parts, self._index)
+        if self.is_iterable:
+            with seeded(self._slice_seed(number, start)):
                 batch = self.collate_fn(batch[start:stop] or batch[:1])
         self._next = number + 1
         self.last_slice = BatchSlice(stop - start, global_rows)
@@ -201,7 +199,7 @@ class NumberedBatches(Dataset[Any]):
             rows = self._rows_of(number)
             start, stop = part_of(len(rows), self._parts, self._index)
             mine = _SeededRows(rows[start:stop] or rows[:1])  # nothing for this pipeline: one row that will not count
-            mine.seed = self._batch_seed(number)
+            mine.seed = self._slice_seed(number, start)
             yield mine
 
     # ------------------------------------------------------------------------------------ inside
@@ -212,19 +210,37 @@ class NumberedBatches(Dataset[Any]):
     def _batch_seed(self, number: int) -> int:
         return self._seed + 7919 * self._epoch + 104729 * number + 1
 
+    def _slice_seed(self, number: int, start: int) -> int:
+        """Of a slice that starts at this row: pipelines with other rows draw other augmentations."""
+        return self._batch_seed(number) + 1 + start
+
+    def _go_to(self, number: int) -> None:
+        """Let `_read` give batch `number` next."""
+        if not self.is_iterable:
+            if self._iterator is None or self._next != number:
+                self._start_at(number)
+            return
+        if self._iterator is None or self._next > number:
+            self._start_at(0)
+        while self._next < number:  # a stream is read, not searched: what comes before is left out
+            if self._peeked is None:
+                self._read(self._next)
+            self._peeked = None
+            self._next += 1
+
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
             assert self._sampler is not None
             with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
                 self._order = self._agree(list(self._sampler))
-        self._next = number
+        self._next, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
             self._iterator = iter(self._loader)
-        if self.is_iterable:
-            self._peeked = None
-            for skipped in range(number):
-                with seeded(self._batch_seed(skipped)):
-                    next(self._iterator)
+
+    def _read(self, number: int, *default: Any) -> Any:
+        assert self._iterator is not None
+        with seeded(self._batch_seed(number)):
+            return next(self._iterator, *default)
 
 
 class _Numbers(Sampler[list[int]]):
@@ -239,7 +255,7 @@ class _Numbers(Sampler[list[int]]):
         return self._batches.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        known = self._batches.num_batches
+        known = None if self._batches.is_iterable else self._batches.num_batches  # a stream itself says when it ends
         return ([number] for number in (itertools.count() if known is None else range(known)))
 
     def set_epoch(self, epoch: int) -> None:
@@ -259,7 +275,7 @@ class NumberedLoader(DataLoader[Any]):
 
 
 def first_samples(dataset: Any, count: int) -> list[Any]:
-    """The first samples of a dataset, the first one again where it has fewer.
+    """The first samples of a dataset, from the first one again where it has fewer.
 
     Raises:
         ValueError: the dataset is empty.
@@ -268,8 +284,15 @@ def first_samples(dataset: Any, count: int) -> list[Any]:
         samples = list(itertools.islice(iter(dataset), count))
     else:
         samples = [dataset[index] for index in range(min(count, len(dataset)))]
+    return _repeated(samples, count, dataset)
+
+
+def _repeated(samples: list[Any], count: int, dataset: Any) -> list[Any]:
     if not samples:
-        raise ValueError(f"The dataset ({type(dataset).__name__}) is empty: there is no sample to learn shapes from.")
+        raise ValueError(
+            f"The dataset ({type(dataset).__name__}) is empty, or has less than one whole batch and"
+            " dataloader_drop_last=True: there is no sample to learn shapes from."
+        )
     return (samples * count)[:count]
 
 

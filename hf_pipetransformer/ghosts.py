@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,7 +81,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def reachable_leaves(tensors: Any) -> set[torch.Tensor]:
+def reachable_leaves(tensors: Collection[torch.Tensor]) -> set[torch.Tensor]:
     """The leaves of the autograd graph (parameters, inputs that require a gradient) behind `tensors`."""
     seen: set[Any] = set()
     leaves: set[torch.Tensor] = {t for t in tensors if t.requires_grad and t.is_leaf}

@@ -103,7 +103,12 @@ class LayerRangeRunner:
         self._structures: dict[int, _OutputStructure] = {}
         self._pass: _Pass | None = None
         self._computable: range | None = None  # None: every unit has its weights here
-        self._layers = [(stack, name, model.get_submodule(name)) for stack, names in enumerate(stacks) for name in names]
+        self._poisons_skipped = False
+        layers: dict[nn.Module, tuple[int, str]] = {}  # a module that stands in a list several times is one layer
+        for stack, names in enumerate(stacks):
+            for name in names:
+                layers.setdefault(model.get_submodule(name), (stack, name))
+        self._layers = [(stack, name, module) for module, (stack, name) in layers.items()]
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     # ------------------------------------------------------------------------------------ life cycle
@@ -135,6 +140,18 @@ class LayerRangeRunner:
         are not here.
         """
         self._computable = computable
+
+    @contextmanager
+    def poisoning_skipped(self) -> Iterator[None]:
+        """Inside, skipped units return NaN, but for the last one of each stack, whose output the next one takes.
+
+        Shows whether anything reads the outputs of earlier units, which a range cannot give.
+        """
+        self._poisons_skipped = True
+        try:
+            yield
+        finally:
+            self._poisons_skipped = False
 
     # ------------------------------------------------------------------------------------ running
     def trace(self, batch: dict[str, Any], observer: Callable[[Unit, Any], None] | None = None) -> Any:
@@ -222,7 +239,10 @@ class LayerRangeRunner:
             else:
                 self._check_order(index, unit)
             if index < current.start:
-                return self._structures[unit.stack].rebuild(current.carry[unit.stack])
+                values = current.carry[unit.stack]
+                if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
+                    values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
+                return self._structures[unit.stack].rebuild(values)
             output = original(*args, **kwargs)
             current.outputs[unit.stack] = output
             if current.observer is not None:

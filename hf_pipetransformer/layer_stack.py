@@ -140,7 +140,7 @@ class LayerStack:
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
         carry: Carry = {}
-        with torch.no_grad():
+        with torch.no_grad(), self.runner.poisoning_skipped():
             for k in range(self.num_units):
                 absent = {n: make_ghost(self.table[n], _poison(self.table[n])) for n in self.table.names}
                 for name in self.owners[k]:
@@ -245,7 +245,7 @@ def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str
     for names in lists:
         inputs: list[set[int]] = []
         outputs: list[tuple[torch.Tensor, ...]] = []  # kept alive, so that ids are not used again
-        layers = [model.get_submodule(name) for name in names]
+        layers = dict.fromkeys(model.get_submodule(name) for name in names)  # one may stand there several times
         for layer in layers:  # not a hook: some models call layer.forward()
             layer.forward = _noting(layer.forward, inputs, outputs)
         try:

@@ -66,10 +66,13 @@ def find_loss_reduction(
     def close(a: float, b: float) -> bool:
         return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-6)
 
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and not labels.ne(IGNORED).any():
+        batch = {**batch, "labels": torch.zeros_like(labels)}  # from a loss over nothing nothing can be learnt
     rows = [slice_rows(batch, i, i + 1) for i in range(batch_rows(batch))]
     token_items: Literal["shifted_labels", "labels"] = "shifted_labels" if shifts_labels else "labels"
     whole, doubled = loss_of(batch, 1), loss_of(batch, 2)
-    if not math.isfinite(whole):  # no item has a label in these rows, and a mean over nothing is NaN
+    if not math.isfinite(whole):  # nothing can be compared; most losses are means
         return LossReduction("mean", token_items)
     if whole != 0 and close(whole, 2 * doubled):
         parts = sum(loss_of(row, 1) for row in rows)

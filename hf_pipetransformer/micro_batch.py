@@ -11,8 +11,15 @@ Batch = dict[str, Any]
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """Number of rows: the first dimension of the batch's first tensor."""
-    return next(int(v.shape[0]) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+    """Number of rows: the first dimension of the batch's first tensor.
+
+    Raises:
+        ValueError: there is no tensor with a dimension in it.
+    """
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return int(value.shape[0])
+    raise ValueError(f"the batch has no tensor with rows, but only {sorted(batch)}: check the data collator.")
 
 
 def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
@@ -45,6 +52,6 @@ def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape)
             return (shape[1:] if shape[:1] == (rows,) else ("whole", *shape)), value.dtype
-        return type(value).__name__ if isinstance(value, (list, tuple)) else value
+        return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
     return tuple((key, of(value)) for key, value in sorted(batch.items()))

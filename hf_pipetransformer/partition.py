@@ -16,7 +16,7 @@ from itertools import pairwise
 
 SCHEDULES = ("1f1b", "gpipe")
 
-MICROBATCHES_PER_STAGE = 4
+MICROBATCHES_PER_STAGE = 2
 """Upper bound on M / K when M is chosen: the bubble (K - 1) / (M + K - 1) is at most 1 / 5 at M = 4 K."""
 
 

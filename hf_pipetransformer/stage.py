@@ -191,10 +191,11 @@ class ShapeBook:
 
     def shapes(self, batch: Batch, rows: int) -> StageShapes:
         """Shapes for micro-batches of `rows` rows of `batch`. Collective over the pipeline for a new shape of batch."""
-        key = shape_signature(batch)
+        has_two = batch_rows(batch) > 1  # what was learnt from a single row says nothing of more
+        key = (shape_signature(batch), has_two)
         if key not in self._by_rows:
             one = self._learn(slice_rows(batch, 0, 1))
-            two = self._learn(slice_rows(batch, 0, 2)) if batch_rows(batch) > 1 else one
+            two = self._learn(slice_rows(batch, 0, 2)) if has_two else one
             self._by_rows[key] = (one, two)
         one, two = self._by_rows[key]
         return StageShapes(_at(rows, one.incoming, two.incoming), _at(rows, one.outgoing, two.outgoing))

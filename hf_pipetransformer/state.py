@@ -188,6 +188,13 @@ class OptimizerState:
         self._weights = weights
         self._mesh = mesh
         name_of = {id(table[name]): name for name in table.names}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [tuple(p.shape) for p in parameters if id(p) not in name_of]
+        if foreign:
+            raise ValueError(
+                f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not the model's (the first has shape"
+                f" {foreign[0]}): make the optimizer from the parameters of the model that the trainer is given."
+            )
         self._group_names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._gathered: dict[str, Any] | None = None
         optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered)

@@ -122,6 +122,20 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"optim={optimizer!r} cannot be combined with {wanted}: it updates parameters during the backward,"
                 " before their gradients are complete. Choose another optim, such as 'adamw_torch'."
             )
+        if str(self.train_sampling_strategy) == "batch_rebalance":
+            raise ValueError(
+                f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it lays out the batches"
+                " by process, not by pipeline. Choose 'group_by_length'."
+            )
+
+    def _refuse_impossible_layouts(self) -> None:
+        """What is wrong with the processes, and with what the command line gives as JSON, once both are known."""
+        wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"{wanted} needs one process per device, but this process sees {self.n_gpu} devices and would use"
+                f" nn.DataParallel: start {self.n_gpu} processes with `accelerate launch` or `torchrun`."
+            )
         checkpointing: dict[str, Any] = {
             **(getattr(self, "gradient_checkpointing_kwargs", None) or {}),
             **(getattr(self, "activation_checkpointing_kwargs", None) or {}),
@@ -130,20 +144,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"gradient checkpointing with use_reentrant=True cannot be combined with {wanted}: it hides the layers'"
                 " autograd graph from the stages. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
-        if str(self.train_sampling_strategy) == "batch_rebalance":
-            raise ValueError(
-                f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it lays out the batches"
-                " by process, not by pipeline. Choose 'group_by_length'."
-            )
-
-    def _refuse_impossible_layouts(self) -> None:
-        """What is wrong with the processes, once they are known."""
-        wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
-        if self.n_gpu > 1:
-            raise ValueError(
-                f"{wanted} needs one process per device, but this process sees {self.n_gpu} devices and would use"
-                f" nn.DataParallel: start {self.n_gpu} processes with `accelerate launch` or `torchrun`."
             )
         if self.accelerator_config.split_batches:
             raise ValueError(

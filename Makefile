@@ -1,0 +1,46 @@
+# `make` alone lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Extra arguments for installing PyTorch. A machine without a GPU can avoid the large CUDA packages by
+# TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu".
+TORCH_ARGS ?=
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+CODE := hf_pipetransformer recipes tests
+STAMP := $(VENV)/.installed
+
+# Several processes on one machine: one thread each, or they fight over the cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test style quality clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION) $(TORCH_ARGS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (about 2 minutes, no download)
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
+
+test: $(STAMP) ## Run the tests (no network, no GPU)
+	$(BIN)/python -m pytest
+
+style: $(STAMP) ## Format the code and apply the linter's fixes
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+quality: $(STAMP) ## Check format, lint, types and the direction of the imports
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## Remove the environment, caches and outputs
+	rm -rf $(VENV) build dist outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,395 @@
+"""Runs a function on several processes ("ranks") that form one gloo world on the CPU.
+
+    def add(rank, world_size, number):  # at the top level of a test module: ranks import it by name
+        torch.distributed.init_process_group("gloo")
+        total = torch.tensor(rank * number)
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(add, 4, 10) == [60, 60, 60, 60]
+
+1. Importing torch and transformers takes seconds, so one *fork server* per test session imports them once, and each
+   rank is a fork of it (about 50 ms). It is started by the first call.
+2. The environment is that of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, ... The store is kept by the test's process on
+   a port of the system's choice: test sessions that run at the same time never meet, and it outlives the ranks.
+   No process group is made: Accelerate, or the function, makes it.
+3. A rank sends back what it returned or raised (tensors included, by value). Its output is printed by the test's
+   process, which shows it where a test fails.
+4. Ranks that hang are asked for the stacks of their threads, then killed together with their data loader workers.
+   They cannot outlive the test's process either, not even when that one is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "pytest",
+        "torch.distributed.pipelining",
+        "accelerate",
+        "transformers.trainer",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
+STACK_REQUEST = signal.SIGUSR1  # a rank answers with the stacks of all its threads
+LAST_WORDS_SECONDS = 0.5  # how long ranks that are to be killed may write their stacks
+EXIT_SECONDS = 15.0  # how long a rank may take to end after it returned
+
+# What a rank reports when another one broke off: a consequence, not a cause.
+CONSEQUENCES = ("closed by peer", "reset by peer", "connection refused", "broken pipe", "remote error")
+
+
+class RankTimeoutError(TimeoutError):
+    """A rank was still running when its time was over, and was killed."""
+
+
+class RankDiedError(RuntimeError):
+    """A rank ended without returning or raising: killed by a signal, or by `os._exit`."""
+
+    def __init__(self, rank: int, exitcode: int | None) -> None:
+        super().__init__(f"rank {rank} ended with exit code {exitcode} before it returned")
+        self.rank = rank
+        self.exitcode = exitcode
+
+    def __reduce__(self) -> tuple[type, tuple[int, int | None]]:
+        return type(self), (self.rank, self.exitcode)
+
+
+class RemoteError(Exception):
+    """Stands for an exception of a rank that cannot be pickled."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank's exception, as text; the cause of the exception that is raised again."""
+
+    def __str__(self) -> str:
+        return "\n" + self.args[0]
+
+
+@dataclasses.dataclass
+class RankOutcome:
+    """How one rank ended.
+
+    Attributes:
+        rank: Its number.
+        value: What the function returned.
+        error: What it raised, or a `RankTimeoutError` or `RankDiedError`; None if it returned.
+        exitcode: Of the process; minus the signal's number where one killed it.
+        finished_s: Seconds after the start of all ranks.
+        log: What it wrote to its standard output and error, and its stacks if it hung.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    exitcode: int | None = None
+    finished_s: float = 0.0
+    log: str = ""
+
+
+def run_ranks(
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list:
+    """Returns `fn(rank, world_size, *args, **kwargs)` of every rank, in the order of ranks.
+
+    Args:
+        fn: A function at the top level of an importable module.
+        world_size: Number of processes.
+        *args: Further arguments for `fn`, picklable.
+        timeout: Seconds until all ranks are killed and the call fails.
+        env: Additions to the environment of every rank.
+        **kwargs: Keyword arguments for `fn`, picklable.
+
+    Raises:
+        BaseException: What the first failing rank raised, of the same type, with its traceback as the cause. Errors
+            that only say that a peer is gone come last, and so do ranks that waited for the one that failed.
+        RankTimeoutError: A rank did not end in time.
+        RankDiedError: A rank was killed.
+    """
+    outcomes = launch_ranks(fn, world_size, *args, timeout=timeout, seconds_after_error=5, env=env, **kwargs)
+    failures = sorted((o for o in outcomes if o.error is not None), key=lambda o: (_weight(o.error), o.finished_s))
+    if failures:
+        raise failures[0].error
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_expecting_error(
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[BaseException]:
+    """Returns what every rank raised; takes the arguments of `run_ranks`.
+
+    Raises:
+        AssertionError: A rank returned, hung or died instead of raising.
+    """
+    outcomes = launch_ranks(fn, world_size, *args, timeout=timeout, env=env, **kwargs)
+    for outcome in outcomes:
+        if outcome.error is None:
+            raise AssertionError(f"rank {outcome.rank} raised nothing and returned {outcome.value!r}")
+        if isinstance(outcome.error, RankTimeoutError | RankDiedError):
+            raise AssertionError(f"rank {outcome.rank} raised nothing") from outcome.error
+    return [outcome.error for outcome in outcomes]
+
+
+def launch_ranks(
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    seconds_after_error: float | None = None,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[RankOutcome]:
+    """Runs `fn` like `run_ranks`, and returns how each rank ended instead of raising.
+
+    Args:
+        seconds_after_error: Once a rank has failed, how long the others may go on; None: until the timeout.
+    """
+    call = pickle.dumps((fn, args, kwargs))
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = [_Rank(rank, Path(folder) / f"rank{rank}.log") for rank in range(world_size)]
+        try:
+            for rank in ranks:
+                rank.start(call, _environment(rank.number, world_size, store.port, env or {}))
+            _wait(ranks, timeout, seconds_after_error)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for rank in ranks:
+            rank.outcome.log = rank.read_log()
+            if rank.outcome.log:
+                print(f"--- output of rank {rank.number} ---\n{rank.outcome.log}")
+    return [rank.outcome for rank in ranks]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# In the test's process
+# ---------------------------------------------------------------------------------------------------------
+
+
+class _Rank:
+    """One rank, seen from the test's process."""
+
+    def __init__(self, number: int, log: Path) -> None:
+        self.number = number
+        self.log = log
+        self.outcome = RankOutcome(number)
+        self.answered = False
+        self.process: multiprocessing.process.BaseProcess | None = None
+
+    def start(self, call: bytes, environment: dict[str, str]) -> None:
+        self.connection, rank_end = _context.Pipe(duplex=False)
+        # not daemonic: a data loader's workers are children of the rank
+        process = _context.Process(target=_rank_main, args=(rank_end, call, environment, str(self.log)))
+        process.start()
+        self.process = process
+        rank_end.close()
+        self.started = time.monotonic()
+
+    def read_answer(self) -> None:
+        if self.answered or not self.connection.poll():
+            return
+        try:
+            self.outcome.value, self.outcome.error = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            return  # it died: noted when the process has ended
+        self.answered = True
+        self.outcome.finished_s = time.monotonic() - self.started
+
+    def note_end(self) -> None:
+        self.process.join()
+        self.outcome.exitcode = self.process.exitcode
+        self.read_answer()
+        if not self.answered:
+            self.fail(RankDiedError(self.number, self.process.exitcode))
+
+    def fail(self, error: BaseException) -> None:
+        self.outcome.value, self.outcome.error = None, error
+        self.outcome.finished_s = time.monotonic() - self.started
+
+    def request_stacks(self) -> None:
+        if self.log.exists():  # then it has installed its answer
+            os.kill(self.process.pid, STACK_REQUEST)
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def kill(self) -> None:
+        """Kills the process and what it started, and forgets it."""
+        if self.process is None:
+            return
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self.process.kill()  # it has not made its group yet, or has ended
+        self.process.join()
+        self.outcome.exitcode = self.process.exitcode
+        self.process.close()
+        self.connection.close()
+        self.process = None
+
+
+def _wait(ranks: list[_Rank], timeout: float, seconds_after_error: float | None) -> None:
+    """Waits until all ranks have ended; where time runs out, notes what the others are doing."""
+    deadline, reason = time.monotonic() + timeout, f"after {timeout:g} s"
+
+    def hurry(seconds: float, new_reason: str) -> None:
+        nonlocal deadline, reason
+        if time.monotonic() + seconds < deadline:
+            deadline, reason = time.monotonic() + seconds, new_reason
+
+    running = list(ranks)
+    failed: _Rank | None = None
+    while running and (seconds_left := deadline - time.monotonic()) > 0:
+        # Ends are awaited too, not only answers: a dead rank's workers may keep its connection open.
+        handles: list[Any] = [rank.process.sentinel for rank in running]
+        handles += [rank.connection for rank in running if not rank.answered]
+        ready = multiprocessing.connection.wait(handles, seconds_left)
+        for rank in [r for r in running if r.process.sentinel in ready or r.connection in ready]:
+            rank.read_answer()
+            if rank.process.sentinel in ready:
+                rank.note_end()
+                running.remove(rank)
+            elif not rank.answered:  # its connection is closed, and its process about to end
+                rank.process.join(LAST_WORDS_SECONDS)
+            failed = failed or (rank if rank.outcome.error is not None else None)
+        if failed and seconds_after_error is not None:
+            hurry(seconds_after_error, f"{seconds_after_error:g} s after rank {failed.number} had failed")
+            seconds_after_error = None  # counted from the first failure only
+        if all(rank.answered for rank in running):
+            hurry(EXIT_SECONDS, f"{EXIT_SECONDS:g} s after its function had ended")
+
+    for rank in running:
+        rank.request_stacks()
+    if running:
+        time.sleep(LAST_WORDS_SECONDS)
+    for rank in running:
+        if rank.outcome.error is None:
+            rank.fail(RankTimeoutError(f"rank {rank.number} was still running {reason}\n{rank.read_log()[-4000:]}"))
+
+
+def _environment(rank: int, world_size: int, port: int, additions: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in the test's process
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **additions,
+    }
+
+
+def _weight(error: BaseException) -> int:
+    """Orders failures: causes, then lost connections, then ranks that waited in vain."""
+    if isinstance(error, RankTimeoutError):
+        return 2
+    return int(any(words in str(error).lower() for words in CONSEQUENCES))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# In a rank
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _rank_main(
+    connection: multiprocessing.connection.Connection, call: bytes, environment: dict[str, str], log: str
+) -> None:
+    _die_with_the_test_process()
+    multiprocessing.set_start_method(None, force=True)  # a data loader's workers start as they would anywhere else
+    gc.freeze()  # the imported modules: no collection shall walk through them, nor copy their memory
+    os.setpgid(0, 0)  # what this rank starts can be killed with it
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with open(log, "w", buffering=1) as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        faulthandler.enable(stream)
+        faulthandler.register(STACK_REQUEST, file=stream, all_threads=True)
+        try:
+            fn, args, kwargs = pickle.loads(call)
+            value = fn(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *args, **kwargs)
+            answer = pickle.dumps((value, None))
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        except BaseException as error:
+            answer = pickle.dumps((None, _Portable(error)))
+        connection.send_bytes(answer)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        faulthandler.unregister(STACK_REQUEST)
+        signal.signal(STACK_REQUEST, signal.SIG_IGN)
+
+
+class _Portable:
+    """Pickles an exception, or a stand-in if it cannot travel, with its traceback as the cause."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.text = f"on rank {os.environ['RANK']}:\n" + "".join(traceback.format_exception(error))
+        try:
+            self.error = pickle.loads(pickle.dumps(error))
+        except Exception:
+            self.error = RemoteError(f"{type(error).__qualname__}: {error}")
+
+    def __reduce__(self) -> tuple:
+        return _with_cause, (self.error, self.text)
+
+
+def _with_cause(error: BaseException, text: str) -> BaseException:
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def _die_with_the_test_process() -> None:
+    """Has the kernel kill this rank, stopped or stuck as it may be, when the test's process is gone.
+
+    The fork server ends when nobody holds the write end of its pipe any more. Ranks inherit one; they let go of it, so
+    that the test's process alone keeps the server alive, and ask for SIGKILL at the death of their parent, the server.
+    """
+    server = multiprocessing.forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
+    server._forkserver_address = None
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, LlamaConfig
+from typer.testing import CliRunner
+
+from hf_pipetransformer import __version__, inspection
+from hf_pipetransformer.cli import app
+
+ROOT = Path(__file__).parent.parent  # for processes of their own: the package need not be installed
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def inspect_json(*arguments: str) -> dict[str, Any]:
+    result = run("inspect", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+# model type -> class by default, number of units, parameters in millions
+FAMILIES = {
+    "bert": ("BertForSequenceClassification", 12, 109),
+    "roberta": ("RobertaForSequenceClassification", 12, 125),
+    "distilbert": ("DistilBertForSequenceClassification", 6, 67),
+    "albert": ("AlbertForSequenceClassification", 12, 223),
+    "deberta-v2": ("DebertaV2ForSequenceClassification", 24, 880),
+    "modernbert": ("ModernBertForSequenceClassification", 22, 150),
+    "gpt2": ("GPT2LMHeadModel", 12, 124),
+    "llama": ("LlamaForCausalLM", 32, 6738),
+    "mixtral": ("MixtralForCausalLM", 32, 46703),
+    "t5": ("T5ForConditionalGeneration", 12, 61),
+    "bart": ("BartForConditionalGeneration", 24, 406),
+    "vit": ("ViTForImageClassification", 12, 86),
+    "clip": ("CLIPForImageClassification", 12, 87),
+    "whisper": ("WhisperForConditionalGeneration", 8, 38),
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_inspect_default_configurations(model_type: str) -> None:
+    name, num_units, millions = FAMILIES[model_type]
+    report = inspect_json(model_type)
+    assert (report["model"], len(report["units"])) == (name, num_units)
+    assert round(report["parameters"] / 1e6) == millions
+    assert all(unit["parameters"] > 0 and unit["forward_flops_per_row"] > 0 for unit in report["units"])
+    assert list(report["stages"]) == [str(k) for k in (1, 2, 4, 8) if k <= num_units]
+    for stages in report["stages"].values():
+        assert stages[0]["first_unit"] == 0
+        assert stages[-1]["last_unit"] == num_units - 1
+
+
+def test_a_model_of_7_billion_parameters_needs_no_memory_for_them() -> None:
+    code = (
+        "import resource; from typer.testing import CliRunner; from hf_pipetransformer.cli import app; "
+        "result = CliRunner().invoke(app, ['inspect', 'llama']); assert result.exit_code == 0, result.output; "
+        "usage = resource.getrusage(resource.RUSAGE_SELF); print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    cpu_seconds, kib = output.split()
+    assert float(cpu_seconds) < 60
+    assert int(kib) < 2 * 2**20  # of which torch and transformers 0.4 GiB
+
+
+def test_inspect_prints_tables() -> None:
+    result = run("inspect", "bert", "--stages", "1,2,16")
+    assert result.exit_code == 0
+    assert "BertForSequenceClassification: 109,483,778 parameters, 417.6 MiB, 12 units" in result.stdout
+    assert "bert.encoder.layer.11" in result.stdout
+    assert "no shared parameters" in result.stdout
+    assert "2 stages × 1 pipeline = 2 ranks" in result.stdout
+    assert "16 stages" not in result.stdout
+
+
+def test_inspect_lists_shared_parameters() -> None:
+    assert inspect_json("gpt2", "--stages", "2")["shared_parameters"] == {"transformer.wte.weight": [0, 11]}
+    albert = run("inspect", "albert").stdout
+    assert "full_layer_layer_norm.weight  0-11" in albert
+
+
+def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bert", num_hidden_layers=3, hidden_size=32, num_attention_heads=2)
+    config.architectures = ["BertForTokenClassification"]
+    config.save_pretrained(tmp_path)
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        report = inspect_json(name)
+        assert (report["model"], len(report["units"])) == ("BertForTokenClassification", 3)
+    assert inspect_json(str(tmp_path), "--task", "question-answering")["model"] == "BertForQuestionAnswering"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["{tmp}"], 2, "unknown model .*: the folder has no config.json"),
+        (["{tmp}/broken.json"], 2, "unknown model .*: its configuration cannot be read"),
+        (["bert", "--task", "ctc"], 2, "no ctc model for BertConfig"),
+        (["bert", "--task", "cooking"], 2, "--task is 'cooking', but the tasks are"),
+        (["bert", "--stages", "2,x"], 2, "--stages is '2,x', but must be"),
+        (["bert", "--stages", "0"], 2, "--stages is '0', but must be"),
+        (["wav2vec2"], 1, "Wav2Vec2ForSequenceClassification cannot be trained as a pipeline: layerdrop=0.1"),
+        (["encodec"], 1, "encodec cannot be inspected: no dummy batch"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    result = run("inspect", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert result.exit_code == exit_code
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert re.search(message, lines[0])
+    assert "Traceback" not in result.output
+
+
+def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> None:
+        raise OSError("We couldn't connect to the Hub.\nMore lines.")
+
+    monkeypatch.setattr(inspection.AutoConfig, "from_pretrained", not_found)
+    result = run("inspect", "no/such-model")
+    assert result.exit_code == 2
+    assert "unknown model 'no/such-model': it is no folder or config.json, none of the " in result.stderr
+    assert "none of the 0" not in result.stderr
+
+
+def test_version() -> None:
+    result = run("version")
+    assert result.exit_code == 0
+    assert result.stdout.strip() == __version__
+
+
+# -- ghosts --------------------------------------------------------------------------------------------------
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+
+
+def test_ghosts_stay_tied_and_take_one_element() -> None:
+    model = inspection.build_ghost_model(
+        LlamaConfig(**TINY, tie_word_embeddings=True), inspection.transformers.LlamaForCausalLM
+    )
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.element_size()
+        assert parameter.requires_grad
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ghost_products_equal_products(dtype: torch.dtype) -> None:
+    left = torch.randn(2, 3, 5, dtype=dtype)
+    ghost = torch.full((), 0.3, dtype=dtype).expand(7, 5)
+    bias = torch.randn(7, dtype=dtype)
+    expected = torch.nn.functional.linear(left, ghost.contiguous(), bias)
+    batched = left @ ghost.t().contiguous()
+    with inspection.GhostProducts(), FlopCounterMode(display=False) as counter:
+        result = torch.nn.functional.linear(left, ghost, bias)
+        flops = counter.get_total_flops()
+        torch.testing.assert_close(left @ ghost.t(), batched)
+        torch.testing.assert_close(torch.bmm(left, ghost.t().expand(2, 5, 7)), batched)
+    torch.testing.assert_close(result, expected)
+    assert result.is_contiguous()
+    assert flops == 2 * 6 * 5 * 7
+
+
+def test_costs_of_ghosts_equal_those_of_real_weights() -> None:
+    config = AutoConfig.for_model("bert", **TINY)
+    cls = inspection.model_class(config)
+    ghosts = inspection.measure(inspection.build_ghost_model(config, cls))[1]
+    real = inspection.measure(cls.from_config(config))[1]
+    assert ghosts == real
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("bert", "AutoModelForSequenceClassification"),  # also listed as a causal language model
+        ("bart", "AutoModelForSeq2SeqLM"),  # also listed as a masked and a causal language model
+        ("llama", "AutoModelForCausalLM"),  # also listed as a classifier
+        ("vit", "AutoModelForImageClassification"),
+        ("wav2vec2", "AutoModelForAudioClassification"),
+        ("whisper", "AutoModelForSpeechSeq2Seq"),
+        ("videomae", "AutoModelForVideoClassification"),
+    ],
+)
+def test_default_task(model_type: str, name: str) -> None:
+    assert inspection.model_class(AutoConfig.for_model(model_type)).__name__ == name
+
+
+def test_unknown_architecture_falls_back_to_the_default_task() -> None:
+    config = AutoConfig.for_model("llama")
+    config.architectures = ["MyLlamaFromElsewhere"]
+    assert inspection.model_class(config).__name__ == "AutoModelForCausalLM"

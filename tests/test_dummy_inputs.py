@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from hf_pipetransformer.dummy_inputs import dummy_batch
+from hf_pipetransformer.inspection import TASKS, build_ghost_model, model_class
+
+# model type, task -> shape of each input for 2 rows of 4 tokens
+SHAPES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
+    ("bert", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4)},
+    ("bert", "multiple-choice"): {"input_ids": (2, 2, 4), "attention_mask": (2, 2, 4)},
+    ("gpt2", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4)},
+    ("deberta-v2", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4)},
+    ("t5", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4), "decoder_input_ids": (2, 4)},
+    ("t5", "token-classification"): {"input_ids": (2, 4), "attention_mask": (2, 4)},
+    ("bart", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4), "decoder_input_ids": (2, 4)},
+    ("bart", "sequence-classification"): {
+        "input_ids": (2, 4),
+        "attention_mask": (2, 4),
+        "decoder_input_ids": (2, 4),
+    },
+    ("vit", "auto"): {"pixel_values": (2, 3, 224, 224)},
+    ("swin", "auto"): {"pixel_values": (2, 3, 224, 224)},
+    ("resnet", "auto"): {"pixel_values": (2, 3, 224, 224)},
+    ("videomae", "auto"): {"pixel_values": (2, 16, 3, 224, 224)},
+    ("clip", "base"): {"input_ids": (2, 4), "attention_mask": (2, 4), "pixel_values": (2, 3, 224, 224)},
+    ("clip", "auto"): {"pixel_values": (2, 3, 224, 224)},
+    ("wav2vec2", "auto"): {"input_values": (2, 5200)},
+    ("audio-spectrogram-transformer", "auto"): {"input_values": (2, 1024, 128)},
+    ("whisper", "auto"): {"input_features": (2, 80, 3000), "decoder_input_ids": (2, 4)},
+    ("speech_to_text", "auto"): {"input_features": (2, 64, 80), "decoder_input_ids": (2, 4)},
+}
+
+
+def ghost(model_type: str, task: str, **changes: Any) -> PreTrainedModel:
+    layers = dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer"), 1)
+    config = AutoConfig.for_model(model_type, **changes)
+    for name, value in layers.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, value)
+    return build_ghost_model(config, model_class(config, task)).eval()
+
+
+@pytest.mark.parametrize(("model_type", "task"), SHAPES)
+def test_model_accepts_its_batch(model_type: str, task: str) -> None:
+    model = ghost(model_type, task)
+    batch = dummy_batch(model, rows=2, tokens=4)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == SHAPES[model_type, task]
+    with torch.no_grad():
+        output = model(**batch)
+    assert all(value.shape[0] == 2 for name, value in output.items() if name in ("logits", "last_hidden_state"))
+
+
+def test_batch_is_the_same_at_every_call() -> None:
+    model = ghost("bart", "auto")
+    first, second = dummy_batch(model), dummy_batch(model)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_tokens_are_ordinary_but_for_the_last() -> None:
+    model = ghost("bart", "auto")  # 0, 1, 2, 3 have special meanings
+    ids = dummy_batch(model, rows=2, tokens=4)["input_ids"]
+    assert ids[:, -1].tolist() == [model.config.eos_token_id] * 2
+    assert ids[:, :-1].min() > 2
+    assert ids.max() < model.config.vocab_size
+
+
+def test_tiny_vocabulary() -> None:
+    ids = dummy_batch(ghost("bert", "auto", vocab_size=3), rows=3)["input_ids"]
+    assert int(ids.max()) < 3
+
+
+@pytest.mark.parametrize("size", [[32, 48], (32, 48)])
+def test_images_need_not_be_square(size: Any) -> None:
+    model = ghost("vit", "auto", image_size=32)
+    model.config.image_size = size
+    model.config.num_channels = 1
+    assert dummy_batch(model)["pixel_values"].shape == (2, 1, 32, 48)
+
+
+def test_floating_point_inputs_have_the_dtype_of_the_model() -> None:
+    model = ghost("vit", "auto", dtype="bfloat16")
+    assert dummy_batch(model)["pixel_values"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("arguments", [{"rows": 0}, {"tokens": 0}])
+def test_refuses_an_empty_batch(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1 of each"):
+        dummy_batch(ghost("bert", "auto"), **arguments)
+
+
+def test_refuses_an_unknown_kind_of_input() -> None:
+    with pytest.raises(ValueError, match=r"main input is 'past_values'.*Give a batch of your own"):
+        dummy_batch(ghost("patchtst", "base"))
+
+
+def test_every_task_names_an_auto_class() -> None:
+    import transformers
+
+    assert all(hasattr(getattr(transformers, name), "_model_mapping") for name in TASKS.values())

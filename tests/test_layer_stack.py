@@ -1,0 +1,364 @@
+"""Every cut of every model in the zoo gives the loss, the outputs and the gradients of the uncut model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from model_zoo import MODELS, REFUSED, Batch, RefusedModel, ZooModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_pipetransformer.errors import UnsupportedModelError
+from hf_pipetransformer.ghosts import make_ghost
+from hf_pipetransformer.layer_range import Carry
+from hf_pipetransformer.layer_stack import LayerStack, output_tensors
+
+NAN = float("nan")
+
+TOLERANCE = 1e-5
+BFLOAT16_TOLERANCE = 2e-2  # of gradients, relative to the largest: shared weights are added up in another order
+
+ONE_OF_EACH_KIND = ["bert-classification", "albert", "deberta-v2", "gpt2", "llama-tied", "mixtral", "t5", "vit"]
+
+
+@dataclasses.dataclass
+class Step:
+    """What one forward and backward left behind."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+
+    @classmethod
+    def of(cls, model: nn.Module, outputs: dict[str, Tensor]) -> Step:
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return cls({name: tensor.detach() for name, tensor in outputs.items()}, gradients)
+
+
+def uncut_step(model: PreTrainedModel, batch: Batch) -> Step:
+    outputs = output_tensors(model(**batch))
+    outputs["loss"].backward()
+    return Step.of(model, outputs)
+
+
+def cut_step(stack: LayerStack, bounds: tuple[int, ...], batch: Batch) -> Step:
+    """Runs the stages between `bounds` one after the other and their backwards in reverse.
+
+    Stages share the model here, and so a parameter of two stages sums their gradients by itself. While one stage
+    runs, in either direction, the parameters of the others are NaN, and so are carried tensors nobody should read.
+    """
+    stages = list(itertools.pairwise(bounds))
+    received: list[Carry] = [{}]
+    handed_on: list[Carry] = []
+    for start, stop in stages[:-1]:
+        with only_parameters_of(stack, start, stop):
+            handed_on.append(stack.runner.run(start, stop, received[-1], batch))
+        received.append(as_received(stack, stop, handed_on[-1]))
+
+    start, stop = stages[-1]
+    with only_parameters_of(stack, start, stop):
+        with stack.runner.to_the_end(start, received[-1]):
+            outputs = output_tensors(stack.model(**batch))
+        outputs["loss"].backward()
+
+    for (start, stop), sent, received_by_next in reversed(list(zip(stages, handed_on, received[1:], strict=False))):
+        arrived = [
+            (ours, theirs.grad)
+            for stack_index in sent
+            for ours, theirs in zip(sent[stack_index], received_by_next[stack_index], strict=True)
+            if ours.requires_grad and theirs.grad is not None
+        ]
+        with only_parameters_of(stack, start, stop):
+            torch.autograd.backward([tensor for tensor, _ in arrived], [gradient for _, gradient in arrived])
+    return Step.of(stack.model, outputs)
+
+
+@contextmanager
+def only_parameters_of(stack: LayerStack, start: int, stop: int) -> Iterator[None]:
+    owned = stack.owned(start, stop)
+    absent = {
+        name: make_ghost(stack.table[name], NAN if stack.table[name].is_floating_point() else 0)
+        for name in stack.table.names
+        if name not in owned
+    }
+    with stack.table.replaced(absent):
+        yield
+
+
+def as_received(stack: LayerStack, boundary: int, carry: Carry) -> Carry:
+    """The carry as another process has it: cut off from the graph, without what nobody reads."""
+    received: dict[int, list[Tensor]] = {index: [] for index in carry}
+    for slot in stack.boundaries[boundary]:
+        tensor = carry[slot.stack][slot.position].detach()
+        if not slot.is_used:
+            tensor = torch.full_like(tensor, NAN)
+        # What had no gradient must not get one here: attention chooses its kernel by that.
+        has_gradient = slot.needs_gradient and carry[slot.stack][slot.position].requires_grad
+        received[slot.stack].append(tensor.requires_grad_(has_gradient))
+    return {index: tuple(tensors) for index, tensors in received.items()}
+
+
+def single_cuts(num_units: int) -> list[tuple[int, ...]]:
+    return [(0, cut, num_units) for cut in range(1, num_units)]
+
+
+def all_cuts(num_units: int) -> list[tuple[int, ...]]:
+    """Into two stages and into three."""
+    pairs = itertools.combinations(range(1, num_units), 2)
+    return single_cuts(num_units) + [(0, *pair, num_units) for pair in pairs]
+
+
+def discover(zoo_model: ZooModel) -> LayerStack:
+    """The units are found on one batch and run on others."""
+    return LayerStack.discover(zoo_model.build(), zoo_model.batch(rows=2, seed=2))
+
+
+@contextmanager
+def installed(stack: LayerStack) -> Iterator[None]:
+    stack.runner.install()
+    try:
+        yield
+    finally:
+        stack.runner.remove()
+
+
+def assert_equal_steps(actual: Step, expected: Step, cut: tuple[int, ...]) -> None:
+    assert actual.outputs.keys() == expected.outputs.keys()
+    for name, tensor in expected.outputs.items():
+        assert difference(actual.outputs[name], tensor) <= TOLERANCE, f"{name} with stages {cut}"
+    wrong = {
+        name: error
+        for name, gradient in expected.gradients.items()
+        if not (error := difference(actual.gradients[name], gradient)) <= TOLERANCE  # NaN is wrong, too
+    }
+    assert not wrong, f"gradients with stages {cut}"
+
+
+def difference(a: Tensor | None, b: Tensor | None) -> float:
+    """The largest; no gradient counts as zeros."""
+    if a is None or b is None:
+        given = [tensor for tensor in (a, b) if tensor is not None]
+        return given[0].abs().max().item() if given else 0.0
+    return (a.float() - b.float()).abs().max().item()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Equal numbers
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_in_the_zoo_is_random(name):
+    """Else the comparisons below would mean nothing."""
+    batch, again = MODELS[name].batch(), MODELS[name].batch()
+    assert all(torch.equal(value, again[key]) for key, value in batch.items() if isinstance(value, Tensor))
+    model = MODELS[name].build()
+    first = model(**batch).loss
+    assert torch.equal(model(**batch).loss, first)
+    assert torch.equal(MODELS[name].build()(**batch).loss, first)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cut_equals_the_uncut_model(name):
+    stack, batch = discover(MODELS[name]), MODELS[name].batch()
+    expected = uncut_step(stack.model, batch)
+    with installed(stack):
+        for bounds in all_cuts(stack.num_units):
+            assert_equal_steps(cut_step(stack, bounds, batch), expected, bounds)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_one_unit_per_stage_equals_the_uncut_model(name):
+    stack, batch = discover(MODELS[name]), MODELS[name].batch()
+    expected = uncut_step(stack.model, batch)
+    with installed(stack):
+        bounds = tuple(range(stack.num_units + 1))
+        assert_equal_steps(cut_step(stack, bounds, batch), expected, bounds)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("name", sorted({*ONE_OF_EACH_KIND} - {"albert"}))  # transformers does not checkpoint ALBERT
+def test_cuts_with_gradient_checkpointing(name):
+    stack, batch = discover(MODELS[name]), MODELS[name].batch()
+    calls: list[nn.Module] = []
+    innermost = next(module for module in stack.units[0].module.modules() if not list(module.children()))
+    innermost.register_forward_pre_hook(lambda module, _: calls.append(module))
+    expected = uncut_step(stack.model, batch)
+    calls_without_checkpointing = len(calls)
+    stack.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with installed(stack):
+        for bounds in single_cuts(stack.num_units):
+            calls.clear()
+            assert_equal_steps(cut_step(stack, bounds, batch), expected, bounds)
+            assert len(calls) == 2 * calls_without_checkpointing  # computed again in the backward
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_cuts_with_bfloat16_autocast(name):
+    stack, batch = discover(MODELS[name]), MODELS[name].batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = uncut_step(stack.model, batch)
+    with installed(stack), torch.autocast("cpu", torch.bfloat16):
+        for bounds in single_cuts(stack.num_units):
+            actual = cut_step(stack, bounds, batch)
+            for output, tensor in expected.outputs.items():
+                assert difference(actual.outputs[output], tensor) == 0, f"{output} with stages {bounds}"
+            largest = max(g.abs().max().item() for g in expected.gradients.values() if g is not None)
+            for parameter, gradient in expected.gradients.items():
+                error = difference(actual.gradients[parameter], gradient)
+                assert error <= BFLOAT16_TOLERANCE * largest, f"gradient of {parameter} with stages {bounds}"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_cuts_with_another_number_of_rows_than_in_discovery(rows):
+    stack, batch = discover(MODELS["t5"]), MODELS["t5"].batch(rows, seed=3)
+    expected = uncut_step(stack.model, batch)
+    with installed(stack):
+        assert_equal_steps(cut_step(stack, (0, 2, 4, 6), batch), expected, (0, 2, 4, 6))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Units and who needs which parameter
+# ---------------------------------------------------------------------------------------------------------
+
+
+def unit_names(name: str) -> list[str]:
+    return [unit.name for unit in discover(MODELS[name]).units]
+
+
+def test_units_of_an_encoder_in_the_order_of_execution():
+    assert unit_names("bert-classification") == [f"bert.encoder.layer.{i}" for i in range(4)]
+
+
+def test_units_of_an_encoder_decoder_are_those_of_both():
+    encoder, decoder = ([f"{side}.block.{i}" for i in range(3)] for side in ("encoder", "decoder"))
+    assert unit_names("t5") == encoder + decoder
+    assert [unit.stack for unit in discover(MODELS["t5"]).units] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_layer_that_is_called_again_is_a_unit_each_time():
+    group = "albert.encoder.albert_layer_groups"
+    assert unit_names("albert") == [f"{group}.0"] * 4
+    assert unit_names("albert-2-groups") == [f"{group}.0"] * 2 + [f"{group}.1"] * 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_is_owned(name):
+    stack = discover(MODELS[name])
+    assert stack.owned(0, stack.num_units) == set(stack.table.names)
+    assert stack.owners[0], "embeddings"
+    assert stack.boundaries[0] == ()
+    assert all(any(slot.is_used for slot in slots) for slots in stack.boundaries[1:])
+
+
+def test_no_parameter_is_shared_in_a_plain_model():
+    stack = discover(MODELS["bert-classification"])
+    assert stack.shared((0, 1, 2, 3, 4)) == {}
+    embeddings = {name for name in stack.table.names if ".embeddings." in name}
+    assert embeddings <= stack.owners[0] and not embeddings & stack.owned(1, 4)
+    assert {"classifier.weight", "bert.pooler.dense.weight"} <= stack.owners[3]
+    assert not {"classifier.weight", "bert.pooler.dense.weight"} & stack.owned(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "stages"),
+    [
+        ("llama-tied", "model.embed_tokens.weight", (0, 2)),  # embedding and head
+        ("t5", "shared.weight", (0, 1, 2)),  # encoder's, decoder's, head
+        ("deberta-v2", "deberta.encoder.rel_embeddings.weight", (0, 1, 2)),  # read by every layer
+        ("mpnet", "mpnet.encoder.relative_attention_bias.weight", (0, 1, 2)),  # precedes the layers
+        ("albert", "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight", (0, 1, 2)),  # one layer
+    ],
+)
+def test_shared_parameters_and_the_stages_that_need_them(name, parameter, stages):
+    stack = discover(MODELS[name])
+    bounds = (0, stack.num_units // 3, 2 * stack.num_units // 3, stack.num_units)
+    assert stack.shared(bounds)[parameter] == stages
+    assert stack.shared((0, stack.num_units)) == {}
+
+
+def test_what_a_sample_does_not_reach_is_owned_where_it_is():
+    """XLNet's segment embeddings are read only with `token_type_ids`, and its mask embedding only with two streams."""
+    stack = discover(MODELS["xlnet"])
+    for index in range(4):
+        name = f"transformer.layer.{index}.rel_attn.seg_embed"
+        assert name in stack.unreached
+        assert [unit for unit in range(4) if name in stack.owners[unit]] == [index]
+    assert "transformer.mask_emb" in stack.unreached
+    assert "transformer.mask_emb" in stack.owners[3]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What discovery leaves behind, and what it refuses
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_discovery_leaves_the_model_as_it_was(training):
+    zoo_model = MODELS["llama-tied"]
+    model = zoo_model.build().train(training)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    identities = {name: id(parameter) for name, parameter in model.named_parameters()}
+    random_state = torch.get_rng_state()
+
+    LayerStack.discover(model, zoo_model.batch(rows=2))
+
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert flags == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert identities == {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training is training for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_discovery_of_a_model_with_frozen_layers_finds_the_same_owners():
+    frozen, trainable = discover(MODELS["bert-classification"]).model, discover(MODELS["bert-classification"])
+    for parameter in frozen.bert.parameters():
+        parameter.requires_grad_(False)
+    stack = LayerStack.discover(frozen, MODELS["bert-classification"].batch(rows=2))
+    assert stack.owners == trainable.owners
+    assert stack.boundaries == trainable.boundaries
+
+
+def test_an_installed_runner_leaves_a_plain_call_alone():
+    stack, batch = discover(MODELS["gpt2"]), MODELS["gpt2"].batch()
+    expected = uncut_step(stack.model, batch)
+    with installed(stack):
+        assert_equal_steps(uncut_step(stack.model, batch), expected, ())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models(name):
+    refused: RefusedModel = REFUSED[name]
+    model = refused.build()
+    with pytest.raises(UnsupportedModelError) as caught:
+        LayerStack.discover(model, refused.batch(rows=2))
+    assert caught.value.model_name == type(model).__name__
+    assert type(model).__name__ in str(caught.value)
+    assert caught.value.remedy and caught.value.remedy in str(caught.value)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_head_that_reads_every_layer_is_refused_even_where_layers_hardly_matter():
+    """In a new model a wrong hidden state moves the outputs by less than rounding, and yet gradients are wrong."""
+    refused = REFUSED["wav2vec2-weighted-layers"]
+    model = refused.make_model()  # with its own small initial weights
+    with pytest.raises(UnsupportedModelError):
+        LayerStack.discover(model, refused.batch(rows=2))
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 6), (0, 4, 6)])
+def test_layers_that_are_left_out_later_are_noticed(bounds):
+    """Someone sets layerdrop after the units were found."""
+    stack, batch = discover(MODELS["bart"]), MODELS["bart"].batch()
+    stack.model.model.encoder.layerdrop = 1.0
+    with installed(stack), pytest.raises(UnsupportedModelError, match="BartForConditionalGeneration"):
+        cut_step(stack, bounds, batch)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_pipetransformer.partition import choose_num_microbatches, split_min_max
+
+
+def all_bounds(num_units: int, num_stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, num_units) for inner in combinations(range(1, num_units), num_stages - 1)]
+
+
+def stage_costs(costs: list[int], bounds: tuple[int, ...]) -> list[int]:
+    return [sum(costs[a:b]) for a, b in pairwise(bounds)]
+
+
+def by_brute_force(costs: list[int], num_stages: int) -> tuple[int, ...]:
+    """The documented order of preference over every contiguous split."""
+    return min(
+        all_bounds(len(costs), num_stages),
+        key=lambda bounds: (
+            max(stage_costs(costs, bounds)),
+            sum(c * c for c in stage_costs(costs, bounds)),
+            bounds,
+        ),
+    )
+
+
+@st.composite
+def costs_and_stages(draw: st.DrawFn) -> tuple[list[int], int]:
+    costs = draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(costs_and_stages())
+def test_split_equals_brute_force(case: tuple[list[int], int]) -> None:
+    costs, num_stages = case
+    assert split_min_max(costs, num_stages) == by_brute_force(costs, num_stages)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(costs_and_stages())
+def test_split_does_not_depend_on_the_unit_of_measure(case: tuple[list[int], int]) -> None:
+    costs, num_stages = case
+    assert split_min_max([0.1 * c for c in costs], num_stages) == split_min_max(
+        [0.1 * c * 2**40 for c in costs], num_stages
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "bounds"),
+    [
+        ([1, 1, 1, 3], 2, (0, 3, 4)),
+        ([4, 2, 2, 2, 6], 3, (0, 1, 4, 5)),  # as drawn in the module
+        ([5], 1, (0, 1)),
+        ([1, 1, 1], 3, (0, 1, 2, 3)),
+        ([0, 0, 0], 2, (0, 1, 3)),
+        ([1, 1, 1], 2, (0, 1, 3)),  # a tie: the earlier stage holds fewer units
+        ([9, 1, 1, 1, 1], 3, (0, 1, 3, 5)),  # the maximum is 9 whatever the rest does: the rest is even too
+        ([1.0] * 12, 8, (0, 1, 2, 3, 4, 6, 8, 10, 12)),
+    ],
+)
+def test_split_examples(costs: list[float], num_stages: int, bounds: tuple[int, ...]) -> None:
+    assert split_min_max(costs, num_stages) == bounds
+
+
+def test_split_is_exact_where_floating_point_sums_round() -> None:
+    # 2**53 + 1 is no float: sums in floating point would call both splits equal and take the first.
+    assert split_min_max([2.0**53, 1.0, 1.0], 2) == (0, 1, 3)
+    assert split_min_max([1.0, 1.0, 2.0**53], 2) == (0, 2, 3)
+
+
+def test_split_of_many_units_is_fast_enough() -> None:
+    costs = [1.0 + (i * 7 % 5) for i in range(200)]
+    bounds = split_min_max(costs, 16)
+    largest = max(sum(costs[a:b]) for a, b in pairwise(bounds))
+    assert largest <= sum(costs) / 16 + max(costs)
+
+
+@pytest.mark.parametrize("num_stages", [0, -1, 4])
+def test_split_refuses_more_stages_than_units(num_stages: int) -> None:
+    with pytest.raises(ValueError, match=f"num_stages is {num_stages}, but 3 units .* at most 3"):
+        split_min_max([1, 1, 1], num_stages)
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_split_refuses_impossible_costs(cost: float) -> None:
+    with pytest.raises(ValueError, match=r"costs\[1\] is"):
+        split_min_max([1.0, cost], 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_stages", "requested", "schedule", "expected"),
+    [
+        (32, 4, None, "1f1b", 16),  # up to 4 K
+        (64, 2, None, "1f1b", 8),
+        (24, 4, None, "gpipe", 12),  # 16 does not divide 24
+        (7, 4, None, "1f1b", 7),
+        (3, 4, None, "1f1b", 3),  # fewer rows than stages: the caller falls back to GPipe
+        (13, 3, None, "1f1b", 13),  # 1F1B needs M >= K, and no divisor lies between 3 and 12
+        (13, 3, None, "gpipe", 1),
+        (26, 3, None, "1f1b", 13),
+        (32, 4, 8, "1f1b", 8),
+        (32, 4, 9, "1f1b", 8),
+        (32, 4, 100, "1f1b", 32),
+        (32, 4, 1, "1f1b", 1),  # asked for
+        (1, 2, None, "1f1b", 1),
+        (32, 1, None, "1f1b", 1),  # one stage needs no micro-batches
+        (32, 1, 8, "gpipe", 1),
+    ],
+)
+def test_choose_num_microbatches(
+    rows: int, num_stages: int, requested: int | None, schedule: str, expected: int
+) -> None:
+    assert choose_num_microbatches(rows, num_stages, requested, schedule) == expected
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", range(1, 100))
+def test_chosen_number_divides_the_rows_and_serves_1f1b(rows: int, num_stages: int) -> None:
+    m = choose_num_microbatches(rows, num_stages, None, "1f1b")
+    assert rows % m == 0
+    assert m >= min(rows, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 2, None, "1f1b"), "rows is 0"),
+        ((4, 0, None, "1f1b"), "num_stages is 0"),
+        ((4, 2, 0, "1f1b"), "num_microbatches is 0.*'auto'"),
+        ((4, 2, None, "zigzag"), "schedule is 'zigzag'.*'1f1b', 'gpipe'"),
+    ],
+)
+def test_choose_num_microbatches_refuses(arguments: tuple[int, int, int | None, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_num_microbatches(*arguments)

@@ -1,0 +1,162 @@
+"""Training runs for tests: one process with the stock Trainer, and pipelines that must equal it.
+
+Functions here run inside the ranks of `distributed.run_ranks`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from model_zoo import MODELS, without_dropout
+from torch import nn
+from training_data import ZOO_MODEL, Kind, PadCollator, StreamedData, TrainingData
+from transformers import Trainer, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, on what, and how; the same for the reference and for every layout.
+
+    `samples` is chosen so that the last batch is odd and, on some layouts, smaller than the number of pipelines.
+    """
+
+    kind: Kind = "text-classification"
+    model: str | None = None  # a name in the zoo; None: the kind's own
+    samples: int = 83
+    per_device: int = 4
+    accumulation: int = 2
+    epochs: int = 2
+    streamed: bool = False
+    trainer: type | None = None  # a mixin with a user's overrides
+    options: dict[str, Any] = field(default_factory=dict)  # of the arguments
+    keywords: dict[str, Any] = field(default_factory=dict)  # of the Trainer
+
+    def with_options(self, **options: Any) -> Run:
+        return replace(self, options={**self.options, **options})
+
+    def build_model(self) -> nn.Module:
+        return without_dropout(MODELS[self.model or ZOO_MODEL[self.kind]].build())
+
+    def data(self, samples: int, seed: int = 0) -> Any:
+        return (StreamedData if self.streamed else TrainingData)(self.kind, samples, seed)
+
+    def common_options(self) -> dict[str, Any]:
+        return {
+            "num_train_epochs": self.epochs,
+            "learning_rate": 3e-3,
+            "weight_decay": 0.05,
+            "warmup_steps": 2,
+            "max_grad_norm": 1.0,
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "per_device_eval_batch_size": 3,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "optim": "adamw_torch",
+            # A key's bias shifts all scores of a softmax alike, so its gradient is rounding and nothing else. With
+            # the default of 1e-8 Adam would make full steps of it, in a direction that no two runs share.
+            "adam_epsilon": 1e-4,
+            "seed": 42,
+            **self.options,
+        }
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind; plain values, to be sent to the test's process."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    learning_rates: list[float]
+    steps: int
+    weights: dict[str, torch.Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def reference(rank: int, world_size: int, run: Run, folder: str = "reference") -> Outcome:
+    """One process, the stock Trainer, one whole batch for each optimizer step."""
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
+        **run.common_options(),
+    )
+    return outcome_of(_trainer(Trainer, arguments, run))
+
+
+def pipeline(
+    rank: int, world_size: int, run: Run, stages: int | str, folder: str = "pipeline", **options: Any
+) -> Outcome:
+    """The same training on `world_size` processes in pipelines of `stages`."""
+    return outcome_of(pipeline_trainer(run, stages, folder, **options))
+
+
+def pipeline_trainer(
+    run: Run, stages: int | str, folder: str = "pipeline", model: nn.Module | None = None, **options: Any
+) -> PipeTransformerTrainer:
+    arguments = PipeTransformerTrainingArguments(
+        folder,
+        pipeline_parallel_size=stages,
+        per_device_train_batch_size=run.per_device,
+        gradient_accumulation_steps=run.accumulation,
+        **{**run.common_options(), **options},
+    )
+    return _trainer(PipeTransformerTrainer, arguments, run, model)
+
+
+def outcome_of(trainer: Trainer, resume_from_checkpoint: str | None = None) -> Outcome:
+    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return Outcome(
+        losses=[entry["loss"] for entry in logged],
+        gradient_norms=[float(entry["grad_norm"]) for entry in logged],
+        learning_rates=[entry["learning_rate"] for entry in logged],
+        steps=trainer.state.global_step,
+        weights=weights_of(trainer.model),
+        metrics={k: v for entry in trainer.state.log_history for k, v in entry.items() if k.startswith("eval_")},
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: copy.deepcopy(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    assert a.keys() == b.keys()
+    return max((float((a[name].float() - b[name].float()).abs().max()), name) for name in a)
+
+
+def assert_same_training(outcomes: list[Outcome], expected: Outcome, tolerance: float = 1e-5) -> None:
+    """Every process ends with the weights, and has logged the losses, norms and rates, of the reference."""
+    for outcome in outcomes:
+        assert outcome.steps == expected.steps
+        assert outcome.learning_rates == expected.learning_rates
+        for values, wanted in (
+            (outcome.losses, expected.losses),
+            (outcome.gradient_norms, expected.gradient_norms),
+        ):
+            torch.testing.assert_close(values, wanted, rtol=0, atol=tolerance * 10)
+        difference, name = largest_difference(outcome.weights, expected.weights)
+        assert difference <= tolerance, f"{name} differs by {difference:.1e}"
+
+
+def _trainer(cls: type[Trainer], arguments: Any, run: Run, model: nn.Module | None = None) -> Any:
+    if run.trainer is not None:
+        cls = type(run.trainer.__name__, (run.trainer, cls), {})
+    return cls(
+        model=run.build_model() if model is None else model,
+        args=arguments,
+        train_dataset=run.data(run.samples),
+        eval_dataset=TrainingData(run.kind, 29, seed=9),
+        data_collator=PadCollator(run.kind),
+        **run.keywords,
+    )
