@@ -159,8 +159,9 @@ class NumberedBatches(Dataset[Any]):
             return  # the first batch of this epoch has been read and waits
         self._epoch, self._order, self._iterator, self._peeked = epoch, None, None, None
         for part in (self._sampler, self.dataset):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+            follow = getattr(part, "set_epoch", None)
+            if follow is not None:
+                follow(epoch)
 
     def reslice(self, parts: int, index: int) -> None:
         """From the next number on take slice `index` of `parts`. What was prefetched is read again, never lost."""

@@ -45,6 +45,10 @@ class ElasticPipeline(nn.Module):
         wrap_replicas: makes the DDP wrapper.
     """
 
+    stack: LayerStack
+    stage: StageModule | None
+    _replicated: DistributedDataParallel | None
+
     def __init__(
         self,
         stack: LayerStack,
@@ -239,11 +243,12 @@ class ElasticPipeline(nn.Module):
 
     def _step_alone(self, stage: StageModule, batch: Batch) -> None:
         """K = 1: no schedule; it costs what the stock Trainer costs."""
-        module = stage if self._replicated is None else self._replicated
-        waits = self._replicated is not None and not self._gradients_synchronise
         stage.micro_batches = (batch,)
-        with self._replicated.no_sync() if waits else nullcontext():
-            module(index=_FIRST).backward()
+        if self._replicated is None:
+            stage(index=_FIRST).backward()
+        else:
+            with nullcontext() if self._gradients_synchronise else self._replicated.no_sync():
+                self._replicated(index=_FIRST).backward()
         stage.micro_batches = ()
 
     def _reduce_shared_gradients(self) -> None:

@@ -85,7 +85,7 @@ def reachable_leaves(tensors: Collection[torch.Tensor]) -> set[torch.Tensor]:
     """The leaves of the autograd graph (parameters, inputs that require a gradient) behind `tensors`."""
     seen: set[Any] = set()
     leaves: set[torch.Tensor] = {t for t in tensors if t.requires_grad and t.is_leaf}
-    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    todo: list[Any] = [t.grad_fn for t in tensors]
     while todo:
         node = todo.pop()
         if node is None or node in seen:

@@ -203,12 +203,9 @@ def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
     Raises:
         UnsupportedModelError: there is none.
     """
-    lists = list(_outermost_module_lists(model))
-    stacks = [
-        names
-        for names in lists
-        if all(isinstance(model.get_submodule(name), GradientCheckpointingLayer) for name in names)
-    ] or _chained_lists(model, lists, batch)
+    lists = _outermost_module_lists(model)
+    stacks = [names for names in lists if _are_layers([model.get_submodule(name) for name in names])]
+    stacks = stacks or _chained_lists(model, lists, batch)
     if not stacks:
         raise UnsupportedModelError(
             model,
@@ -220,23 +217,28 @@ def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
 
 
 def _outermost_module_lists(module: nn.Module, prefix: str = "") -> list[list[str]]:
-    found = []
+    """Names of the members of each `nn.ModuleList`, of those that are nested the outermost.
+
+    A list of plain modules (`encoder.blocks`, each with its own list of layers) gives way to lists of
+    `GradientCheckpointingLayer` inside it.
+    """
+    found: list[list[str]] = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        is_stack = isinstance(child, nn.ModuleList) and len(child) > 0
-        if is_stack and all(isinstance(member, GradientCheckpointingLayer) for member in child):
-            found.append([f"{path}.{index}" for index in range(len(child))])
-            continue
-        below = _outermost_module_lists(child, path + ".")
-        if is_stack and not any(
-            isinstance(module.get_submodule(n.removeprefix(prefix)), GradientCheckpointingLayer)
-            for names in below
-            for n in names
-        ):
-            found.append([f"{path}.{index}" for index in range(len(child))])  # plain layers: decided by their calls
+        members = list(child) if isinstance(child, nn.ModuleList) else []
+        if members and (_are_layers(members) or not any(map(_holds_layers, members))):
+            found.append([f"{path}.{index}" for index in range(len(members))])
         else:
-            found.extend(below)
+            found.extend(_outermost_module_lists(child, path + "."))
     return found
+
+
+def _are_layers(members: Sequence[nn.Module]) -> bool:
+    return all(isinstance(member, GradientCheckpointingLayer) for member in members)
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(isinstance(part, GradientCheckpointingLayer) for part in module.modules())
 
 
 def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:

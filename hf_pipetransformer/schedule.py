@@ -93,9 +93,9 @@ class PipelineScheduler:
         self._stage.shapes = shapes
         self._stage.micro_batches = split_batch(batch, num_microbatches)
         index = torch.arange(num_microbatches)  # what torch cuts into micro-batches
-        target = {"target": index} if self._stage.is_last else {}
+        target = index if self._stage.is_last else None
         try:
-            schedule.step(index=index, return_outputs=False, **target)
+            schedule.step(index=index, target=target, return_outputs=False)
         finally:
             self._stage.micro_batches = ()
 

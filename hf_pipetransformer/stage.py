@@ -57,6 +57,8 @@ class StageModule(nn.Module):
         device: where the stage computes.
     """
 
+    stack: LayerStack
+
     def __init__(
         self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction, device: torch.device
     ) -> None:

@@ -296,7 +296,7 @@ def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy())
+    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:

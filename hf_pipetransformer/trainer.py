@@ -16,6 +16,7 @@ them changes.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
@@ -73,6 +74,7 @@ class PipeTransformerTrainer(Trainer):
     """
 
     args: PipeTransformerTrainingArguments
+    model: nn.Module
     pipeline: ElasticPipeline | None = None
 
     def __init__(
@@ -147,8 +149,8 @@ class PipeTransformerTrainer(Trainer):
         self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
-                super().create_optimizer()
-            pipeline.adopt(self.optimizer)
+                pipeline.adopt(super().create_optimizer())
+        assert self.optimizer is not None
         return self.optimizer
 
     def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
@@ -311,8 +313,9 @@ class PipeTransformerTrainer(Trainer):
         pipeline = self.pipeline
         assert pipeline is not None
         pipeline.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
-            self.optimizer.train()
+        switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
+        if callable(switch):
+            switch()
         self._slice = self._slices.popleft()
         if self.accelerator.scaler is not None:
             # a scaler is set up by its first use, and the stages without the loss would not use it
@@ -338,6 +341,7 @@ class PipeTransformerTrainer(Trainer):
             inputs["labels"] = torch.zeros_like(inputs["labels"])
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=self._num_items)
+        assert isinstance(loss, torch.Tensor)
         part = loss.mean() * weight
         self._micro_losses.append(part.detach())
         return part * (self.pipeline.num_replicas * self._loss_scale)
@@ -350,7 +354,9 @@ class PipeTransformerTrainer(Trainer):
     def _find_loss_reduction(self, sample: Batch) -> LossReduction:
         def loss_of(batch: Batch, num_items: int) -> float:
             with torch.no_grad(), self.compute_loss_context_manager():
-                return float(self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items).mean())
+                loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items)
+                assert isinstance(loss, torch.Tensor)
+                return float(loss.mean())
 
         exact = self.accelerator.mixed_precision == "no" and all(
             p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
@@ -454,11 +460,11 @@ class _WholeModelAtTrainEnd(TrainerCallback):
 
 
 def _sampler_of(loader: DataLoader) -> Any:
-    """The sampler over all samples, below what Accelerate has put around it for its processes."""
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else loader.sampler
-    if sampler is None or not hasattr(sampler, "__iter__"):
-        raise ValueError(f"No sampler was found in the training loader ({type(loader).__name__}).")
-    return sampler
+    """The sampler over all samples, below the batch samplers that Accelerate has put around it for its processes."""
+    batch_sampler: Any = loader.batch_sampler
+    while hasattr(batch_sampler, "batch_sampler"):
+        batch_sampler = batch_sampler.batch_sampler
+    return batch_sampler.sampler
 
 
 def _refuse_distributed_model(model: Any) -> None:
@@ -491,7 +497,7 @@ def _memory_budget(args: PipeTransformerTrainingArguments) -> int | None:
     if args.device.type == "cuda":
         return int(torch.cuda.get_device_properties(args.device).total_memory * USABLE_MEMORY)
     if args.device.type == "cpu":
-        here = max(1, int(_environment("LOCAL_WORLD_SIZE", str(args.world_size))))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
         return int(psutil.virtual_memory().available / here * USABLE_MEMORY)
     return None
 
@@ -501,9 +507,3 @@ def _fits(size: int, device: torch.device) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info(device)
     return size < free * USABLE_MEMORY
-
-
-def _environment(name: str, default: str) -> str:
-    import os
-
-    return os.environ.get(name) or default

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from .partition import check_schedule
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Their step is taken inside the backward, before gradients are complete."""
+
+
+def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1 or isinstance(value, (bool, float)):
+        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, or 'auto'.")
+    return number
+
+
+if TYPE_CHECKING:
+    IntOrAuto = int | Literal["auto"]
+else:
+
+    class IntOrAuto:
+        """What HfArgumentParser makes an int or "auto" of: it takes one type per argument, and calls it."""
+
+        def __new__(cls, text: str) -> int | str:
+            return _int_or_auto("value", text)
 
 
 @dataclass
@@ -38,27 +62,22 @@ class PipeTransformerTrainingArguments(TrainingArguments):
       layout.
     """
 
-    # HfArgumentParser reads annotations: it takes one type per argument
-    pipeline_parallel_size: str = field(
-        default="1",
+    pipeline_parallel_size: IntOrAuto = field(
+        default=1,
         metadata={"help": "Number of pipeline stages, or 'auto': the smallest that fits the devices' memory."},
     )
     pipeline_schedule: str = field(
         default="1f1b",
         metadata={"help": "Order of the micro-batches: '1f1b' or 'gpipe'.", "choices": ["1f1b", "gpipe"]},
     )
-    num_microbatches: str = field(
+    num_microbatches: IntOrAuto = field(
         default="auto",
         metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
     )
 
     def __post_init__(self) -> None:
-        self.pipeline_parallel_size: int | Literal["auto"] = _int_or_auto(  # type: ignore[no-redef]
-            "pipeline_parallel_size", self.pipeline_parallel_size
-        )
-        self.num_microbatches: int | Literal["auto"] = _int_or_auto(  # type: ignore[no-redef]
-            "num_microbatches", self.num_microbatches
-        )
+        self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
+        self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         check_schedule(self.pipeline_schedule)
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
@@ -91,10 +110,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             or self.fp16_full_eval
             or self.bf16_full_eval
             or self.auto_find_batch_size
-            or self.accelerator_config.split_batches
+            or self._splits_batches
             or self.train_sampling_strategy == "batch_rebalance"
             or any(name in str(self.optim) for name in FUSED_BACKWARD_OPTIMIZERS)
         )
+
+    @property
+    def _splits_batches(self) -> bool:
+        return isinstance(self.accelerator_config, AcceleratorConfig) and self.accelerator_config.split_batches
 
     def _refuse_what_excludes_a_pipeline(self) -> None:
         """Fields that contradict more than one stage; known before any device is set up."""
@@ -145,7 +168,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"gradient checkpointing with use_reentrant=True cannot be combined with {wanted}: it hides the layers'"
                 " autograd graph from the stages. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
-        if self.accelerator_config.split_batches:
+        if self._splits_batches:
             raise ValueError(
                 f"split_batches=True in accelerator_config cannot be combined with {wanted}: the batch of a pipeline"
                 " is per_device_train_batch_size x stages. Unset it and lower per_device_train_batch_size."
@@ -166,15 +189,3 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             f" of {stages} processes. (On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one"
             " process whatever the number; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun.)"
         )
-
-
-def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1 or isinstance(value, (bool, float)):
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, or 'auto'.")
-    return number

@@ -33,3 +33,53 @@ def test_equals_one_process(name: str, stages: int, schedule: str) -> None:
     outcomes = run_ranks(pipeline, WORLD, MODELS_OF_KIND[name], stages, pipeline_schedule=schedule)
     assert expected(name).steps >= 5
     assert_same_training(outcomes, expected(name))
+
+
+class OwnComputeLoss:
+    """As users write it: calls the model, reads its outputs, knows nothing of pipelines."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 1.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+def token_sum(outputs, labels, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+VARIANTS = {
+    "label-smoothing": Run().with_options(label_smoothing_factor=0.1),
+    "label-smoothing-lm": Run("causal-lm").with_options(label_smoothing_factor=0.1),
+    "compute-loss-func": Run("causal-lm", keywords={"compute_loss_func": token_sum}),
+    "own-compute-loss": Run(trainer=OwnComputeLoss),
+    "gradient-checkpointing": Run("causal-lm").with_options(gradient_checkpointing=True),
+    "gradient-checkpointing-bert": Run().with_options(gradient_checkpointing=True),
+    "no-accumulation-no-clipping": Run(accumulation=1).with_options(max_grad_norm=0.0),
+    "three-micro-steps": Run(accumulation=3, samples=100),
+    "iterable": Run(streamed=True, epochs=1).with_options(max_steps=4),
+    "max-steps": Run().with_options(max_steps=4),
+    "drop-last": Run().with_options(dataloader_drop_last=True, train_sampling_strategy="sequential"),
+    "workers": Run().with_options(dataloader_num_workers=2),
+    "sgd": Run().with_options(optim="sgd", optim_args="momentum=0.9", learning_rate=0.05),
+    "adafactor": Run("causal-lm").with_options(optim="adafactor"),  # no key bias, see `adam_epsilon`
+    "cosine": Run().with_options(lr_scheduler_type="cosine"),
+    "albert": Run(model="albert"),
+    "deberta": Run(model="deberta-v2"),
+    "roberta": Run(model="roberta"),
+    "fewer-samples-than-pipelines": Run(samples=35, accumulation=1),
+}
+
+
+@pytest.mark.parametrize("stages", [4, 2])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_equals_one_process_with(name: str, stages: int) -> None:
+    run = VARIANTS[name]
+    assert_same_training(run_ranks(pipeline, WORLD, run, stages), expected_variant(name))
+
+
+@cache
+def expected_variant(name: str) -> Outcome:
+    return run_ranks(reference, 1, VARIANTS[name])[0]

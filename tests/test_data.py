@@ -1,0 +1,396 @@
+"""The numbered loader gives every sample once and in one order, however often it is sliced anew.
+
+Four ranks are played by four loaders in this process; K of them in a row form a pipeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+
+from hf_pipetransformer.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, part_of, seeded
+
+WORLD = 4
+GLOBAL_BATCH = 16
+SIZES = (83, 64, 65, 15, 3)
+
+StagesAt = Callable[[int], int]  # batch number -> K
+LAYOUTS: dict[str, StagesAt] = {
+    "4 stages": lambda number: 4,
+    "2 stages": lambda number: 2,
+    "1 stage": lambda number: 1,
+    "another at every batch": lambda number: (4, 2, 1, 2, 4, 1)[number % 6],
+}
+
+
+class Numbers(Dataset):
+    """Sample i is i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class Stream(IterableDataset):
+    """The same without a length; workers take turns batch by batch, as the loader asks them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epochs: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id if worker else 0, self.size, worker.num_workers if worker else 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+
+class OneShotStream(IterableDataset):
+    """Gives its samples once in its life, as a socket would."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = iter(range(size))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.samples
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), torch.rand(()).item(), numpy.random.rand()
+
+
+class AugmentedNumbers(Numbers):
+    def __getitem__(self, index: int) -> tuple:
+        return index, *draw()
+
+
+class AugmentedStream(Stream):
+    def __iter__(self) -> Iterator[tuple]:
+        return ((index, *draw()) for index in super().__iter__())
+
+
+def masking_collator(samples: list) -> dict:
+    """Draws random numbers, as the one for masked language modelling does."""
+    return {"samples": samples, "mask": torch.rand(len(samples)).tolist(), "drawn": draw()}
+
+
+def make_loader(dataset: Dataset, collator: Callable = list, shuffle: bool = True, **options) -> NumberedLoader:
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = SeedableRandomSampler(dataset, data_seed=3) if shuffle else SequentialSampler(dataset)
+    return NumberedLoader(NumberedBatches(dataset, sampler, collator, GLOBAL_BATCH, **options))
+
+
+def one_epoch(loaders: list[NumberedLoader], epoch: int, stages_at: StagesAt, skip: int = 0) -> list[list[int]]:
+    """The global batches as the pipelines see them together; the ranks of a pipeline must see the same."""
+    current = [skip_first_batches(loader, skip) if skip else loader for loader in loaders]
+    for loader in current:  # as the Trainer does it
+        for settable in (loader, getattr(loader.batch_sampler, "batch_sampler", None)):
+            if hasattr(settable, "set_epoch"):
+                settable.set_epoch(epoch)
+    iterators = [iter(loader) for loader in current]
+    batches: list[list[int]] = []
+    for number in itertools.count(skip):
+        stages = stages_at(number)
+        rows, slices = [], []
+        for rank, (loader, iterator) in enumerate(zip(loaders, iterators, strict=True)):
+            loader.dataset.reslice(WORLD // stages, rank // stages)
+            batch = next(iterator, None)
+            part = loader.dataset.last_slice
+            rows.append(batch[: part.rows] if batch is not None else None)
+            slices.append(part)
+        if rows[0] is None:
+            assert rows == [None] * WORLD
+            return batches
+        assert all(rows[rank] == rows[rank - rank % stages] for rank in range(WORLD))
+        batches.append([row for rank in range(0, WORLD, stages) for row in rows[rank]])
+        assert all(part.global_rows == len(batches[-1]) for part in slices)
+
+
+def in_batches(order: list[int], drop_last: bool = False) -> list[list[int]]:
+    batches = [order[i : i + GLOBAL_BATCH] for i in range(0, len(order), GLOBAL_BATCH)]
+    return [batch for batch in batches if len(batch) == GLOBAL_BATCH or not drop_last]
+
+
+def shuffled_order(size: int, epoch: int) -> list[int]:
+    sampler = SeedableRandomSampler(Numbers(size), data_seed=3)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Every sample once, in the same order
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_sample_once_in_the_order_of_the_sampler(size, layout):
+    loaders = [make_loader(Numbers(size)) for _ in range(WORLD)]
+    for epoch in range(2):
+        batches = one_epoch(loaders, epoch, LAYOUTS[layout])
+        assert batches == in_batches(shuffled_order(size, epoch))
+        assert sorted(itertools.chain(*batches)) == list(range(size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_sample_of_a_stream_once(size, layout):
+    loaders = [make_loader(Stream(size)) for _ in range(WORLD)]
+    for epoch in range(2):
+        assert one_epoch(loaders, epoch, LAYOUTS[layout]) == in_batches(list(range(size)))
+
+
+@pytest.mark.parametrize("dataset", [Numbers, Stream, SizedStream])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_skipping_on_resume(dataset, layout):
+    loaders = [make_loader(dataset(83), shuffle=False) for _ in range(WORLD)]
+    expected = in_batches(list(range(83)))
+    assert one_epoch(loaders, 0, LAYOUTS[layout], skip=2) == expected[2:]
+    assert one_epoch(loaders, 1, LAYOUTS[layout]) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_drop_last(size, dataset):
+    loaders = [make_loader(dataset(size), shuffle=False, drop_last=True) for _ in range(WORLD)]
+    batches = one_epoch(loaders, 0, LAYOUTS["another at every batch"])
+    assert batches == in_batches(list(range(size)), drop_last=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=["new workers", "persistent workers"])
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_workers(dataset, options):
+    """A new slice starts the workers over; what they had fetched ahead is fetched again."""
+    loaders = [make_loader(dataset(83), shuffle=False, num_workers=2, **options) for _ in range(WORLD)]
+    for epoch in range(2):
+        batches = one_epoch(loaders, epoch, lambda number: 4 if number < 3 else 1)
+        assert sorted(itertools.chain(*batches)) == list(range(83))
+        if dataset is Numbers:
+            assert batches == in_batches(list(range(83)))
+
+
+def test_an_empty_slice_is_one_row_that_does_not_count():
+    """
+    batch of 3 in 4 pipelines    pipeline 0   1   2   3
+                          rows            -   0   1   2
+    """
+    parts = []
+    for index in range(4):
+        batches = make_loader(Numbers(3), shuffle=False).dataset
+        batches.reslice(4, index)
+        parts.append((batches[0], batches.last_slice))
+    assert parts == [
+        ([0], BatchSlice(0, 3)),
+        ([0], BatchSlice(1, 3)),
+        ([1], BatchSlice(1, 3)),
+        ([2], BatchSlice(1, 3)),
+    ]
+
+
+def test_parts_cover_all_rows_and_differ_by_at_most_one():
+    for rows, parts in itertools.product(range(20), range(1, 6)):
+        bounds = [part_of(rows, parts, index) for index in range(parts)]
+        assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+        assert bounds[-1][1] == rows
+        sizes = [stop - start for start, stop in bounds]
+        assert max(sizes) - min(sizes) <= 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Lengths, epochs, samplers
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(False, 6), (True, 5)])
+@pytest.mark.parametrize("dataset", [Numbers, SizedStream])
+def test_lengths(dataset, drop_last, batches):
+    loader = make_loader(dataset(83), drop_last=drop_last)
+    assert len(loader) == batches
+    assert len(loader.dataset) == 83, "the Trainer takes the number of samples from it"
+
+
+def test_a_stream_has_no_length():
+    with pytest.raises(TypeError, match="IterableDataset"):
+        len(make_loader(Stream(83)))
+
+
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_epochs_reach_the_dataset_before_it_is_read(dataset):
+    loader = make_loader(dataset(20))
+    loader.dataset.sample_rows(2)
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        list(loader)
+    assert sorted(set(loader.dataset.dataset.epochs)) == [0, 1]
+    assert loader.dataset.dataset.epochs == sorted(loader.dataset.dataset.epochs)
+
+
+def test_epochs_reach_a_sampler_below_a_skip():
+    loaders = [make_loader(Numbers(83)) for _ in range(WORLD)]
+    assert one_epoch(loaders, 5, LAYOUTS["2 stages"], skip=1) == in_batches(shuffled_order(83, 5))[1:]
+
+
+def test_a_sampler_without_a_seed_depends_on_seed_and_epoch_only():
+    def orders(seed: int) -> list[list[int]]:
+        torch.manual_seed(random.randrange(1000))  # the run's own random state says nothing
+        data = Numbers(83)
+        loader = NumberedLoader(NumberedBatches(data, RandomSampler(data), list, GLOBAL_BATCH, seed=seed))
+        epochs = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            epochs.append(list(itertools.chain(*loader)))
+        return epochs
+
+    first, second = orders(seed=1)
+    assert first != second
+    assert orders(seed=1) == [first, second]
+    assert orders(seed=2) != [first, second]
+
+
+def test_the_order_is_agreed_upon_once_per_epoch():
+    asked = []
+
+    def reversed_by_rank_zero(order: list[int]) -> list[int]:
+        asked.append(order)
+        return order[::-1]
+
+    loader = make_loader(Numbers(40), shuffle=False, agree=reversed_by_rank_zero)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        assert list(itertools.chain(*loader)) == list(range(39, -1, -1))
+    assert asked == [list(range(40))] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Random numbers
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])
+def test_random_draws_are_the_same_within_a_pipeline(dataset, workers):
+    """K = 4 for two batches, then K = 2. The ranks' own random states differ, and stay as they are."""
+    loaders = [make_loader(dataset(83), masking_collator, num_workers=workers) for _ in range(WORLD)]
+    for loader in loaders:
+        loader.set_epoch(0)
+    iterators = [iter(loader) for loader in loaders]
+    for number in range(5):
+        stages = 4 if number < 2 else 2
+        batches = []
+        for rank in range(WORLD):
+            loaders[rank].dataset.reslice(WORLD // stages, rank // stages)
+            random.seed(100 + rank), torch.manual_seed(100 + rank), numpy.random.seed(100 + rank)
+            expected = draw()
+            random.seed(100 + rank), torch.manual_seed(100 + rank), numpy.random.seed(100 + rank)
+            batches.append(next(iterators[rank]))
+            assert draw() == expected
+        for rank in range(WORLD):
+            assert batches[rank] == batches[rank - rank % stages]
+        if stages == 2:
+            assert batches[0]["mask"] != batches[2]["mask"], "two pipelines draw different masks"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])
+def test_random_draws_after_a_resume_are_those_of_the_uninterrupted_run(dataset, workers):
+    straight = list(make_loader(dataset(60), masking_collator, num_workers=workers))
+    resumed = list(skip_first_batches(make_loader(dataset(60), masking_collator, num_workers=workers), 2))
+    assert resumed == straight[2:]
+
+
+def test_random_draws_differ_between_epochs_and_batches():
+    loader = make_loader(AugmentedNumbers(32), masking_collator, shuffle=False)
+    draws = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        draws += [batch["drawn"] for batch in loader]
+    assert len(set(draws)) == 4
+
+
+def test_seeded_puts_all_generators_back_after_an_error_too():
+    expected = draw()
+    random.seed(0), torch.manual_seed(0), numpy.random.seed(0)  # as the fixture does
+    with pytest.raises(KeyError), seeded(5):
+        inside = draw()
+        raise KeyError
+    assert draw() == expected
+    with seeded(5):
+        assert draw() == inside
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The first rows, read before training
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_looking_at_the_first_rows_of_a_one_shot_stream_loses_nothing(skip):
+    loaders = [make_loader(OneShotStream(83)) for _ in range(WORLD)]
+    for loader in loaders:
+        assert loader.dataset.sample_rows(4) == [0, 1, 2, 3]
+        assert loader.dataset.sample_rows(2) == [0, 1]
+    expected = in_batches(list(range(83)))
+    assert one_epoch(loaders, 0, LAYOUTS["another at every batch"], skip) == expected[skip:]
+
+
+def test_first_rows_of_a_small_dataset_repeat():
+    assert make_loader(Numbers(3)).dataset.sample_rows(4) == [0, 1, 2, 0]
+    assert make_loader(Stream(1)).dataset.sample_rows(2) == [0, 0]
+    assert first_samples(Stream(10), 2) == [0, 1]
+
+
+@pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])
+def test_first_rows_are_the_same_everywhere_and_draw_nothing_from_the_run(dataset):
+    def rows(rank: int) -> list:
+        torch.manual_seed(rank), random.seed(rank), numpy.random.seed(rank)
+        sampled = make_loader(dataset(20)).dataset.sample_rows(4)
+        after = draw()
+        torch.manual_seed(rank), random.seed(rank), numpy.random.seed(rank)
+        assert draw() == after
+        return sampled
+
+    assert rows(0) == rows(1)
+
+
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_an_empty_dataset_is_named(dataset):
+    with pytest.raises(ValueError, match=f"{dataset.__name__}.* is empty"):
+        make_loader(dataset(0), shuffle=False).dataset.sample_rows(2)
+
+
+def test_a_stream_that_ends_before_the_first_whole_batch():
+    with pytest.raises(ValueError, match="Stream.*dataloader_drop_last"):
+        make_loader(Stream(3), drop_last=True).dataset.sample_rows(2)
+
+
+def test_rows_fetched_together():
+    class Table(Numbers):
+        def __getitems__(self, rows: list[int]) -> list[int]:
+            assert type(rows) is list  # `datasets` looks at the type
+            return [10 * row for row in rows]
+
+    assert list(itertools.chain(*make_loader(Table(20), shuffle=False))) == [10 * row for row in range(20)]
