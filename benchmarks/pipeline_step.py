@@ -52,6 +52,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -68,6 +69,7 @@ MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12,
 # Step time over that of DDP, on two processes; for others there is no target.
 TARGETS = {(2, 1): 1.03, (2, 2): 1.18}
 LABELS = 2
+TABLE_WIDTH = 120  # where the output is no terminal
 PARTS = ("data", "forward", "backward", "waiting", "loss", "clipping", "optimizer")
 
 
@@ -145,22 +147,27 @@ class StepClock(TrainerCallback):
 
 
 class Stopwatch(TrainerCallback):
-    """Sums the time spent in the parts of a step; time in an inner part does not count for the outer one."""
+    """Sums the time spent in the parts of a step; time in an inner part does not count for the outer one.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds; `time.thread_time` counts only while the main thread computes.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: Counter[str] = Counter()
+        self._clock = clock
         self._open: list[tuple[str, float]] = []
 
     def start(self, part: str) -> None:
         self._pass_time()
-        self._open.append((part, time.perf_counter()))
+        self._open.append((part, self._clock()))
 
     def stop(self) -> None:
         self._pass_time()
         self._open.pop()
 
     def _pass_time(self) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if self._open:
             part, since = self._open[-1]
             self.seconds[part] += now - since
@@ -204,7 +211,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="of each run, with the warm-up")
     parser.add_argument("--warmup", type=int, default=4, help="first steps of each run that do not count")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--profile", action="store_true", help="one more round, which tells where the time goes")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        choices=["wall", "cpu"],
+        const="wall",
+        help="one more round, which tells where the time goes; cpu: main thread only, so that waiting and other"
+        " load on the machine hardly count",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     if not 0 < arguments.warmup < arguments.steps:
@@ -263,20 +277,24 @@ def make_trainer(
             num_microbatches=variant.num_microbatches,
             **options,
         )
-    return trainer_class(
+    trainer = trainer_class(
         model=make_model(arguments.model, config),
         args=training_arguments,
         train_dataset=RandomRows(arguments.rows * arguments.steps, arguments.tokens, config.vocab_size),
         callbacks=[clock],
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
-def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfig, profile: bool = False) -> Timing:
+def run(
+    variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfig, profile: str | None = None
+) -> Timing:
     """Train for some steps with a new Trainer. Collective over all processes."""
     with tempfile.TemporaryDirectory() as folder:
         clock = StepClock()
         trainer = make_trainer(variant, arguments, config, folder, clock)
-        stopwatch = Stopwatch()
+        stopwatch = Stopwatch(time.thread_time if profile == "cpu" else time.perf_counter)
         gc.collect()  # an earlier Trainer, a circle of references, shall not be collected during the steps
         dist.barrier()
         if profile:
@@ -288,7 +306,7 @@ def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfi
     wall = [1e3 * (b - a) for a, b in zip(clock.wall, clock.wall[1:], strict=False)][arguments.warmup - 1 :]
     cpu_ms = 1e3 * (clock.cpu[-1] - clock.cpu[arguments.warmup - 1]) / len(wall)
     parts = {part: 1e3 * stopwatch.seconds[part] / len(wall) for part in PARTS}
-    parts["rest"] = statistics.mean(wall) - sum(parts.values())
+    parts["rest"] = (cpu_ms if profile == "cpu" else statistics.mean(wall)) - sum(parts.values())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (cpu_ms, parts))
     return Timing(wall, sum(cpu for cpu, _ in everyone), [p for _, p in everyone] if profile else [])
@@ -336,10 +354,11 @@ def print_table(console: Console, variants: list[Variant], rounds: list[dict[str
     console.print(table)
 
 
-def print_profile(console: Console, variants: list[Variant], timings: dict[str, Timing]) -> None:
-    table = Table(title="Where a step's time goes, ms (mean; 'waiting': schedule and messages)", title_justify="left")
+def print_profile(console: Console, variants: list[Variant], timings: dict[str, Timing], clock: str) -> None:
+    title = f"Where a step's {clock} time goes, ms (mean; 'waiting': schedule and messages)"
+    table = Table(title=title, title_justify="left")
     table.add_column("variant")
-    for heading in ("rank", *PARTS, "rest", "step"):
+    for heading in ("rank", *PARTS, "rest", "total"):
         table.add_column(heading, justify="right")
     for variant in variants:
         for rank, parts in enumerate(timings[variant.name].parts_ms):
@@ -399,7 +418,7 @@ def main() -> None:
         raise SystemExit(f"--rows {arguments.rows} must be a multiple of the {state.num_processes} processes.")
     config = load_config(arguments.model)
     variants = variants_of(arguments)
-    console = Console(quiet=not state.is_main_process)
+    console = Console(quiet=not state.is_main_process, width=max(TABLE_WIDTH, Console().width))
 
     rounds: list[dict[str, Timing]] = []
     for number in range(arguments.rounds):
@@ -415,7 +434,8 @@ def main() -> None:
     )
     print_table(console, variants, rounds, title)
     if arguments.profile:
-        print_profile(console, variants, {v.name: run(v, arguments, config, profile=True) for v in variants})
+        profiles = {v.name: run(v, arguments, config, arguments.profile) for v in variants}
+        print_profile(console, variants, profiles, arguments.profile)
     if arguments.output is not None and state.is_main_process:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(as_json(arguments, variants, rounds, load), indent=2) + "\n")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,10 +89,13 @@ class _Slices(Sampler[list[int]]):
     """This pipeline's rows of each batch from the next number on."""
 
     def __init__(self, batches: NumberedBatches) -> None:
-        self._batches = batches
+        # in a reference cycle, workers would outlive the loader until the next garbage collection, and end slowly
+        self._batches: NumberedBatches = weakref.proxy(batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches.slices()
+        assert self._batches.num_batches is not None
+        for number in range(self._batches.next_number, self._batches.num_batches):
+            yield self._batches.slice_of(number)
 
 
 class NumberedBatches(Dataset[Any]):
@@ -132,7 +136,7 @@ class NumberedBatches(Dataset[Any]):
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: list[int] | None = None
-        self._next = 0  # number of the batch that `_iterator` yields next
+        self.next_number = 0  # of the batch that `_iterator` yields next
         self._iterator: Iterator[Any] | None = None
         self._peeked: list[Any] | None = None  # an iterable's batch 0, where it was read for `sample_rows`
         self.is_iterable = isinstance(dataset, IterableDataset)
@@ -189,19 +193,17 @@ class NumberedBatches(Dataset[Any]):
         if self.is_iterable:
             with seeded(self._slice_seed(number, start)):
                 batch = self.collate_fn(batch[start:stop] or batch[:1])
-        self._next = number + 1
+        self.next_number = number + 1
         self.last_slice = BatchSlice(stop - start, global_rows)
         return batch
 
-    def slices(self) -> Iterator[list[int]]:
-        """For the inner loader: the rows of this pipeline, from the next number on."""
-        assert self.num_batches is not None
-        for number in range(self._next, self.num_batches):
-            rows = self._rows_of(number)
-            start, stop = part_of(len(rows), self._parts, self._index)
-            mine = _SeededRows(rows[start:stop] or rows[:1])  # nothing for this pipeline: one row that will not count
-            mine.seed = self._slice_seed(number, start)
-            yield mine
+    def slice_of(self, number: int) -> list[int]:
+        """For the inner loader: this pipeline's rows of a batch."""
+        rows = self._rows_of(number)
+        start, stop = part_of(len(rows), self._parts, self._index)
+        mine = _SeededRows(rows[start:stop] or rows[:1])  # nothing for this pipeline: one row that will not count
+        mine.seed = self._slice_seed(number, start)
+        return mine
 
     # ------------------------------------------------------------------------------------ inside
     def _rows_of(self, number: int) -> list[int]:
@@ -218,23 +220,23 @@ class NumberedBatches(Dataset[Any]):
     def _go_to(self, number: int) -> None:
         """Let `_read` give batch `number` next."""
         if not self.is_iterable:
-            if self._iterator is None or self._next != number:
+            if self._iterator is None or self.next_number != number:
                 self._start_at(number)
             return
-        if self._iterator is None or self._next > number:
+        if self._iterator is None or self.next_number > number:
             self._start_at(0)
-        while self._next < number:  # a stream is read, not searched: what comes before is left out
+        while self.next_number < number:  # a stream is read, not searched: what comes before is left out
             if self._peeked is None:
-                self._read(self._next)
+                self._read(self.next_number)
             self._peeked = None
-            self._next += 1
+            self.next_number += 1
 
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
             assert self._sampler is not None
             with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
                 self._order = self._agree(list(self._sampler))
-        self._next, self._peeked = number, None
+        self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
             self._iterator = iter(self._loader)
 

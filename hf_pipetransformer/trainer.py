@@ -107,13 +107,6 @@ class PipeTransformerTrainer(Trainer):
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.uses_pipeline and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            name = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
-            raise ValueError(
-                f"{name} is switched on by the launcher's configuration and cannot be combined with"
-                f" pipeline_parallel_size={self.args.pipeline_parallel_size}. Use a configuration without it"
-                " (accelerate_configs/ has some), or set pipeline_parallel_size=1."
-            )
         if not self._is_stock:
             self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
             # the loop asks the accelerator for clipping and for the logged norm alike

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
@@ -81,12 +83,18 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         check_schedule(self.pipeline_schedule)
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
+            self._refuse_impossible_layout(int(os.environ.get("WORLD_SIZE", 1)))
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
         self.average_tokens_across_devices = False
         if self.uses_pipeline:
-            self._refuse_impossible_layouts()
+            try:
+                self._refuse_what_only_now_is_known()
+            except ValueError:
+                if dist.is_initialized():
+                    dist.barrier()  # a process that left now would leave others waiting for it to connect
+                raise
 
     @property
     def uses_pipeline(self) -> bool:
@@ -139,6 +147,12 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                     f"{name}={value!r} cannot be combined with {wanted}: {why}. Unset {name}, or set"
                     " pipeline_parallel_size=1."
                 )
+        for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+            if os.environ.get(variable, "false").lower() in ("true", "1"):
+                raise ValueError(
+                    f"{name} is switched on by the launcher ({variable}) and cannot be combined with {wanted}. Launch with a"
+                    " configuration without it (accelerate_configs/ has some), or set pipeline_parallel_size=1."
+                )
         optimizer = OptimizerNames(self.optim).value
         if any(name in optimizer for name in FUSED_BACKWARD_OPTIMIZERS):
             raise ValueError(
@@ -151,8 +165,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 " by process, not by pipeline. Choose 'group_by_length'."
             )
 
-    def _refuse_impossible_layouts(self) -> None:
-        """What is wrong with the processes, and with what the command line gives as JSON, once both are known."""
+    def _refuse_what_only_now_is_known(self) -> None:
+        """What is wrong with this process's devices, and with what the command line gives as JSON."""
         wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
         if self.n_gpu > 1:
             raise ValueError(
@@ -173,19 +187,23 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"split_batches=True in accelerator_config cannot be combined with {wanted}: the batch of a pipeline"
                 " is per_device_train_batch_size x stages. Unset it and lower per_device_train_batch_size."
             )
+
+    def _refuse_impossible_layout(self, world_size: int) -> None:
+        """Judged by the launcher's environment: a process that fails later may leave others waiting for it."""
         stages = self.pipeline_parallel_size
-        if stages == "auto" or self.world_size % stages == 0:
+        wanted = f"pipeline_parallel_size={stages}"
+        if stages == "auto" or world_size % stages == 0:
             return
-        if self.world_size == 1:
+        if world_size == 1:
             raise ValueError(
                 f"{wanted}, but only one process runs: a pipeline needs one process per stage. Start {stages} with"
                 f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU note that"
                 " `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the number;"
                 " `distributed_type: MULTI_GPU` with `use_cpu=True` (or torchrun) starts them all."
             )
-        divisors = ", ".join(str(k) for k in range(1, self.world_size + 1) if self.world_size % k == 0)
+        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise ValueError(
-            f"{wanted} does not divide the {self.world_size} processes: choose one of {divisors}, or start a multiple"
+            f"{wanted} does not divide the {world_size} processes: choose one of {divisors}, or start a multiple"
             f" of {stages} processes. (On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one"
             " process whatever the number; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun.)"
         )

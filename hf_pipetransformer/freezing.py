@@ -1,0 +1,420 @@
+"""How many layers to freeze, and when: the Freeze Algorithm.
+
+A policy is asked at every *decision* T = 0, 1, 2, ... (0 before the first step) and answers with f(T), the number of
+units, counted from the bottom, that are frozen from then on. `next_num_frozen` holds what no policy may break: f never
+falls, and something stays trainable.
+
+    policy       f(T), with L units, f(0) = 0                                             where it comes from
+    none         0
+    alpha        ceil(L (1 - (1 - a)^T))                                                  PipeTransformer, its code
+    adaptive     min(ceil(f(T-1) + a (L - f(T-1))), argmin over active units of |g|)      PipeTransformer, equation 1
+    autofreeze   up to the first active unit whose gradient norm still changes fast       AutoFreeze
+    schedule     a map from epoch or step to f
+
+PipeTransformer: He et al., ICML 2021, section 3.1. AutoFreeze: Liu et al. 2021 (arXiv 2102.01386).
+
+Nothing here knows a model, a process group or a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+ScheduleUnit = Literal["epoch", "step"]
+FreezeStrategy = Literal["epoch", "steps"]
+
+ROUNDING = 1e-9
+"""An excess below this is floating point's, not the formula's: 10 (1 - 0.9) is 1, not 2, after `ceil`."""
+
+
+@dataclass(frozen=True)
+class FreezeDecision:
+    """What a policy may base its answer on.
+
+    Attributes:
+        index: T. 0 before the first step of a training, then the number of decisions, also over a resume.
+        num_layers: L, the units of the model's layer stack.
+        num_frozen: f(T - 1).
+        epoch: epochs done, as in `TrainerState.epoch`; whole at an epoch's begin.
+        global_step: optimizer steps done.
+        gradient_norms: for each of the L units the root mean square of its gradient's 2-norm over the steps since the
+            last decision; 0.0 for a unit without gradient (a frozen one). None where nothing was observed.
+        max_frozen: the most units that can be frozen such that something is left to train.
+    """
+
+    index: int
+    num_layers: int
+    num_frozen: int
+    epoch: float
+    global_step: int
+    gradient_norms: tuple[float, ...] | None
+    max_frozen: int
+
+
+@runtime_checkable
+class FreezePolicy(Protocol):
+    """What decides how many layers are frozen. Derive from it and define `num_frozen`.
+
+    A policy must answer alike on every process: from the decision and its own state only.
+
+    Attributes:
+        needs_gradient_norms: False spares the measurement.
+    """
+
+    needs_gradient_norms: bool = True
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        """f(T). Less than before counts as before, more than possible as what is possible."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the policy remembers, in plain values for JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what `state_dict` returned; an empty one: nothing."""
+        return None
+
+
+@dataclass
+class NeverFreeze(FreezePolicy):
+    """No layer is frozen."""
+
+    needs_gradient_norms = False
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        return 0
+
+
+@dataclass
+class AlphaPolicy(FreezePolicy):
+    """Each decision freezes the share `alpha` of the layers that are left, whatever the gradients.
+
+    f(T) = ceil(L (1 - (1 - alpha)^T)): for L = 12 and alpha = 1/3 that is 4, 7, 9, 10, 11, 11, 12.
+
+    Raises:
+        ValueError: `alpha` is not between 0 and 1.
+    """
+
+    alpha: float = 1 / 3
+
+    needs_gradient_norms = False
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        return _ceil(decision.num_layers * (1 - (1 - self.alpha) ** decision.index))
+
+
+@dataclass
+class AdaptivePolicy(FreezePolicy):
+    """Freezes through the active layer with the smallest gradient, but no faster than `alpha` allows.
+
+    Equation 1 of PipeTransformer: f(T) = min(f(T-1) + alpha (L - f(T-1)), argmin over l of |g_l|). Layers are counted
+    from 1 there, so that the layer with the smallest norm is itself frozen; l runs over the active layers, as frozen
+    ones have no gradient. The first term is rounded up; of equal norms the lowest layer counts. Without gradients
+    nothing is frozen.
+
+    Raises:
+        ValueError: `alpha` is not between 0 and 1.
+    """
+
+    alpha: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        f, active = decision.num_frozen, decision.num_layers - decision.num_frozen
+        if decision.gradient_norms is None or active == 0:
+            return f
+        norms = decision.gradient_norms[f:]
+        smallest = f + 1 + norms.index(min(norms))
+        return min(_ceil(f + self.alpha * active), smallest)
+
+
+@dataclass
+class AutoFreezePolicy(FreezePolicy):
+    """Freezes up to, and without, the first active layer whose gradient still changes fast.
+
+    The change of a layer is |n(T-1) - n(T)| / n(T-1), with n its gradient norm; fast is at or above the given
+    percentile of the active layers' changes. AutoFreeze takes the norm of the gradients' sum over the interval; here
+    it is the root mean square of their norms, which needs no second copy of the gradients. The first decision with
+    gradients has nothing to compare with and freezes nothing.
+
+    Args:
+        percentile: between 0 and 100; a higher one freezes faster.
+
+    Raises:
+        ValueError: `percentile` is out of range.
+    """
+
+    percentile: float = 50.0
+    _previous: tuple[float, ...] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.percentile <= 100:
+            raise ValueError(f"percentile={self.percentile!r}: it must be between 0 and 100, such as 50.")
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        f, norms, before = decision.num_frozen, decision.gradient_norms, self._previous
+        if norms is None:
+            return f
+        self._previous = norms
+        if before is None or f == decision.num_layers:
+            return f
+        changes = [_relative_change(old, new) for old, new in zip(before[f:], norms[f:], strict=True)]
+        fast = _percentile(changes, self.percentile)
+        return f + next(position for position, change in enumerate(changes) if change >= fast)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"previous": None if self._previous is None else list(self._previous)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        previous = state.get("previous")
+        self._previous = None if previous is None else tuple(previous)
+
+
+@dataclass
+class SchedulePolicy(FreezePolicy):
+    """The user's own map: from an epoch, or a step, on, so many layers are frozen.
+
+    `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers once one epoch is done, 7 once two are; {0: 4} from the start.
+    Between decisions nothing is frozen: steps in the map are rounded up to the next decision.
+
+    Args:
+        schedule: epochs or steps done -> number of frozen layers. Keys may be strings, as JSON has them.
+        by: what the keys count.
+
+    Raises:
+        ValueError: the map is empty, has other than numbers, shrinks, or asks for more layers than there are.
+    """
+
+    schedule: Mapping[Any, Any]
+    by: ScheduleUnit = "epoch"
+
+    needs_gradient_norms = False
+
+    def __post_init__(self) -> None:
+        if self.by not in ("epoch", "step"):
+            raise ValueError(f"by={self.by!r}: a freeze schedule counts by 'epoch' or by 'step'.")
+        if not isinstance(self.schedule, Mapping) or not self.schedule:
+            raise ValueError(
+                f"freeze_schedule={self.schedule!r}: it must map an {self.by} to a number of frozen layers, such as"
+                ' {"1": 4, "2": 7}.'
+            )
+        self.schedule = dict(sorted((self._start(key), self._layers(key)) for key in self.schedule))
+        for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
+            if fewer < layers:
+                raise ValueError(
+                    f"freeze_schedule shrinks from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
+                    f" {later:g}: frozen layers stay frozen, so the numbers must not fall."
+                )
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        most = max(self.schedule.values())
+        if most > decision.num_layers:
+            raise ValueError(
+                f"freeze_schedule asks for {most} frozen layers, but the model has {decision.num_layers}: lower its"
+                " numbers."
+            )
+        if most > decision.max_frozen:
+            raise ValueError(
+                f"freeze_schedule asks for {most} frozen layers of {decision.num_layers}, which would leave nothing to"
+                f" train: at most {decision.max_frozen} can be frozen in this model. Lower its numbers."
+            )
+        now = decision.epoch if self.by == "epoch" else decision.global_step
+        return max((layers for start, layers in self.schedule.items() if start <= now + ROUNDING), default=0)
+
+    def _start(self, key: Any) -> float:
+        try:
+            start = float(key)
+        except (TypeError, ValueError):
+            start = math.nan
+        if not (math.isfinite(start) and start >= 0):
+            raise ValueError(f"freeze_schedule has the key {key!r}: an {self.by} is a number of at least 0.")
+        return start
+
+    def _layers(self, key: Any) -> int:
+        layers = self.schedule[key]
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+            raise ValueError(
+                f"freeze_schedule has {layers!r} at {self.by} {key}: a number of layers is whole and at least 0."
+            )
+        return layers
+
+
+_POLICIES: Mapping[str, type[FreezePolicy]] = {
+    "none": NeverFreeze,
+    "alpha": AlphaPolicy,
+    "adaptive": AdaptivePolicy,
+    "autofreeze": AutoFreezePolicy,
+    "schedule": SchedulePolicy,
+}
+
+FREEZE_POLICIES: tuple[str, ...] = tuple(_POLICIES)
+"""Names that `make_policy` takes."""
+
+
+def make_policy(
+    name: str,
+    *,
+    alpha: float = 1 / 3,
+    percentile: float = 50.0,
+    schedule: Mapping[Any, Any] | None = None,
+    by: ScheduleUnit = "epoch",
+) -> FreezePolicy:
+    """A policy by its name; each takes of the arguments what it needs.
+
+    Raises:
+        ValueError: the name is unknown, or an argument is out of its range.
+    """
+    match name:
+        case "none":
+            return NeverFreeze()
+        case "alpha":
+            return AlphaPolicy(alpha)
+        case "adaptive":
+            return AdaptivePolicy(alpha)
+        case "autofreeze":
+            return AutoFreezePolicy(percentile)
+        case "schedule":
+            return SchedulePolicy(schedule if schedule is not None else {}, by)
+    raise ValueError(f"freeze_policy={name!r} is unknown: choose one of {', '.join(map(repr, FREEZE_POLICIES))}.")
+
+
+def policy_description(policy: FreezePolicy) -> dict[str, Any] | None:
+    """The arguments of `make_policy` that make this policy anew, for JSON; None for a user's own policy."""
+    for name, policy_type in _POLICIES.items():
+        if type(policy) is policy_type:
+            assert dataclasses.is_dataclass(policy)
+            values = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init}
+            return {"name": name, **values}
+    return None
+
+
+def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_layers: int | None = None) -> int:
+    """f(T): what the policy answers, within what is possible.
+
+    Never less than before, never more than the model's layers, than leaves something to train, or than the user's
+    `max_frozen_layers`.
+
+    Raises:
+        ValueError: the answer is no whole number.
+    """
+    answer: Any = policy.num_frozen(decision)
+    try:
+        proposed = operator.index(answer)
+    except TypeError:
+        proposed = -1
+    if isinstance(answer, bool) or proposed < 0:
+        raise ValueError(
+            f"{type(policy).__name__}.num_frozen returned {answer!r} at decision {decision.index}: it must return a"
+            " whole number of layers of at least 0."
+        )
+    most = min(decision.num_layers, decision.max_frozen)
+    if max_frozen_layers is not None:
+        most = min(most, max_frozen_layers)
+    return max(decision.num_frozen, min(proposed, most))
+
+
+def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None = None) -> None:
+    """Refuse decision times, or a bound, that make no sense.
+
+    Args:
+        strategy: "epoch": at each epoch's begin but the first; "steps": every `steps` optimizer steps.
+        steps: a whole number, or a share of the training's steps below 1; not looked at for "epoch".
+        max_frozen_layers: the user's bound, or None.
+
+    Raises:
+        ValueError: naming the field, its value and what it may be.
+    """
+    if strategy not in ("epoch", "steps"):
+        raise ValueError(f"freeze_strategy={strategy!r} is unknown: choose 'epoch' or 'steps'.")
+    if strategy == "steps":
+        is_number = isinstance(steps, (int, float)) and not isinstance(steps, bool)
+        if not is_number or not steps > 0 or (steps >= 1 and steps != int(steps)):
+            raise ValueError(
+                f"freeze_strategy='steps' needs freeze_steps, but it is {steps!r}: set a whole number of optimizer steps"
+                " between decisions, or a share of all steps between 0 and 1."
+            )
+    if max_frozen_layers is not None and max_frozen_layers < 1:
+        raise ValueError(
+            f"max_frozen_layers={max_frozen_layers}: it must be at least 1. To freeze nothing set freeze_policy='none'."
+        )
+
+
+def steps_between_decisions(steps: float, max_steps: int) -> int:
+    """`freeze_steps` as a whole number; a share below 1 is one of `max_steps`, rounded up, as `eval_steps` is."""
+    return int(steps) if steps >= 1 else max(1, _ceil(steps * max_steps))
+
+
+def check_something_to_freeze(max_frozen: int, num_layers: int) -> None:
+    """Refuse a model of which no layer can be frozen.
+
+    Raises:
+        ValueError: freezing a single layer would leave nothing trainable.
+    """
+    if max_frozen < 1:
+        raise ValueError(
+            f"freezing one of the model's {num_layers} layers would leave nothing to train: set freeze_policy='none',"
+            " or make parameters trainable in the upper layers or the head."
+        )
+
+
+def agreed_num_frozen(proposals: Sequence[int]) -> int:
+    """The number that all ranks propose.
+
+    Args:
+        proposals: of every rank, in the order of ranks.
+
+    Raises:
+        ValueError: they differ, naming each number and the ranks that propose it.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, proposal in enumerate(proposals):
+        ranks_of.setdefault(proposal, []).append(rank)
+    if len(ranks_of) > 1:
+        said = "; ".join(
+            f"{layers} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            for layers, ranks in sorted(ranks_of.items())
+        )
+        raise ValueError(
+            f"The freeze policy gives different numbers of frozen layers on different ranks ({said}): it must depend"
+            " only on the FreezeDecision, which is the same on all of them, and not on random numbers, the rank or"
+            " local files."
+        )
+    return next(iter(ranks_of))
+
+
+def _check_alpha(alpha: float) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < 1:
+        raise ValueError(
+            f"freeze_alpha={alpha!r}: it is the share of the remaining layers that each decision freezes, and must lie"
+            " between 0 and 1, such as 0.33. To freeze nothing set freeze_policy='none'."
+        )
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - ROUNDING)
+
+
+def _relative_change(old: float, new: float) -> float:
+    if old > 0:
+        return abs(old - new) / old
+    return math.inf if new > 0 else 0.0
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    """With linear interpolation, as numpy's."""
+    ordered = sorted(values)
+    position = percent / 100 * (len(ordered) - 1)
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    return low if low == high else min(high, low + (high - low) * (position - math.floor(position)))

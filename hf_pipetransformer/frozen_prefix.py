@@ -1,0 +1,235 @@
+"""The bottom layers of a model, frozen: which parameters that means, and how the model then runs.
+
+    model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
+    frozen, f = 2       eval mode    eval mode, no graph | train mode, with gradient
+                        `requires_grad` is off           | nothing changes
+
+A parameter that an active layer or the head needs too (a head tied to the embeddings, ALBERT's one layer) stays
+trainable; it then gets the gradient of its active uses only, because nothing flows back through a frozen layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ghosts import evaluation_mode, reachable_leaves
+from .layer_range import Carry, Unit, tensors_of
+from .layer_stack import LayerStack, output_tensors
+
+
+@dataclass(frozen=True)
+class FreezableLayers:
+    """What freezing means for the units of one model; pure, and the same on every process.
+
+    Attributes:
+        owners: for each unit the names of the parameters that it needs (`LayerStack.owners`).
+        inside: for each unit those of them that lie in its own module: what its gradient norm is taken over.
+        head: names that the loss depends on though every unit is frozen.
+        trainable: names that training would move if nothing was frozen: they require a gradient and get one.
+    """
+
+    owners: tuple[frozenset[str], ...]
+    inside: tuple[tuple[str, ...], ...]
+    head: frozenset[str]
+    trainable: frozenset[str]
+
+    @classmethod
+    def of(cls, stack: LayerStack, batch: dict[str, Any]) -> FreezableLayers:
+        """Look at a complete model; costs two forwards of a small batch.
+
+        Args:
+            stack: the model's units.
+            batch: keyword arguments of `model.forward`, 1 or 2 rows.
+        """
+        names = stack.table.names
+        return cls(
+            stack.owners,
+            tuple(
+                tuple(name for name in names if name in owned and _is_inside(name, unit, stack))
+                for unit, owned in zip(_units(stack), stack.owners, strict=True)
+            ),
+            _head_parameters(stack, batch),
+            frozenset(name for name in names if stack.table[name].requires_grad) - stack.unreached,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.owners)
+
+    @property
+    def max_frozen(self) -> int:
+        """The most units that can be frozen such that something is left to train; 0: none."""
+        return next((f for f in range(self.num_layers, 0, -1) if self.trainable - self.frozen(f)), 0)
+
+    def frozen(self, num_frozen: int) -> frozenset[str]:
+        """Names of the parameters that freeze with the first `num_frozen` units.
+
+        The embeddings freeze with the first unit. What an active unit or the head needs as well does not freeze.
+        """
+        below = frozenset[str]().union(*self.owners[:num_frozen])
+        above = frozenset[str]().union(*self.owners[num_frozen:])
+        return below - above - self.head if num_frozen else below
+
+
+def squared_norms(
+    inside: Sequence[Sequence[str]], gradients: Mapping[str, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """For each unit the square of its gradient's 2-norm; 0 for a unit without gradients. No synchronisation.
+
+    Args:
+        inside: for each unit the names of its parameters (`FreezableLayers.inside`).
+        gradients: those that are here, by name.
+        device: of the result.
+
+    Returns:
+        `[L]`, float64.
+    """
+    squares = torch.zeros(len(inside), dtype=torch.float64, device=device)
+    where = [unit for unit, names in enumerate(inside) for name in names if name in gradients]
+    if where:
+        here = [gradients[name] for names in inside for name in names if name in gradients]
+        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(here)]).double()
+        squares.index_add_(0, torch.tensor(where, device=device), norms.square())
+    return squares
+
+
+class FrozenPrefix:
+    """Freezes the bottom units of a complete model that is run as a whole.
+
+    It overrides `forward` on the layer modules' instances, so that frozen units run in eval mode and build no graph
+    whatever mode the Trainer sets before a step. Evaluation is not touched. `begin_forward` is to be called from a forward
+    pre-hook of the model.
+
+    Args:
+        stack: the model's units.
+        layers: what freezing them means.
+    """
+
+    def __init__(self, stack: LayerStack, layers: FreezableLayers) -> None:
+        self.layers = layers
+        self.num_frozen = 0
+        self._stack = stack
+        self._position: int | None = None  # the unit that a training forward calls next; None: in no such forward
+        self._switched: list[nn.Module] = []  # to train mode again after the prefix
+        self._stays_in_eval: set[nn.Module] = set()
+        self._required_gradient: list[nn.Parameter] = []  # before we froze them
+        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        for module in dict.fromkeys(unit.module for unit in stack.units):
+            self._replaced.append((module, module.__dict__.get("forward")))
+            module.forward = self._counting(module.forward)
+
+    def freeze(self, num_frozen: int) -> list[nn.Parameter]:
+        """Freeze the first `num_frozen` units, at least as many as before.
+
+        Returns:
+            The parameters that no longer require a gradient. Their gradients are gone; whoever calls drops their
+            optimizer state and rebuilds what reduces gradients.
+        """
+        assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
+        self.num_frozen = num_frozen
+        table = self._stack.table
+        names = self.layers.frozen(num_frozen)
+        parameters = [table[name] for name in table.names if name in names and table[name].requires_grad]
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        self._required_gradient += parameters
+        self._stays_in_eval = self._modules_of_prefix_alone(names)
+        for module in self._stays_in_eval:
+            module.training = False
+        return parameters
+
+    def remove(self) -> None:
+        """Give the model its own forward, its modes and its `requires_grad` flags back."""
+        for module, earlier_override in self._replaced:
+            if earlier_override is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = earlier_override
+        self._replaced.clear()
+        for parameter in self._required_gradient:
+            parameter.requires_grad_(True)
+        for module in self._stays_in_eval:
+            module.training = self._stack.model.training
+        self._required_gradient, self._stays_in_eval = [], set()
+
+    def _modules_of_prefix_alone(self, frozen: frozenset[str]) -> set[nn.Module]:
+        """Frozen layers that no active unit calls, and modules (embeddings) of which every parameter is frozen."""
+        model, units = self._stack.model, self._stack.units
+        layers = {u.module for u in units[: self.num_frozen]} - {u.module for u in units[self.num_frozen :]}
+        frozen_parameters = {id(self._stack.table[name]) for name in frozen}
+        roots = [
+            module
+            for module in model.modules()
+            if module in layers
+            or (
+                any(True for _ in module.parameters()) and all(id(p) in frozen_parameters for p in module.parameters())
+            )
+        ]
+        return {module for root in roots for module in root.modules()}
+
+    # ------------------------------------------------------------------------------------ in a forward
+    def begin_forward(self) -> None:
+        """To be called before each forward of the model."""
+        model = self._stack.model
+        self._position = 0 if model.training and self.num_frozen else None
+        if self._position is not None:
+            # what precedes the layers too: dropout on the embeddings is often no module of its own
+            self._switched = [module for module in model.modules() if module.training]
+            for module in self._switched:
+                module.training = False
+
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # also beyond the last unit: gradient checkpointing computes active layers again
+            if self._position is None or self._position >= self.num_frozen:
+                return original(*args, **kwargs)
+            self._position += 1
+            with torch.no_grad():
+                output = original(*args, **kwargs)
+            if self._position == self.num_frozen:
+                self._leave_prefix()
+            return output
+
+        return forward
+
+    def _leave_prefix(self) -> None:
+        for module in self._switched:
+            module.training = module not in self._stays_in_eval
+        self._switched = []
+        # autocast keeps the low-precision copy of a weight, and one made under no_grad leads to no gradient: ALBERT's
+        # active calls would otherwise use those of its frozen ones
+        torch.clear_autocast_cache()
+
+
+def _units(stack: LayerStack) -> Sequence[Unit | None]:
+    return stack.units or (None,) * stack.num_units  # an uncut model has one unit and no layers
+
+
+def _is_inside(name: str, unit: Unit | None, stack: LayerStack) -> bool:
+    return unit is None or any(alias.startswith(unit.name + ".") for alias in stack.table.aliases[name])
+
+
+def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]:
+    """Leaves behind the model's output when every unit returns what was computed before, without its graph."""
+    if not stack.units:
+        return frozenset()
+    runner, carry = stack.runner, Carry()
+    was_installed = runner.installed
+    runner.install()
+    try:
+        with evaluation_mode(stack.model), stack.table.all_trainable():
+            with torch.no_grad():
+                runner.trace(batch, lambda unit, output: carry.__setitem__(unit.stack, tensors_of(output)))
+            with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
+                leaves = reachable_leaves(output_tensors(stack.model(**batch)).values())
+            reached = {id(leaf) for leaf in leaves}
+            return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)
+    finally:
+        if not was_installed:
+            runner.remove()

@@ -1,0 +1,132 @@
+"""What is counted is what can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_zoo import MODELS
+from torch import nn
+
+from hf_pipetransformer.costs import UnitCost, measure_costs
+from hf_pipetransformer.layer_stack import LayerStack
+
+ROWS, WIDTH, INNER, CLASSES = 2, 4, 6, 3
+FLOAT = 4  # bytes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(hidden))
+
+
+class Toy(nn.Module):
+    """[B, W] -> linear -> 3 blocks -> linear -> [B, C]; matrix products only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.stem(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"logits": self.head(hidden)}
+
+
+def costs_of(model: nn.Module, batch: dict) -> tuple[UnitCost, ...]:
+    return measure_costs(LayerStack.discover(model, batch), batch)
+
+
+def toy_costs(model: nn.Module | None = None, rows: int = ROWS) -> tuple[UnitCost, ...]:
+    return costs_of(model or Toy(), {"hidden": torch.randn(rows, WIDTH)})
+
+
+def test_operations_of_a_row():
+    """A product of [1, n] and [n, m] takes n x m multiplications and as many additions."""
+    block = 2 * (WIDTH * INNER + INNER * WIDTH)
+    stem, head = 2 * WIDTH * WIDTH, 2 * WIDTH * CLASSES
+    assert [unit.forward_flops for unit in toy_costs()] == [stem + block, block, block + head]
+
+
+def test_parameters_of_a_unit():
+    first, middle, last = toy_costs()
+    block = {"up.weight": WIDTH * INNER, "down.weight": WIDTH * INNER, "down.bias": WIDTH}
+    assert middle.parameters == {f"blocks.1.{name}": FLOAT * size for name, size in block.items()}
+    assert first.parameters.keys() - {f"blocks.0.{name}" for name in block} == {"stem.weight", "stem.bias"}
+    assert last.parameters.keys() - {f"blocks.2.{name}" for name in block} == {"head.weight", "head.bias"}
+    assert middle.trainable_bytes == sum(middle.parameters.values())
+
+
+def test_what_is_kept_for_the_backward_and_handed_on():
+    """A linear layer keeps its input. That of the first block is what the stem returned."""
+    first, middle, last = toy_costs()
+    assert middle.activation_bytes == FLOAT * (WIDTH + INNER)
+    assert last.activation_bytes == FLOAT * (WIDTH + INNER + WIDTH)
+    assert [unit.boundary_bytes for unit in (first, middle, last)] == [FLOAT * WIDTH, FLOAT * WIDTH, 0]
+
+
+def test_costs_are_those_of_one_row():
+    assert toy_costs(rows=1) == toy_costs(rows=5)
+
+
+def test_frozen_units_keep_nothing_and_train_nothing():
+    model = Toy()
+    for part in (model.stem, model.blocks[0]):
+        part.requires_grad_(False)
+    first, middle, _ = toy_costs(model)
+    assert (first.trainable_bytes, first.activation_bytes) == (0, 0)
+    assert middle.trainable_bytes == sum(middle.parameters.values())
+    assert first.forward_flops == toy_costs()[0].forward_flops
+
+
+def test_the_units_sum_up_to_the_model():
+    model, batch = MODELS["bert-classification"].build(), MODELS["bert-classification"].batch(2)
+    units = costs_of(model, batch)
+    names = [name for unit in units for name in unit.parameters]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert sum(sum(unit.parameters.values()) for unit in units) == sum(p.nbytes for p in model.parameters())
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(**batch)
+    assert 2 * sum(unit.forward_flops for unit in units) == counter.get_total_flops()
+
+
+def test_a_shared_parameter_counts_with_each_unit_that_needs_it():
+    units = costs_of(MODELS["llama-tied"].build(), MODELS["llama-tied"].batch(2))
+    assert ["model.embed_tokens.weight" in unit.parameters for unit in units] == [True, False, False, True]
+
+
+def test_bytes_are_those_of_the_precision():
+    batch = MODELS["llama-tied"].batch(2)
+    full = costs_of(MODELS["llama-tied"].build(), batch)
+    half = costs_of(MODELS["llama-tied"].build().bfloat16(), batch)
+    for a, b in zip(full, half, strict=True):
+        assert sum(a.parameters.values()) == 2 * sum(b.parameters.values())
+        assert a.boundary_bytes == 2 * b.boundary_bytes
+        assert a.forward_flops == b.forward_flops
+
+
+def test_between_layers_of_the_decoder_the_encoder_output_travels_too():
+    """T5 hands on [T, D] hidden states, and the position bias [heads, T, T] of the stack that is running."""
+    units = costs_of(MODELS["t5"].build(), MODELS["t5"].batch(2))
+    hidden, bias = FLOAT * 7 * 16, FLOAT * 2 * 7 * 7
+    encoder, decoder = [unit.boundary_bytes for unit in units[:3]], [unit.boundary_bytes for unit in units[3:]]
+    assert encoder[-1] == hidden, "nobody reads the encoder's bias any more"
+    assert decoder[0] > 2 * hidden and decoder[-1] == 0
+    assert encoder[0] == hidden + bias / 2  # of the whole batch, and so half of it per row
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_counting_leaves_the_model_as_it_was(training):
+    model = MODELS["bert-classification"].build().train(training)
+    stack = LayerStack.discover(model, MODELS["bert-classification"].batch(2))
+    measure_costs(stack, MODELS["bert-classification"].batch(2))
+    assert all(module.training is training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not stack.runner.installed

@@ -1,0 +1,235 @@
+"""Ranges of layers run through the model's own forward; what goes wrong is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_pipetransformer.errors import UnsupportedModelError
+from hf_pipetransformer.layer_range import LayerRangeRunner, tensors_of
+
+NAMES = [f"layers.{i}" for i in range(4)]
+
+
+class Layer(GradientCheckpointingLayer):
+    """Returns a tuple, as many layers do, and counts its calls."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> tuple:
+        self.calls += 1
+        return (torch.sin(hidden * self.factor), None, hidden.long())
+
+
+class Model(nn.Module):
+    """(x + 1) -> four layers -> sum. The order of the layers and the number of passes can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(float(i)) for i in range(1, 5)])
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x + 1
+        for index in self.order:
+            hidden = self.layers[index](hidden)[0]
+        return hidden.sum()
+
+    @property
+    def calls(self) -> list[int]:
+        return [layer.calls for layer in self.layers]
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def batch() -> dict:
+    return {"x": torch.linspace(0, 1, 5)}
+
+
+@pytest.fixture
+def runner(model, batch) -> Iterator[LayerRangeRunner]:
+    """Installed, and knows the order of the units; nothing has been counted."""
+    runner = LayerRangeRunner(model, [NAMES])
+    runner.install()
+    runner.trace(batch)
+    for layer in model.layers:
+        layer.calls = 0
+    yield runner
+    runner.remove()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Running
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_trace_notes_the_units_and_shows_their_outputs(model, batch):
+    runner = LayerRangeRunner(model, [NAMES])
+    runner.install()
+    seen = []
+    output = runner.trace(batch, observer=lambda unit, out: seen.append((unit.name, len(tensors_of(out)))))
+    assert [unit.name for unit in runner.units] == NAMES
+    assert seen == [(name, 2) for name in NAMES]
+    assert output == model(**batch)
+    assert runner.floating_outputs(0) == (True, False)
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 4), (0, 2, 4), (0, 3, 4), (0, 1, 2, 3, 4)])
+def test_ranges_one_after_the_other_give_the_model(model, batch, runner, bounds):
+    expected = model(**batch)
+    for layer in model.layers:
+        layer.calls = 0
+    carry = None
+    for start, stop in zip(bounds, bounds[1:-1], strict=False):
+        carry = runner.run(start, stop, carry, batch)
+        assert model.calls == [1] * stop + [0] * (4 - stop), "each layer runs once, in its range"
+    with runner.to_the_end(bounds[-2], carry):
+        assert model(**batch) == expected
+    assert model.calls == [1] * 4
+
+
+def test_a_range_hands_on_all_tensors_of_the_last_layer(runner, batch):
+    carry = runner.run(0, 2, None, batch)
+    assert [tensor.dtype for tensor in carry[0]] == [torch.float32, torch.int64]
+
+
+def test_a_skipped_layer_returns_the_structure_of_the_real_one(runner, batch):
+    carry = runner.run(0, 1, None, batch)
+    with runner.to_the_end(1, carry):
+        model = runner.model
+        output = model.layers[0](None)
+        assert isinstance(output, tuple) and output[1] is None and output[0] is carry[0][0]
+        model.order = [1, 2, 3]
+        model(**batch)
+
+
+def test_a_module_that_stands_in_the_list_several_times(batch):
+    model = Model()
+    model.layers = nn.ModuleList([model.layers[0]] * 4)
+    expected = model(**batch)
+    runner = LayerRangeRunner(model, [NAMES])
+    runner.install()
+    runner.trace(batch)
+    assert [unit.name for unit in runner.units] == ["layers.0"] * 4
+    with runner.to_the_end(2, runner.run(0, 2, None, batch)):
+        assert model(**batch) == expected
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_gradient_checkpointing_computes_a_layer_again(model, batch, runner, start):
+    expected = torch.autograd.grad(model(**batch), [model.layers[3].factor])
+    model.train()
+    for layer in model.layers:
+        layer.calls = 0
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)
+    carry = runner.run(0, start, None, batch) if start else None
+    runner.restrict_to(range(start, 4))
+    with runner.to_the_end(start, carry):
+        loss = model(**batch)
+    assert model.calls == [1] * 4
+    assert torch.autograd.grad(loss, [model.layers[3].factor]) == expected
+    assert model.calls[3] == 2, "outside of any pass, and unhindered"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [0, 2, 1, 3]])
+def test_another_order_is_an_error(model, batch, runner, order):
+    model.order = order
+    with pytest.raises(UnsupportedModelError, match=r"layer 'layers\.\d' as number \d, where 'layers\.\d' was expected"):
+        runner.run(0, 3, None, batch)
+
+
+def test_a_forward_that_ends_early_is_an_error(model, batch, runner):
+    model.order = [0, 1]
+    with pytest.raises(UnsupportedModelError, match="ended after 2 of 4 layer calls"):
+        runner.run(0, 3, None, batch)
+    with pytest.raises(UnsupportedModelError, match="made 2 layer calls where 4 were expected"), runner.to_the_end(0, None):
+        model(**batch)
+
+
+def test_calling_the_model_twice_is_an_error(model, batch, runner):
+    with (
+        pytest.raises(UnsupportedModelError, match="loss function calls the model more than once"),
+        runner.to_the_end(0, None),
+    ):
+        model(**batch)
+        model(**batch)
+
+
+def test_not_calling_the_model_is_an_error(runner):
+    with pytest.raises(UnsupportedModelError, match="made 0 layer calls"), runner.to_the_end(0, None):
+        pass
+
+
+def test_an_error_of_the_model_is_not_hidden_and_leaves_the_runner_usable(model, batch, runner):
+    expected = model(**batch)
+    with pytest.raises(TypeError), runner.to_the_end(0, None):
+        model(y=1)
+    with runner.to_the_end(0, None):
+        assert model(**batch) == expected
+
+
+def test_leaving_the_forward_cannot_be_caught_by_the_model(model, batch, runner):
+    class Careless(nn.Module):
+        def forward(self, **batch):
+            try:
+                return model(**batch)
+            except Exception:
+                raise AssertionError("swallowed") from None
+
+    runner.model = Careless()
+    assert runner.run(0, 2, None, batch)[0][0].shape == (5,)
+
+
+def test_a_direct_call_of_a_model_that_is_not_all_here_is_refused(model, batch, runner):
+    runner.restrict_to(range(1, 3))
+    with pytest.raises(RuntimeError, match=r"layers 1 to 2 of 4, and 'layers\.0' is not among them.*evaluate\(\)"):
+        model(**batch)
+    runner.restrict_to(None)
+    model(**batch)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Putting back
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_remove_gives_the_layers_their_own_forward_back(model, batch):
+    own = [layer.forward for layer in model.layers]
+    override = model.layers[2].forward = lambda hidden: (hidden + 1,)  # as hooks of other libraries do
+    runner = LayerRangeRunner(model, [NAMES])
+    for _ in range(2):
+        runner.install()
+        runner.install()  # the second time does nothing
+        assert runner.installed
+        runner.remove()
+    assert not runner.installed
+    assert ["forward" in vars(layer) for layer in model.layers] == [False, False, True, False]
+    assert model.layers[2].forward is override
+    assert [model.layers[i].forward for i in (0, 1, 3)] == [own[i] for i in (0, 1, 3)]
+
+
+def test_an_override_made_before_is_called(model, batch):
+    model.layers[2].forward = lambda hidden: (hidden * 0 + 5.0, None, hidden.long())
+    expected = model(**batch)
+    runner = LayerRangeRunner(model, [NAMES])
+    runner.install()
+    runner.trace(batch)
+    with runner.to_the_end(1, runner.run(0, 1, None, batch)):
+        assert model(**batch) == expected
