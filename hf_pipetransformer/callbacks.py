@@ -175,7 +175,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         if state.global_step == 0:
             self.memory = {"num_frozen": 0, "num_decisions": 0, "observed": None, "policy": {}}
             return
-        stored = (state.stateful_callbacks or {}).get(type(self).__name__)
+        saved: Any = state.stateful_callbacks or {}  # from JSON: the states by the callbacks' names
+        stored = saved.get(type(self).__name__)
         stored = stored[0] if isinstance(stored, list) else stored
         if stored is None:
             logger.warning("The checkpoint holds no freezing state: training goes on with nothing frozen.")

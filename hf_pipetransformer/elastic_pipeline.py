@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from .layer_range import tensors_of
 from .layer_stack import LayerStack
 from .mesh import ProcessMesh
 from .micro_batch import Batch, batch_rows
@@ -398,14 +399,13 @@ class ElasticPipeline(nn.Module):
         ]
 
     def _send_tree(self, tree: Any, stage: int) -> list[tuple[dist.Work, torch.Tensor]]:
-        leaves, spec = pytree.tree_flatten(tree)
-        self._send_object(([_describe(v) if isinstance(v, torch.Tensor) else v for v in leaves], spec), stage)
-        return [self._send_tensor(leaf, stage) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._send_object(pytree.tree_map(lambda v: _describe(v) if isinstance(v, torch.Tensor) else v, tree), stage)
+        return [self._send_tensor(tensor, stage) for tensor in tensors_of(tree)]
 
     def _receive_tree(self, stage: int) -> Any:
-        leaves, spec = self._receive_object(stage)
-        return pytree.tree_unflatten(
-            [self._receive_tensor(v, stage) if isinstance(v, CarriedTensor) else v for v in leaves], spec
+        return pytree.tree_map(
+            lambda v: self._receive_tensor(v, stage) if isinstance(v, CarriedTensor) else v,
+            self._receive_object(stage),
         )
 
 

@@ -339,15 +339,16 @@ def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None
     if strategy not in ("epoch", "steps"):
         raise ValueError(f"freeze_strategy={strategy!r} is unknown: choose 'epoch' or 'steps'.")
     if strategy == "steps":
-        is_number = isinstance(steps, (int, float)) and not isinstance(steps, bool)
-        if not is_number or not steps > 0 or (steps >= 1 and steps != int(steps)):
+        number = steps if isinstance(steps, (int, float)) and not isinstance(steps, bool) else 0
+        if not 0 < number < math.inf or (number > 1 and number != int(number)):
             raise ValueError(
-                f"freeze_strategy='steps' needs freeze_steps, but it is {steps!r}: set a whole number of optimizer steps"
-                " between decisions, or a share of all steps between 0 and 1."
+                f"freeze_strategy='steps' needs freeze_steps, but it is {steps!r}: set a whole number of optimizer"
+                " steps between decisions, or a share of all steps between 0 and 1."
             )
     if max_frozen_layers is not None and max_frozen_layers < 1:
         raise ValueError(
-            f"max_frozen_layers={max_frozen_layers}: it must be at least 1. To freeze nothing set freeze_policy='none'."
+            f"max_frozen_layers={max_frozen_layers}: it must be at least 1. To freeze nothing set"
+            " freeze_policy='none'."
         )
 
 

@@ -102,8 +102,8 @@ class FrozenPrefix:
     """Freezes the bottom units of a complete model that is run as a whole.
 
     It overrides `forward` on the layer modules' instances, so that frozen units run in eval mode and build no graph
-    whatever mode the Trainer sets before a step. Evaluation is not touched. `begin_forward` is to be called from a forward
-    pre-hook of the model.
+    whatever mode the Trainer sets before a step. Evaluation is not touched. `begin_forward` is to be called before
+    each forward of the model, from a hook.
 
     Args:
         stack: the model's units.
@@ -156,7 +156,7 @@ class FrozenPrefix:
             parameter.requires_grad_(True)
         for module in self._stays_in_eval:
             module.training = self._stack.model.training
-        self._required_gradient, self._stays_in_eval = [], set()
+        self.num_frozen, self._required_gradient, self._stays_in_eval = 0, [], set()
 
     def _modules_of_prefix_alone(self, frozen: frozenset[str]) -> set[nn.Module]:
         """Frozen layers that no active unit calls, and modules (embeddings) of which every parameter is frozen."""
@@ -227,7 +227,10 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
             with torch.no_grad():
                 runner.trace(batch, lambda unit, output: carry.__setitem__(unit.stack, tensors_of(output)))
             with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
-                leaves = reachable_leaves(output_tensors(stack.model(**batch)).values())
+                output = output_tensors(stack.model(**batch))
+            # T5 also returns its encoder's output, which nothing is learnt from
+            answers = [output[key] for key in ("loss", "logits") if key in output][:1]
+            leaves = reachable_leaves(answers or output.values())
             reached = {id(leaf) for leaf in leaves}
             return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)
     finally:

@@ -1,0 +1,58 @@
+"""What differs between the processes is named on all of them, before the first step."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import MODELS
+from training_data import PadCollator, TrainingData
+
+from hf_pipetransformer.agreement import check_same_everywhere
+from hf_pipetransformer.mesh import ProcessMesh
+
+ODD_ONE = 2  # the rank that is given something else
+
+
+def check(rank, world_size, difference=None):
+    torch.distributed.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    is_odd = rank == ODD_ONE
+    name = "albert" if is_odd and difference == "architecture" else "bert-classification"
+    model = MODELS[name].build(seed=rank)  # weights may differ
+    if is_odd and difference == "frozen layer":
+        model.bert.encoder.layer[0].requires_grad_(False)
+    if is_odd and difference == "precision":
+        model.bfloat16()
+    size = 31 if is_odd and difference == "dataset length" else 32
+    data = TrainingData("text-classification", size, seed=is_odd and difference == "dataset content")
+    sample = PadCollator("text-classification")([data[0], data[1]])
+    if is_odd and difference == "columns":
+        del sample["attention_mask"]
+    check_same_everywhere(mesh, model, data, sample)
+    check_same_everywhere(mesh, model, None, sample)
+
+
+def test_other_weights_are_no_difference():
+    run_ranks(check, 3)
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ("architecture", "different models: process 0 has BertForSeq.* process 2 has AlbertForSeq"),
+        ("frozen layer", r"different models: process 0 has .*([\d,]+) parameters, \1 trainable.* process 2 has"),
+        ("precision", "different models"),
+        ("dataset length", "different datasets: process 0 has 32 samples, process 2 has 31 samples"),
+        ("dataset content", "different datasets' first samples: process 0 has .*content"),
+        ("columns", r"different datasets' first samples: process 0 has \['attention_mask', 'input_ids', 'labels'\]"),
+    ],
+)
+def test_every_process_raises_the_same(difference, message):
+    errors = run_ranks_expecting_error(check, 3, difference)
+    assert [type(error) for error in errors] == [ValueError] * 3
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(ValueError, match=message):
+        raise errors[0]

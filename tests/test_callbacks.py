@@ -1,0 +1,577 @@
+"""`LayerFreezeCallback` in a plain Trainer: what freezes, what goes on as before, DDP, resuming."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import MODELS
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training_data import PadCollator, TrainingData
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from hf_pipetransformer.callbacks import LayerFreezeCallback, rebuild_reducer
+from hf_pipetransformer.errors import UnsupportedModelError
+from hf_pipetransformer.freezing import FreezeDecision, FreezePolicy
+from hf_pipetransformer.frozen_prefix import FreezableLayers, FrozenPrefix
+from hf_pipetransformer.layer_stack import LayerStack
+
+STEPS_PER_EPOCH = 3
+SCHEDULE = {"name": "schedule", "schedule": {1: 1, 2: 3}}
+"""Bert has 4 layers: one frozen in the second epoch, three in the third."""
+
+
+def bert(dropout: float = 0.0) -> nn.Module:
+    model = MODELS["bert-classification"].build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model
+
+
+def make_trainer(
+    model: nn.Module,
+    *callbacks: TrainerCallback,
+    folder: str = "out",
+    kind: str = "text-classification",
+    **options: Any,
+) -> Trainer:
+    """Three epochs of three steps; on two processes each takes half of a step's rows."""
+    options = {
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.05,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+        "adam_epsilon": 1e-4,
+        "use_cpu": True,
+        "seed": 42,
+        **options,
+    }
+    samples = STEPS_PER_EPOCH * options["per_device_train_batch_size"] * options.get("gradient_accumulation_steps", 1)
+    arguments = TrainingArguments(folder, **options)
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=TrainingData(kind, samples * arguments.world_size),
+        data_collator=PadCollator(kind),
+        callbacks=list(callbacks),
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: copy.deepcopy(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Recorder(TrainerCallback):
+    """Calls `look(model, optimizer)` at the end of every step and keeps the results, by global step."""
+
+    def __init__(self, look: Callable[..., Any]) -> None:
+        self.look = look
+        self.seen: dict[int, Any] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen[state.global_step] = self.look(kwargs["model"], kwargs["optimizer"])
+
+
+class FreezeByHand(TrainerCallback):
+    """What a user would write for Bert: at the begin of epoch e, `{e: layers}`."""
+
+    def __init__(self, layers: dict[int, int]) -> None:
+        self.layers = layers
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        count = self.layers.get(round(state.epoch))
+        if count:
+            bert = kwargs["model"].bert
+            for module in (bert.embeddings, *bert.encoder.layer[:count]):
+                module.requires_grad_(False)
+
+
+def frozen_names(count: int) -> tuple[str, ...]:
+    return ("bert.embeddings.", *(f"bert.encoder.layer.{index}." for index in range(count)))
+
+
+# ------------------------------------------------------------------------------------ one process
+def test_freezes_as_by_hand() -> None:
+    """Frozen weights stand still; losses and all other weights are those of freezing by hand."""
+    recorder = Recorder(lambda model, _: weights_of(model))
+    trainer = make_trainer(bert(), LayerFreezeCallback(SCHEDULE), recorder)
+    trainer.train()
+
+    by_hand = make_trainer(bert(), FreezeByHand({1: 1, 2: 3}))
+    by_hand.train()
+    assert losses_of(trainer) == losses_of(by_hand)
+    assert largest_difference(weights_of(trainer.model), weights_of(by_hand.model)) == 0
+
+    for first, last, count in ((3, 6, 1), (6, 9, 3)):
+        before, after = recorder.seen[first], recorder.seen[last]
+        for name in before:
+            assert torch.equal(before[name], after[name]) == name.startswith(frozen_names(count)), name
+
+
+def test_frozen_layers_have_no_mode_gradient_or_state() -> None:
+    def look(model: Any, optimizer: Any) -> dict[str, Any]:
+        return {
+            "in train mode": [layer.training for layer in model.bert.encoder.layer],
+            "embeddings": any(module.training for module in model.bert.embeddings.modules()),
+            "head": (model.training, model.dropout.training),
+            "trainable": {name for name, p in model.named_parameters() if p.requires_grad},
+            "with state": {name for name, p in model.named_parameters() if p in optimizer.state},
+        }
+
+    model = bert(dropout=0.5)
+    recorder = Recorder(look)
+    make_trainer(model, LayerFreezeCallback(SCHEDULE), recorder).train()
+    names = {name for name, _ in model.named_parameters()}
+    for step, count in ((3, 0), (4, 1), (6, 1), (7, 3), (9, 3)):
+        seen = recorder.seen[step]
+        active = names if count == 0 else {name for name in names if not name.startswith(frozen_names(count))}
+        assert seen["in train mode"] == [False] * count + [True] * (4 - count)
+        assert seen["embeddings"] == (count == 0)
+        assert seen["head"] == (True, True)
+        assert seen["trainable"] == seen["with state"] == active
+    assert all(p.requires_grad for p in model.parameters())  # as before the training
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_no_dropout_in_the_frozen_part_only() -> None:
+    """What reaches the first active layer is the same in each forward; the logits are not."""
+    model = bert(dropout=0.5)
+    inputs: list[Tensor] = []
+    model.bert.encoder.layer[2].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    batch = MODELS["bert-classification"].batch(rows=3)
+    stack = LayerStack.discover(model, batch)
+    prefix = FrozenPrefix(stack, FreezableLayers.of(stack, batch))
+    inputs.clear()
+
+    def two_forwards() -> tuple[bool, bool]:
+        model.train()
+        outputs = []
+        for _ in range(2):
+            prefix.begin_forward()
+            outputs.append(model(**batch).logits)
+        first, second = inputs[-2:]
+        return torch.equal(first, second), torch.equal(outputs[0], outputs[1])
+
+    assert two_forwards() == (False, False)
+    prefix.freeze(2)
+    assert two_forwards() == (True, False)
+    assert not inputs[-1].requires_grad
+    prefix.remove()
+    assert two_forwards() == (False, False)
+
+
+def test_dropout_without_a_module_of_its_own() -> None:
+    """BART calls `functional.dropout` on its embeddings with the mode of the whole encoder."""
+    model = MODELS["bart"].build()
+    batch = MODELS["bart"].batch(rows=2)
+    stack = LayerStack.discover(model, batch)
+    prefix = FrozenPrefix(stack, FreezableLayers.of(stack, batch))
+    model.model.encoder.dropout = 0.5
+    seen: list[Tensor] = []
+    model.model.encoder.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    prefix.freeze(1)
+    for _ in range(2):
+        model.train()
+        prefix.begin_forward()
+        model(**batch)
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("llama-tied", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")]
+)
+def test_a_tied_head_stays_trainable(name: str, tied: str) -> None:
+    """Its gradient is that of the head alone."""
+    zoo = MODELS[name]
+    model, batch = zoo.build(), zoo.batch(rows=2)
+    stack = LayerStack.discover(model, batch)
+    layers = FreezableLayers.of(stack, batch)
+    assert tied in layers.head and tied not in layers.frozen(1) and layers.max_frozen == layers.num_layers
+
+    untied = copy.deepcopy(model)
+    untied.set_output_embeddings(copy.deepcopy(untied.get_output_embeddings()))
+    head = untied.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    untied(**batch).loss.backward()
+
+    prefix = FrozenPrefix(stack, layers)
+    prefix.freeze(2)
+    prefix.begin_forward()
+    model(**batch).loss.backward()
+    torch.testing.assert_close(model.get_parameter(tied).grad, head.weight.grad)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_that_is_called_again_stays_trainable(precision: str) -> None:
+    """ALBERT: its one layer learns from its active calls, also under autocast, which keeps copies of weights."""
+    zoo = MODELS["albert"]
+    model, batch = zoo.build(), zoo.batch(rows=2)
+    stack = LayerStack.discover(model, batch)
+    layers = FreezableLayers.of(stack, batch)
+    inside = set(layers.inside[0])
+    assert inside and not inside & layers.frozen(layers.num_layers - 1) and inside <= layers.frozen(layers.num_layers)
+
+    prefix = FrozenPrefix(stack, layers)
+    prefix.freeze(1)
+    prefix.begin_forward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        model(**batch).loss.backward()
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert inside <= with_gradient and not with_gradient & layers.frozen(1)
+
+
+@pytest.mark.parametrize("name", ["bert-classification", "gpt2", "t5", "vit", "deberta-v2", "albert"])
+def test_every_number_of_frozen_layers_leaves_what_it_says(name: str) -> None:
+    """For each f: gradients reach exactly the parameters that are not frozen (and were reached before)."""
+    zoo = MODELS[name]
+    model, batch = zoo.build(), zoo.batch(rows=2)
+    model(**batch).loss.backward()
+    reachable = {name for name, p in model.named_parameters() if p.grad is not None}
+    stack = LayerStack.discover(model, batch)
+    layers = FreezableLayers.of(stack, batch)
+    prefix = FrozenPrefix(stack, layers)
+    for f in range(layers.max_frozen + 1):
+        prefix.freeze(f)
+        model.train()
+        model.zero_grad()
+        prefix.begin_forward()
+        model(**batch).loss.backward()
+        reached = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert reached == reachable - layers.frozen(f), f
+
+
+def test_nothing_trainable_is_refused() -> None:
+    model = bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("bert.encoder.layer.0."))
+    with pytest.raises(ValueError, match="leave nothing to train"):
+        make_trainer(model, LayerFreezeCallback("alpha")).train()
+
+
+def test_adapters_only() -> None:
+    """Of a model whose upper layers alone are trainable, at least one stays so."""
+    model = bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("bert.encoder.layer."))
+    callback = LayerFreezeCallback({"name": "alpha", "alpha": 0.999}, "steps", 1)
+    trainer = make_trainer(model, callback)
+    trainer.train()
+    assert callback.num_frozen == 3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_accumulation_and_checkpointing(checkpointing: bool) -> None:
+    runs = []
+    for callback in (LayerFreezeCallback(SCHEDULE), FreezeByHand({1: 1, 2: 3})):
+        trainer = make_trainer(bert(), callback, gradient_accumulation_steps=2, gradient_checkpointing=checkpointing)
+        trainer.train()
+        runs.append((losses_of(trainer), weights_of(trainer.model)))
+    assert runs[0][0] == pytest.approx(runs[1][0], abs=1e-6)
+    assert largest_difference(runs[0][1], runs[1][1]) < 1e-6
+
+
+def test_mixed_precision() -> None:
+    callback = LayerFreezeCallback("alpha")
+    trainer = make_trainer(bert(), callback, bf16=True)
+    trainer.train()
+    assert callback.num_frozen == 3 and all(loss > 0 for loss in losses_of(trainer))
+
+
+# ------------------------------------------------------------------------------------ decisions
+class Asked(FreezePolicy):
+    """Notes what it is asked, and freezes one layer at each decision but the first."""
+
+    def __init__(self) -> None:
+        self.decisions: list[FreezeDecision] = []
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        self.decisions.append(decision)
+        return decision.index
+
+
+def test_decisions_by_epoch() -> None:
+    policy = Asked()
+    make_trainer(bert(), LayerFreezeCallback(policy)).train()
+    assert [(d.index, d.epoch, d.global_step, d.num_frozen) for d in policy.decisions] == [
+        (0, 0.0, 0, 0),
+        (1, 1.0, 3, 0),
+        (2, 2.0, 6, 1),
+    ]
+    assert {(d.num_layers, d.max_frozen) for d in policy.decisions} == {(4, 4)}
+
+
+def test_decisions_by_step() -> None:
+    for steps in (2, 0.2):
+        policy = Asked()
+        callback = LayerFreezeCallback(policy, "steps", steps, max_frozen_layers=3)
+        make_trainer(bert(), callback).train()
+        assert [(d.index, d.global_step, d.num_frozen) for d in policy.decisions] == [
+            (0, 0, 0),
+            (1, 2, 0),
+            (2, 4, 1),
+            (3, 6, 2),
+            (4, 8, 3),
+        ]
+        assert callback.num_frozen == 3
+
+
+def test_gradient_norms() -> None:
+    """The root mean square over the steps since the last decision, for each layer; none before the first."""
+
+    class Norms(TrainerCallback):
+        """The same from outside, after the step's backward."""
+
+        def __init__(self) -> None:
+            self.steps: list[list[float]] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gradients = [
+                [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
+                for layer in kwargs["model"].bert.encoder.layer
+            ]
+            self.steps.append([float(torch.cat(of_layer).norm()) if of_layer else 0.0 for of_layer in gradients])
+
+    policy, seen = Asked(), Norms()
+    make_trainer(bert(), LayerFreezeCallback(policy), seen).train()
+    assert policy.decisions[0].gradient_norms is None
+    for d, steps in zip(policy.decisions[1:], (seen.steps[:3], seen.steps[3:6]), strict=True):
+        expected = torch.tensor(steps, dtype=torch.float64).square().mean(0).sqrt().tolist()
+        assert d.gradient_norms == pytest.approx(expected, rel=1e-5)
+
+
+def test_observe_leaves_overflows_out() -> None:
+    callback = LayerFreezeCallback(Asked())
+    callback.attach(2, 2, TrainerState())
+    callback.observe([1.0, 4.0])
+    callback.observe([float("inf"), 4.0])
+    callback.observe(torch.tensor([9.0, float("nan")]))
+    assert callback._observed_norms() == (5**0.5, 2.0)
+
+
+def test_a_driven_callback_only_proposes() -> None:
+    """As a PipeTransformerTrainer uses it."""
+    callback, state = LayerFreezeCallback(SCHEDULE), TrainerState(max_steps=9)
+    callback.attach(4, 4, state)
+    callback.on_train_begin(None, state, None)
+    assert callback.take_proposal() == 0  # also where nothing changes: every process compares
+    state.epoch, state.global_step = 1.0, 3
+    callback.on_epoch_begin(None, state, None)
+    assert callback.num_frozen == 0
+    assert callback.memory["num_frozen"] == 1  # a checkpoint made now goes on with it
+    assert callback.take_proposal() == 1
+    callback.confirm(1)
+    assert (callback.num_frozen, callback.take_proposal()) == (1, None)
+    state.epoch, state.global_step = 0.0, 0
+    callback.attach(4, 4, state)  # another training
+    assert callback.num_frozen == 0
+
+
+# ------------------------------------------------------------------------------------ what is refused
+def test_arguments_are_refused() -> None:
+    for arguments, words in (
+        (("beta",), "freeze_policy='beta'"),
+        (({"name": "alpha", "alpha": 2},), "freeze_alpha=2"),
+        ((12,), "freeze policy 12"),
+        (("alpha", "sometimes"), "freeze_strategy='sometimes'"),
+        (("alpha", "steps"), "freeze_steps"),
+        (("alpha", "epoch", None, 0), "max_frozen_layers=0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LayerFreezeCallback(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ddp_static_graph": True}, "ddp_static_graph"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+    ],
+)
+def test_setups_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"LayerFreezeCallback cannot be combined with .*{words}"):
+        make_trainer(bert(), LayerFreezeCallback("alpha"), **options).train()
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 2)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.embedding(input_ids).mean(1))
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    with pytest.raises(UnsupportedModelError, match=r"no stack of sequential layers.*remove it"):
+        make_trainer(Flat(), LayerFreezeCallback("alpha")).train()
+
+
+# ------------------------------------------------------------------------------------ resuming
+@pytest.mark.parametrize("saved_at", [3, 4, 6, 7])
+@pytest.mark.parametrize("restored_by", ["callback", "trainer"])
+def test_resume_goes_on_with_what_is_frozen(saved_at: int, restored_by: str) -> None:
+    """At an epoch's end, where the decision is yet to come, and within an epoch, where it was made."""
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "restore_callback_states_from_checkpoint": restored_by == "trainer",
+    }
+    policy = {"name": "adaptive", "alpha": 0.4}
+    whole = make_trainer(bert(), callback := LayerFreezeCallback(policy), **options)
+    whole.train()
+    assert callback.num_frozen > 0
+
+    recorder = Recorder(lambda model, _: sum(not layer.training for layer in model.bert.encoder.layer))
+    resumed = make_trainer(bert(), LayerFreezeCallback(policy), recorder, **options)
+    resumed.train(resume_from_checkpoint=f"out/checkpoint-{saved_at}")
+    (restored,) = (c for c in resumed.callback_handler.callbacks if isinstance(c, LayerFreezeCallback))
+    assert restored.num_frozen == callback.num_frozen == recorder.seen[9]
+    assert restored.state() == callback.state()
+    assert losses_of(resumed) == losses_of(whole)
+    assert largest_difference(weights_of(resumed.model), weights_of(whole.model)) == 0
+
+
+def test_the_state_is_json() -> None:
+    callback = LayerFreezeCallback("autofreeze", "steps", 2)
+    make_trainer(bert(), callback, save_strategy="steps", save_steps=5).train()
+    saved = json.loads(Path("out/checkpoint-5/trainer_state.json").read_text())["stateful_callbacks"]
+    memory = saved["LayerFreezeCallback"]["attributes"]["memory"]
+    assert memory["num_decisions"] == 3
+    assert len(memory["policy"]["previous"]) == len(memory["observed"][0]) == 4
+
+
+def test_own_policies_survive_but_not_by_the_trainer() -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    make_trainer(bert(), LayerFreezeCallback(Asked()), **options).train()
+    policy = Asked()
+    callback = LayerFreezeCallback(policy)
+    make_trainer(bert(), callback).train(resume_from_checkpoint="out/checkpoint-4")
+    assert [d.index for d in policy.decisions] == [2] and callback.num_frozen == 2
+    with pytest.raises(ValueError, match="restore_callback_states_from_checkpoint"):
+        again = make_trainer(bert(), LayerFreezeCallback(Asked()), restore_callback_states_from_checkpoint=True)
+        again.train(resume_from_checkpoint="out/checkpoint-4")
+
+
+def test_training_again_begins_with_nothing_frozen() -> None:
+    callback = LayerFreezeCallback("alpha")
+    recorder = Recorder(lambda model, _: sum(not layer.training for layer in model.bert.encoder.layer))
+    trainer = make_trainer(bert(), callback, recorder)
+    for _ in range(2):
+        trainer.train()
+        assert list(recorder.seen.values()) == [0, 0, 0, 2, 2, 2, 3, 3, 3]
+
+
+# ------------------------------------------------------------------------------------ DDP
+def train_replicated(
+    rank: int, world_size: int, per_device: int, twice: bool = False, **options: Any
+) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    reduced: list[int] = []
+
+    class Traffic(TrainerCallback):
+        """Elements that DDP reduces at each step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            wrapper = trainer.model_wrapped
+            if isinstance(wrapper, DistributedDataParallel):
+                buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+                reduced.append(sum(bucket.buffer().numel() for bucket in buckets))
+
+    trainer = make_trainer(
+        bert(), LayerFreezeCallback(SCHEDULE), Traffic(), per_device_train_batch_size=per_device, **options
+    )
+    for _ in range(1 + twice):
+        trainer.train()
+    return losses_of(trainer), weights_of(trainer.model), reduced
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replicas_train_as_one_process(find_unused: bool, accumulation: int) -> None:
+    """No reduction error without `find_unused_parameters`, equal replicas, and frozen parameters are not sent."""
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "average_tokens_across_devices": False,  # it would multiply Bert's mean loss by the number of processes
+    }
+    outcomes = run_ranks(train_replicated, 2, 8, ddp_find_unused_parameters=find_unused, **options)
+    assert largest_difference(outcomes[0][1], outcomes[1][1]) == 0
+    ((_, expected, _),) = run_ranks(train_replicated, 1, 16, **options)
+    assert largest_difference(outcomes[0][1], expected) < 1e-5
+
+    model = bert()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    active = [sum(n for name, n in sizes.items() if not name.startswith(frozen_names(f))) for f in (1, 3)]
+    assert outcomes[0][2] == [sum(sizes.values())] * 3 + [active[0]] * 3 + [active[1]] * 3
+
+
+def test_replicas_train_twice() -> None:
+    """After a training the wrapper reduces all parameters again: the Trainer keeps it for the next one."""
+    outcomes = run_ranks(train_replicated, 2, 8, twice=True, ddp_find_unused_parameters=False)
+    assert largest_difference(outcomes[0][1], outcomes[1][1]) == 0
+
+
+class ByRank(FreezePolicy):
+    needs_gradient_norms = False
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        return min(decision.index, 1) * (1 + self.rank)
+
+
+def train_with_unequal_policies(rank: int, world_size: int) -> None:
+    make_trainer(bert(), LayerFreezeCallback(ByRank(rank))).train()
+
+
+def test_policies_that_differ_between_ranks_are_refused() -> None:
+    for error in run_ranks_expecting_error(train_with_unequal_policies, 2):
+        assert isinstance(error, ValueError) and "(1 on rank 0; 2 on rank 1)" in str(error)
+
+
+def reduce_with_hook(rank: int, world_size: int) -> tuple[int, int]:
+    torch.distributed.init_process_group("gloo")
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    calls: list[int] = []
+
+    def counting_hook(state, bucket):  # DDP reads annotations, and here they are strings
+        calls.append(bucket.buffer().numel())
+        return allreduce_hook(state, bucket)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    wrapper = DistributedDataParallel(model)
+    wrapper.register_comm_hook(None, counting_hook)
+    for _ in range(2):
+        wrapper(torch.randn(3, 4)).sum().backward()
+    model[0].requires_grad_(False)
+    rebuild_reducer(wrapper)
+    before = len(calls)
+    wrapper(torch.randn(3, 4)).sum().backward()
+    return sum(calls[:before]), sum(calls[before:])
+
+
+def test_communication_hooks_stay() -> None:
+    assert run_ranks(reduce_with_hook, 2) == [(2 * 30, 10)] * 2

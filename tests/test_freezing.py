@@ -1,0 +1,315 @@
+"""Each policy against a table made by hand; what no policy may break, for any input."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_pipetransformer.freezing import (
+    FREEZE_POLICIES,
+    AdaptivePolicy,
+    AlphaPolicy,
+    AutoFreezePolicy,
+    FreezeDecision,
+    FreezePolicy,
+    NeverFreeze,
+    SchedulePolicy,
+    agreed_num_frozen,
+    check_something_to_freeze,
+    check_when,
+    make_policy,
+    next_num_frozen,
+    policy_description,
+    steps_between_decisions,
+)
+
+Norms = tuple[float, ...] | None
+
+
+def decision(
+    index: int = 1,
+    num_layers: int = 12,
+    num_frozen: int = 0,
+    epoch: float | None = None,
+    global_step: int | None = None,
+    norms: Norms = None,
+    max_frozen: int | None = None,
+) -> FreezeDecision:
+    """Unless told otherwise: an epoch, and ten steps, per decision, and a head that can train alone."""
+    return FreezeDecision(
+        index,
+        num_layers,
+        num_frozen,
+        index if epoch is None else epoch,
+        10 * index if global_step is None else global_step,
+        norms,
+        num_layers if max_frozen is None else max_frozen,
+    )
+
+
+def run(policy: FreezePolicy, num_layers: int, decisions: int, norms: list[Norms] | None = None) -> list[int]:
+    """f(1), f(2), ...; `norms` are those seen before each decision."""
+    values, f = [], 0
+    for t in range(1, decisions + 1):
+        f = next_num_frozen(policy, decision(t, num_layers, f, norms=norms[t - 1] if norms else None))
+        values.append(f)
+    return values
+
+
+# ------------------------------------------------------------------------------------ alpha
+@pytest.mark.parametrize(
+    ("num_layers", "alpha", "expected"),
+    [
+        (12, 1 / 3, [4, 7, 9, 10, 11, 11, 12, 12]),
+        (24, 1 / 3, [8, 14, 17, 20, 21, 22, 23, 24]),
+        (12, 1 / 2, [6, 9, 11, 12, 12]),
+        (10, 0.1, [1, 2, 3, 4, 5, 5, 6, 6, 7, 7]),  # 10 (1 - 0.9) is 0.99999... or 1.00000...1 in floating point
+        (12, 1 / 5, [3, 5, 6, 8, 9, 9, 10, 10]),
+        (1, 1 / 3, [1, 1]),
+    ],
+)
+def test_alpha(num_layers: int, alpha: float, expected: list[int]) -> None:
+    assert run(AlphaPolicy(alpha), num_layers, len(expected)) == expected
+
+
+def test_alpha_freezes_nothing_at_the_start() -> None:
+    assert AlphaPolicy(0.9).num_frozen(decision(0)) == 0
+
+
+def test_alpha_is_exact_where_the_formula_is_whole() -> None:
+    """ceil of n (1 - (n-1)/n) is 1, whatever floating point makes of it."""
+    assert all(AlphaPolicy(1 / n).num_frozen(decision(1, n)) == 1 for n in range(2, 500))
+
+
+# ------------------------------------------------------------------------------------ adaptive
+def test_adaptive_is_equation_1() -> None:
+    """L = 12, alpha = 1/3.
+
+    T  f  bound f + ceil((12 - f)/3)  smallest active gradient (counted from 1)   f(T)
+    1  0          4                     layer 2                                      2
+    2  2          6  (5 1/3 up)         layer 9                                      6
+    3  6          8                     layer 7                                      7
+    4  7          9  (8 2/3 up)         layer 12                                     9
+    """
+    smallest_at = [2, 9, 7, 12]
+    norms: list[Norms] = [tuple(0.1 if layer == m else 1.0 for layer in range(1, 13)) for m in smallest_at]
+    assert run(AdaptivePolicy(1 / 3), 12, 4, norms) == [2, 6, 7, 9]
+
+
+def test_adaptive_looks_at_active_layers_only() -> None:
+    norms = (0.0, 0.0, 3.0, 2.0, 5.0, 4.0)  # frozen layers have no gradient
+    assert AdaptivePolicy(0.9).num_frozen(decision(2, 6, 2, norms=norms)) == 4
+
+
+def test_adaptive_without_gradients_waits() -> None:
+    assert AdaptivePolicy().num_frozen(decision(1, 12, 3)) == 3
+    assert AdaptivePolicy().num_frozen(decision(9, 12, 12, norms=(0.0,) * 12)) == 12
+
+
+def test_adaptive_is_no_faster_than_alpha_allows() -> None:
+    """Each bound starts from a whole f, so that the sixth is 11 + 1/3, where the closed form has 10.95."""
+    falling: list[Norms] = [tuple(float(12 - layer) for layer in range(12))] * 7  # the top layer's is the smallest
+    assert run(AdaptivePolicy(1 / 3), 12, 7, falling) == [4, 7, 9, 10, 11, 12, 12]
+
+
+# ------------------------------------------------------------------------------------ autofreeze
+def test_autofreeze() -> None:
+    """L = 5.
+
+    T  norms                  change since before, active   median   first at or above   f
+    1  1    1    1    1   1   -                             -        -                   0
+    2  .9   .8   .5   .4  .3  .1  .2  .5  .6  .7            .5       layer 3             2
+    3  0    0    .4   .1  .3          .2  .75  0            .2       layer 3             2
+    4  0    0    .4   .2  .6          0   1    1            1        layer 4             3
+    """
+    norms: list[Norms] = [
+        (1.0, 1.0, 1.0, 1.0, 1.0),
+        (0.9, 0.8, 0.5, 0.4, 0.3),
+        (0.0, 0.0, 0.4, 0.1, 0.3),
+        (0.0, 0.0, 0.4, 0.2, 0.6),
+    ]
+    assert run(AutoFreezePolicy(50), 5, 4, norms) == [0, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("percentile", "expected"), [(0, 0), (25, 1), (40, 2), (50, 2), (75, 3), (100, 4)])
+def test_autofreeze_percentile(percentile: float, expected: int) -> None:
+    """Changes of .1 .2 .3 .4 .5; the 40th percentile lies between two of them, at .26."""
+    policy = AutoFreezePolicy(percentile)
+    policy.num_frozen(decision(1, 5, norms=(1.0,) * 5))
+    assert policy.num_frozen(decision(2, 5, norms=(0.9, 0.8, 0.7, 0.6, 0.5))) == expected
+
+
+def test_autofreeze_after_a_zero_gradient() -> None:
+    policy = AutoFreezePolicy(90)
+    policy.num_frozen(decision(1, 3, norms=(1.0, 0.0, 0.0)))
+    assert policy.num_frozen(decision(2, 3, norms=(0.5, 0.0, 2.0))) == 2
+
+
+def test_autofreeze_remembers_over_a_checkpoint() -> None:
+    first = AutoFreezePolicy()
+    first.num_frozen(decision(1, 4, norms=(1.0, 1.0, 1.0, 1.0)))
+    second = AutoFreezePolicy()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    later = decision(2, 4, norms=(0.9, 0.8, 0.2, 0.1))
+    assert first.num_frozen(later) == second.num_frozen(later) == 2
+    second.load_state_dict({})
+    assert second.num_frozen(later) == 0
+
+
+# ------------------------------------------------------------------------------------ schedule
+def test_schedule_by_epoch() -> None:
+    policy = SchedulePolicy({"2": 5, "1": 3, "4.5": 8})  # as JSON has it, in any order
+    f = [policy.num_frozen(decision(epoch=epoch)) for epoch in (0, 0.99, 1, 1.5, 2, 4, 4.5, 9)]
+    assert f == [0, 0, 3, 3, 5, 5, 8, 8]
+
+
+def test_schedule_by_step() -> None:
+    policy = SchedulePolicy({0: 1, 100: 4}, by="step")
+    f = [policy.num_frozen(decision(epoch=7, global_step=step)) for step in (0, 99, 100, 1000)]
+    assert f == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({}, "must map"),
+        ([1, 2], "must map"),
+        ({"1": 4, "2": 3}, "shrinks from 4 layers at epoch 1 to 3 at epoch 2"),
+        ({"one": 4}, "'one'"),
+        ({-1: 4}, "-1"),
+        ({"nan": 4}, "'nan'"),
+        ({1: 4.5}, "4.5"),
+        ({1: -4}, "-4"),
+        ({1: True}, "True"),
+    ],
+)
+def test_schedule_refuses(schedule: object, words: str) -> None:
+    with pytest.raises(ValueError, match="freeze_schedule.*" + words):
+        make_policy("schedule", schedule=schedule)  # type: ignore[arg-type]
+
+
+def test_schedule_beyond_the_model_is_refused_at_the_first_decision() -> None:
+    with pytest.raises(ValueError, match="asks for 13 frozen layers, but the model has 12"):
+        next_num_frozen(SchedulePolicy({9: 13}), decision(0))
+    with pytest.raises(ValueError, match="nothing to train: at most 11 can be frozen"):
+        next_num_frozen(SchedulePolicy({9: 12}), decision(0, max_frozen=11))
+
+
+# ------------------------------------------------------------------------------------ what holds for all
+@given(
+    num_layers=st.integers(1, 60),
+    alpha=st.floats(1e-6, 1 - 1e-6),
+    decisions=st.integers(1, 12),
+    cap=st.none() | st.integers(1, 80),
+    trainable_head=st.booleans(),
+    data=st.data(),
+)
+def test_monotone_and_bounded(
+    num_layers: int, alpha: float, decisions: int, cap: int | None, trainable_head: bool, data: st.DataObject
+) -> None:
+    most = num_layers if trainable_head else num_layers - 1
+    steps = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True).map(sorted))
+    layers = sorted(data.draw(st.lists(st.integers(0, most), min_size=len(steps), max_size=len(steps))))
+    policies = [
+        NeverFreeze(),
+        AlphaPolicy(alpha),
+        AdaptivePolicy(alpha),
+        AutoFreezePolicy(data.draw(st.floats(0, 100))),
+        SchedulePolicy(dict(zip(steps, layers, strict=True))),
+    ]
+    norm = st.floats(0, 1e30)
+    observed = data.draw(st.lists(st.none() | st.tuples(*[norm] * num_layers), min_size=decisions, max_size=decisions))
+    for policy in policies:
+        f = 0
+        for t, norms in enumerate(observed):
+            following = next_num_frozen(policy, decision(t, num_layers, f, norms=norms, max_frozen=most), cap)
+            assert f <= following <= min(most, cap or math.inf)
+            f = following
+
+
+class Whatever(FreezePolicy):
+    """A user's policy that answers what it is told to."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(0, 3), (3, 3), (5, 5), (99, 11)])
+def test_a_users_policy_is_kept_within_bounds(answer: int, expected: int) -> None:
+    assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3, max_frozen=11)) == expected
+    assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3), max_frozen_layers=4) == min(expected, 4)
+
+
+@pytest.mark.parametrize("answer", [None, 2.0, "4", -1, True])
+def test_a_users_policy_must_return_a_number_of_layers(answer: object) -> None:
+    with pytest.raises(ValueError, match=rf"Whatever.num_frozen returned {answer!r} at decision 4"):
+        next_num_frozen(Whatever(answer), decision(4))
+
+
+def test_a_bound_below_what_is_frozen_thaws_nothing() -> None:
+    assert next_num_frozen(AlphaPolicy(), decision(5, num_frozen=6), max_frozen_layers=4) == 6
+
+
+# ------------------------------------------------------------------------------------ names, arguments, ranks
+def test_make_policy() -> None:
+    assert make_policy("none") == NeverFreeze()
+    assert make_policy("alpha") == AlphaPolicy(1 / 3)
+    assert make_policy("adaptive", alpha=0.5) == AdaptivePolicy(0.5)
+    assert make_policy("autofreeze", percentile=70) == AutoFreezePolicy(70)
+    assert make_policy("schedule", schedule={"1": 2}, by="step") == SchedulePolicy({1: 2}, by="step")
+    with pytest.raises(ValueError, match=r"freeze_policy='beta' is unknown: choose one of 'none', 'alpha'"):
+        make_policy("beta")
+
+
+@pytest.mark.parametrize("name", FREEZE_POLICIES)
+def test_a_policy_is_made_anew_from_json(name: str) -> None:
+    policy = make_policy(name, alpha=0.4, percentile=60, schedule={"1": 3, "2.5": 4}, by="epoch")
+    description = json.loads(json.dumps(policy_description(policy)))
+    assert make_policy(**description) == policy
+    assert policy_description(Whatever(3)) is None
+
+
+@pytest.mark.parametrize("alpha", [0, 1, -0.5, 1.5, math.nan, math.inf, None, "0.5", True])
+@pytest.mark.parametrize("name", ["alpha", "adaptive"])
+def test_alpha_outside_of_0_and_1_is_refused(name: str, alpha: object) -> None:
+    with pytest.raises(ValueError, match=r"freeze_alpha=.*between 0 and 1"):
+        make_policy(name, alpha=alpha)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("percentile", [-1, 101, math.nan])
+def test_percentile_out_of_range_is_refused(percentile: float) -> None:
+    with pytest.raises(ValueError, match=r"percentile=.*between 0 and 100"):
+        make_policy("autofreeze", percentile=percentile)
+
+
+def test_when() -> None:
+    check_when("epoch", None)
+    check_when("steps", 500, 3)
+    check_when("steps", 0.1)
+    with pytest.raises(ValueError, match="freeze_strategy='no' is unknown"):
+        check_when("no", None)
+    for steps in (None, 0, -3, 2.5, math.inf, math.nan, True):
+        with pytest.raises(ValueError, match="freeze_steps"):
+            check_when("steps", steps)
+    with pytest.raises(ValueError, match="max_frozen_layers=0"):
+        check_when("epoch", None, 0)
+    assert [steps_between_decisions(s, 250) for s in (1, 40, 0.1, 0.001)] == [1, 40, 25, 1]
+
+
+def test_ranks_must_agree() -> None:
+    assert agreed_num_frozen([4, 4, 4]) == 4
+    with pytest.raises(ValueError, match=r"4 on ranks 0, 2; 7 on rank 1\)"):
+        agreed_num_frozen([4, 7, 4])
+
+
+def test_nothing_to_freeze_is_refused() -> None:
+    check_something_to_freeze(1, 12)
+    with pytest.raises(ValueError, match="leave nothing to train"):
+        check_something_to_freeze(0, 12)

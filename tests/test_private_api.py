@@ -1,0 +1,88 @@
+"""What is used of other libraries although they do not promise it. A failure here names what a new version changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.data_loader import BatchSamplerShard
+from torch.distributed.pipelining import PipelineStage
+from torch.utils import _pytree as pytree
+from transformers import Trainer
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("_wrap_model", ["self", "model", "training", "dataloader"]),
+        ("_save_optimizer_and_scheduler", ["self", "output_dir"]),
+        ("_track_num_input_tokens", ["self", "inputs"]),
+        ("_load_best_model", ["self"]),
+        ("_prepare_inputs", ["self", "inputs"]),
+        # public, and still what the overrides rest on
+        ("create_accelerator_and_postprocess", ["self"]),
+        ("create_optimizer", ["self", "model"]),
+        ("get_train_dataloader", ["self"]),
+        ("get_batch_samples", ["self", "epoch_iterator", "num_batches", "device"]),
+        ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        ("prediction_step", ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"]),
+        ("save_model", ["self", "output_dir", "_internal_call"]),
+        ("floating_point_ops", ["self", "inputs"]),
+    ],
+)
+def test_trainer_methods(method: str, expected: list[str]) -> None:
+    function = getattr(Trainer, method, None)
+    assert function is not None, f"transformers {transformers.__version__} has no Trainer.{method} any more"
+    assert parameters(function) == expected, f"transformers {transformers.__version__} changed Trainer.{method}"
+
+
+def test_the_loop_calls_what_we_override() -> None:
+    """The stock loop must still pass through these, else an override would silently not run."""
+    source = inspect.getsource(Trainer)
+    for call in (
+        "self.get_batch_samples(",
+        "self.training_step(",
+        "self._wrap_model(",
+        "self.create_optimizer(",
+        "self.accelerator.clip_grad_norm_(",
+        "self._save_optimizer_and_scheduler(",
+        "self._load_best_model(",
+        "self._track_num_input_tokens(",
+        "self.floating_point_ops(",
+    ):
+        assert call in source, f"transformers {transformers.__version__} does not call {call}...) any more"
+
+
+@pytest.mark.parametrize("method", ["backward_one_chunk", "clear_runtime_states"])
+def test_pipeline_stage_methods(method: str) -> None:
+    assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
+
+
+def test_backward_of_a_stage() -> None:
+    expected = ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
+    assert parameters(PipelineStage.backward_one_chunk) == expected, f"torch {torch.__version__} changed it"
+
+
+def test_pytree() -> None:
+    for name in ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map"):
+        assert hasattr(pytree, name), f"torch {torch.__version__} has no torch.utils._pytree.{name} any more"
+
+
+def test_batch_sampler_of_accelerate() -> None:
+    inner = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(8)), 2, False)
+    shard = BatchSamplerShard(inner, num_processes=2, process_index=0)
+    assert shard.batch_sampler is inner, "accelerate's BatchSamplerShard hides the batch sampler that it divides"
+
+
+def test_names_of_buffers_that_are_not_saved() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("dropped", torch.zeros(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"dropped"}

@@ -1,0 +1,327 @@
+"""Weights and optimizer state that are spread over processes are, put together, those of one process."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from distributed import run_ranks
+from model_zoo import MODELS
+from torch import nn
+from transformers.optimization import Adafactor
+
+from hf_pipetransformer.layer_stack import LayerStack
+from hf_pipetransformer.mesh import ProcessMesh
+from hf_pipetransformer.state import OptimizerState, WeightState, synchronise_weights
+
+CPU = torch.device("cpu")
+NAME = "llama-tied"  # embedding and head are one parameter, needed by the first and the last stage
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "adafactor": lambda groups: Adafactor(groups, lr=0.1, relative_step=False, beta1=0.9),
+}
+
+
+class Spread:
+    """The model as K stages, of which this process holds the one of its rank."""
+
+    def __init__(self, rank: int = 0, stages: int = 2, dtype: torch.dtype = torch.float32, frozen: bool = False) -> None:
+        self.model = MODELS[NAME].build().to(dtype)
+        self.stack = LayerStack.discover(self.model, MODELS[NAME].batch(2))
+        self.table = self.stack.table
+        self.model.model.layers[0].self_attn.q_proj.weight.requires_grad_(not frozen)
+        torch.nn.Module.requires_grad_(self.model.model.norm, not frozen)
+        self.mesh = ProcessMesh(timedelta(seconds=60))
+        self.weights = WeightState(self.table, self.mesh)
+        size = self.stack.num_units // stages
+        self.parts = [self.stack.owned(stage * size, (stage + 1) * size) for stage in range(stages)]
+        self.mine = self.parts[rank]
+        self.owners = {name: next(r for r in range(stages) if name in self.parts[r]) for name in self.table.names}
+
+    def keep_mine(self) -> None:
+        self.weights.keep_only(self.mine, CPU)
+
+    def groups(self) -> list[dict]:
+        """As the Trainer makes them: vectors without weight decay, frozen parameters left out."""
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
+        ]
+
+    def step(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """With gradients that depend on the parameter's name and the step only."""
+        for name in self.table.names:
+            if self.weights.is_here(name) and self.table[name].requires_grad:
+                seed = zlib.crc32(f"{name} {number}".encode())
+                gradient = torch.randn(self.table[name].shape, generator=torch.Generator().manual_seed(seed))
+                self.table[name].grad = gradient.to(self.table[name].dtype)
+        optimizer.step()
+
+
+def bytes_held(model: nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+def copy_of(state_dict: dict) -> dict:
+    return {name: tensor.clone() for name, tensor in state_dict.items()}
+
+
+def assert_equal_states(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def assert_equal_optimizer_states(a: dict, b: dict) -> None:
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for number, state in a["state"].items():
+        assert state.keys() == b["state"][number].keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][number][key])), (number, key)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Keeping a part, in one process
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_kept_frees_its_memory():
+    spread = Spread()
+    whole = bytes_held(spread.model)
+    missing = [name for name in spread.table.names if name not in spread.mine]
+    elsewhere = sum(spread.table[name].nbytes for name in missing)
+    spread.keep_mine()
+    assert bytes_held(spread.model) == whole - elsewhere + 4 * len(missing)  # a ghost is one float
+    assert not spread.weights.is_whole
+    assert all(spread.weights.is_here(name) == (name in spread.mine) for name in spread.table.names)
+
+
+def test_what_is_kept_is_the_same_object_and_what_is_not_looks_the_same():
+    spread = Spread()
+    before = {name: (spread.table[name], spread.table[name].shape) for name in spread.table.names}
+    spread.keep_mine()
+    for name, (parameter, shape) in before.items():
+        assert (spread.table[name] is parameter) == (name in spread.mine)
+        assert spread.table[name].shape == shape
+        assert spread.table[name].requires_grad == (name in spread.mine)
+        assert spread.weights.is_trainable(name)
+
+
+def test_a_part_may_be_cut_again():
+    """What the user had frozen is remembered while it is elsewhere."""
+    spread = Spread(frozen=True)
+    spread.keep_mine()
+    spread.weights.keep_only(spread.stack.owned(0, 1), CPU)
+    frozen = {name for name in spread.table.names if not spread.weights.is_trainable(name)}
+    assert frozen == {"model.norm.weight", "model.layers.0.self_attn.q_proj.weight"}
+    with spread.weights.as_on_one_process():
+        assert {name for name in spread.table.names if not spread.table[name].requires_grad} == frozen
+    trainable = {name for name in spread.table.names if spread.table[name].requires_grad}
+    assert trainable == spread.stack.owned(0, 1) - frozen
+
+
+def test_saving_a_part_is_refused_but_its_keys_may_be_listed():
+    spread = Spread()
+    keys = list(spread.model.state_dict())
+    spread.keep_mine()
+    with pytest.raises(RuntimeError, match=r"spread over a pipeline.*trainer\.save_model\(\)"):
+        spread.model.state_dict()
+    with spread.weights.listing_ghosts():
+        assert list(spread.model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("as_submodule", [False, True])
+def test_loading_takes_what_is_here_and_skips_the_rest(as_submodule):
+    spread = Spread()
+    spread.keep_mine()
+    other = MODELS[NAME].build(seed=1)
+    prefix, target = ("inner.", nn.ModuleDict({"inner": spread.model})) if as_submodule else ("", spread.model)
+    given = {prefix + name: tensor for name, tensor in other.state_dict().items()}
+    keys = list(given)
+    result = target.load_state_dict(given, strict=not as_submodule)
+    assert not result.unexpected_keys and list(given) == keys, "the caller's dict stays as it is"
+    for name, parameter in other.named_parameters():
+        assert torch.equal(spread.table[name], parameter) == (name in spread.mine)
+        assert spread.table[name].untyped_storage().nbytes() == (parameter.nbytes if name in spread.mine else 4)
+
+
+def test_loading_still_reports_keys_that_are_wrong():
+    spread = Spread()
+    spread.keep_mine()
+    given = spread.model.__class__(spread.model.config).state_dict()
+    del given["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"model\.layers\.0\.mlp\.up_proj\.weight"'):
+        spread.model.load_state_dict(given)
+    with pytest.raises(RuntimeError, match='Unexpected key.*"more"'):
+        spread.model.load_state_dict({**given, "model.layers.0.mlp.up_proj.weight": spread.table["model.layers.0.mlp.up_proj.weight"], "more": torch.ones(1)})
+
+
+def test_put_back():
+    spread = Spread()
+    before = {name: spread.table[name] for name in spread.table.names}
+    saved = copy_of(spread.model.state_dict())
+    spread.keep_mine()
+    spread.weights.put_back(before)
+    assert spread.weights.is_whole
+    assert spread.model.lm_head.weight is spread.model.model.embed_tokens.weight
+    assert_equal_states(spread.model.state_dict(), saved)  # and it is no longer refused
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Gathering
+# ---------------------------------------------------------------------------------------------------------
+
+
+def gather_and_restore(rank, world_size, stages, dtype, frozen):
+    torch.distributed.init_process_group("gloo")
+    spread = Spread(rank, stages, dtype, frozen)
+    original = copy_of(spread.model.state_dict())
+    flags = {name: spread.table[name].requires_grad for name in spread.table.names}
+    spread.keep_mine()
+    kept = {name: spread.table[name] for name in spread.mine}
+    with spread.weights.gathered(spread.owners):
+        state_dict = spread.model.state_dict()
+        if rank == 0:
+            assert_equal_states(state_dict, original)
+            assert state_dict[EMBEDDING].data_ptr() == state_dict[HEAD].data_ptr(), "saved once"
+    with pytest.raises(RuntimeError, match="spread over a pipeline"):
+        spread.model.state_dict()
+
+    spread.weights.restore(spread.owners, CPU)
+    assert spread.weights.is_whole
+    assert_equal_states(spread.model.state_dict(), original)
+    assert spread.model.lm_head.weight is spread.model.model.embed_tokens.weight
+    assert flags == {name: spread.table[name].requires_grad for name in spread.table.names}
+    assert all(spread.table[name] is kept[name] for name in kept)
+    spread.keep_mine()  # and the next round
+    assert not spread.weights.is_whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_gathered_weights_are_the_original_ones_bit_for_bit(stages, dtype):
+    run_ranks(gather_and_restore, stages, stages, dtype, stages == 2)
+
+
+def differ(rank, world_size):
+    torch.distributed.init_process_group("gloo")
+    spread = Spread(stages=2)
+    expected = copy_of(spread.model.state_dict())
+    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.3.self_attn.q_proj.weight"]
+    if rank == 1:
+        with torch.no_grad():
+            for name in names:
+                spread.table[name].add_(1)
+    assert synchronise_weights(spread.table, spread.mesh) == names
+    assert synchronise_weights(spread.table, spread.mesh) == []
+    assert_equal_states(spread.model.state_dict(), expected)
+
+
+def test_weights_that_differ_become_those_of_rank_0():
+    run_ranks(differ, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The optimizer
+# ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered(spread: Spread, state: OptimizerState):
+    with state.gathered(spread.owners), spread.weights.gathered(spread.owners):
+        yield
+
+
+def train_spread(rank, world_size, kind, cut_first):
+    """Three steps as one process and spread; then what was saved is loaded by another spread model."""
+    torch.distributed.init_process_group("gloo")
+    alone = Spread(frozen=True)
+    reference = OPTIMIZERS[kind](alone.groups())
+    for number in range(3):
+        alone.step(reference, number)
+
+    spread = Spread(rank, world_size, frozen=True)
+    if cut_first:
+        spread.keep_mine()
+        with spread.weights.as_on_one_process():
+            optimizer = OPTIMIZERS[kind](spread.groups())
+        state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+    else:  # an optimizer that has trained the whole model
+        optimizer = OPTIMIZERS[kind](spread.groups())
+        spread.step(optimizer, 0)
+        state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+        spread.keep_mine()
+        state.keep_what_is_here()
+    here = {id(spread.table[name]) for name in spread.mine}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} <= here
+    assert {id(p) for p in optimizer.state} <= here
+    for number in range(0 if cut_first else 1, 3):
+        spread.step(optimizer, number)
+
+    with gathered(spread, state):
+        saved, weights = optimizer.state_dict(), spread.model.state_dict()
+        if rank == 0:
+            assert_equal_optimizer_states(saved, reference.state_dict())
+            assert_equal_states(weights, alone.model.state_dict())
+            torch.optim.Optimizer.load_state_dict(OPTIMIZERS[kind](Spread(frozen=True).groups()), saved)
+
+    # from a file of one process on, spread once more
+    resumed = Spread(rank, world_size, frozen=True)
+    resumed.keep_mine()
+    with resumed.weights.as_on_one_process():
+        second = OPTIMIZERS[kind](resumed.groups())
+    second_state = OptimizerState(second, resumed.table, resumed.weights, resumed.mesh)
+    second.load_state_dict(reference.state_dict())
+    resumed.model.load_state_dict(alone.model.state_dict())
+    alone.step(reference, 3)
+    resumed.step(second, 3)
+    with gathered(resumed, second_state):
+        if rank == 0:
+            assert_equal_optimizer_states(second.state_dict(), reference.state_dict())
+            assert_equal_states(resumed.model.state_dict(), alone.model.state_dict())
+
+
+@pytest.mark.parametrize("cut_first", [True, False], ids=["made for the stage", "made for the whole"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_spread_optimizer_is_the_one_of_one_process(kind, cut_first):
+    run_ranks(train_spread, 2, kind, cut_first)
+
+
+def test_a_spread_optimizer_over_four_stages():
+    run_ranks(train_spread, 4, "adamw", True)
+
+
+def test_groups_keep_their_identity():
+    """The learning rate scheduler holds on to them."""
+    spread = Spread()
+    optimizer = OPTIMIZERS["adamw"](spread.groups())
+    groups = list(optimizer.param_groups)
+    state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+    spread.keep_mine()
+    state.keep_what_is_here()
+    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_an_optimizer_of_another_model_is_named():
+    spread = Spread()
+    optimizer = OPTIMIZERS["adamw"](MODELS[NAME].build().parameters())
+    with pytest.raises(ValueError, match=r"parameters are not the model's.*\(64, 16\)"):
+        OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+
+
+def test_a_state_dict_of_another_shape_is_left_to_torch():
+    spread = Spread()
+    optimizer = OPTIMIZERS["adamw"](spread.groups())
+    OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+    foreign = OPTIMIZERS["adamw"]([nn.Parameter(torch.ones(1))]).state_dict()
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(foreign)

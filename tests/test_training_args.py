@@ -1,0 +1,211 @@
+"""The arguments: from where they come, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser
+
+from hf_pipetransformer import PipeTransformerTrainingArguments, training_args
+
+
+def make(tmp_path, **fields: Any) -> PipeTransformerTrainingArguments:
+    return PipeTransformerTrainingArguments(output_dir=str(tmp_path), report_to="none", **fields)
+
+
+def pipeline_fields(args: PipeTransformerTrainingArguments) -> tuple:
+    return args.pipeline_parallel_size, args.pipeline_schedule, args.num_microbatches
+
+
+@pytest.fixture
+def four_processes(monkeypatch):
+    """As if a launcher had started four; only our arguments shall see it, or transformers would wait for the others."""
+    monkeypatch.setattr(training_args, "os", SimpleNamespace(environ={**os.environ, "WORLD_SIZE": "4"}))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Sources
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_defaults(tmp_path):
+    args = make(tmp_path)
+    assert pipeline_fields(args) == (1, "1f1b", "auto")
+    assert not args.uses_pipeline
+    assert args.use_cpu is not torch.accelerator.is_available()
+    assert args.average_tokens_across_devices is False
+
+
+@pytest.mark.usefixtures("four_processes")
+class TestSources:
+    EXPECTED = (2, "gpipe", 8)
+
+    def test_command_line(self, tmp_path):
+        words = f"--output_dir {tmp_path} --pipeline_parallel_size 2 --pipeline_schedule gpipe --num_microbatches 8"
+        (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(words.split())
+        assert pipeline_fields(args) == self.EXPECTED
+
+    def test_auto_on_the_command_line(self, tmp_path):
+        words = f"--output_dir {tmp_path} --pipeline_parallel_size auto --num_microbatches auto"
+        (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(words.split())
+        assert pipeline_fields(args) == ("auto", "1f1b", "auto")
+        assert args.uses_pipeline
+
+    @pytest.mark.parametrize("size", ["2", "'2'"])
+    def test_yaml(self, tmp_path, size):
+        file = tmp_path / "run.yaml"
+        file.write_text(
+            f"output_dir: {tmp_path}\npipeline_parallel_size: {size}\npipeline_schedule: gpipe\nnum_microbatches: 8\n"
+        )
+        (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_yaml_file(str(file))
+        assert pipeline_fields(args) == self.EXPECTED
+
+    def test_json(self, tmp_path):
+        file = tmp_path / "run.json"
+        fields = {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "num_microbatches": 8}
+        file.write_text(json.dumps({"output_dir": str(tmp_path), **fields}))
+        (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_json_file(str(file))
+        assert pipeline_fields(args) == self.EXPECTED
+
+    @pytest.mark.parametrize("size", [2, "auto"])
+    def test_there_and_back(self, tmp_path, size):
+        args = make(tmp_path, pipeline_parallel_size=size, num_microbatches=4)
+        again = PipeTransformerTrainingArguments(**args.to_dict())
+        assert pipeline_fields(again) == pipeline_fields(args) == (size, "1f1b", 4)
+        assert again.to_dict() == args.to_dict()
+        assert json.loads(args.to_json_string())["pipeline_parallel_size"] == size
+        assert args.to_sanitized_dict()["num_microbatches"] == 4
+
+    @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_kwargs` is deprecated")
+    @pytest.mark.parametrize("option", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
+    def test_json_on_the_command_line(self, tmp_path, option):
+        """The value is still a string when the first checks run."""
+        words = ["--output_dir", str(tmp_path), "--pipeline_parallel_size", "2", f"--{option}"]
+        parser = HfArgumentParser(PipeTransformerTrainingArguments)
+        (args,) = parser.parse_args_into_dataclasses([*words, '{"use_reentrant": false}'])
+        assert getattr(args, option) == {"use_reentrant": False}
+        with pytest.raises(ValueError, match="use_reentrant=True cannot be combined"):
+            parser.parse_args_into_dataclasses([*words, '{"use_reentrant": true}'])
+
+
+def test_choices_are_shown_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(["--pipeline_schedule", "zigzag"])
+    assert "1f1b" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "num_microbatches"])
+@pytest.mark.parametrize("value", [0, -1, "0", "two", "2.5", 2.0, True, None, "", "AUTO"])
+def test_numbers_that_are_none(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*whole number of at least 1, or 'auto'"):
+        make(tmp_path, **{name: value})
+
+
+def test_unknown_schedule(tmp_path):
+    with pytest.raises(ValueError, match="'zigzag'.*'1f1b', 'gpipe'"):
+        make(tmp_path, pipeline_schedule="zigzag")
+
+
+EXCLUDED: dict[str, Any] = {
+    "fsdp": "full_shard",
+    "deepspeed": "ds.json",
+    "torch_compile": True,
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "fp16_full_eval": True,
+    "bf16_full_eval": True,
+    "auto_find_batch_size": True,
+    "train_sampling_strategy": "batch_rebalance",
+}
+
+
+@pytest.mark.usefixtures("four_processes")
+@pytest.mark.parametrize("size", [2, "auto"])
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_what_excludes_a_pipeline(tmp_path, name, size):
+    with pytest.raises(ValueError) as caught:
+        make(tmp_path, pipeline_parallel_size=size, **{name: EXCLUDED[name]})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={EXCLUDED[name]!r} cannot be combined with pipeline_parallel_size={size}: ")
+
+
+@pytest.mark.usefixtures("four_processes")
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_optimizers_that_step_inside_the_backward(tmp_path, optim):
+    with pytest.raises(ValueError, match=f"optim='{optim}' cannot be combined.*adamw_torch"):
+        make(tmp_path, pipeline_parallel_size=2, optim=optim)
+
+
+@pytest.mark.usefixtures("four_processes")
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_what_the_launcher_switches_on(tmp_path, variable):
+    training_args.os.environ[variable] = "true"
+    with pytest.raises(ValueError, match=f"{variable}.*cannot be combined with pipeline_parallel_size=2"):
+        make(tmp_path, pipeline_parallel_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_kwargs` is deprecated")
+@pytest.mark.usefixtures("four_processes")
+def test_reentrant_checkpointing(tmp_path):
+    with pytest.raises(ValueError, match="use_reentrant=True"):
+        make(tmp_path, pipeline_parallel_size=2, gradient_checkpointing_kwargs={"use_reentrant": True})
+    make(tmp_path, pipeline_parallel_size=2, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_split_batches(tmp_path):
+    with pytest.raises(ValueError, match="split_batches=True"):
+        make(tmp_path, pipeline_parallel_size=2, accelerator_config={"split_batches": True})
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_more_than_one_device_in_a_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(PipeTransformerTrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match="one process per device.*start 2 processes"):
+        make(tmp_path, pipeline_parallel_size=2)
+
+
+@pytest.mark.usefixtures("four_processes")
+@pytest.mark.parametrize("size", [3, 8])
+def test_stages_that_do_not_divide_the_processes(tmp_path, size):
+    with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes: choose one of 1, 2, 4.*MULTI_GPU"):
+        make(tmp_path, pipeline_parallel_size=size)
+
+
+def test_one_process_is_told_how_to_start_more(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        make(tmp_path, pipeline_parallel_size=4)
+    message = str(caught.value)
+    for words in ("only one process runs", "accelerate launch --num_processes 4", "torchrun --nproc_per_node 4"):
+        assert words in message
+    for trap in ("accelerate launch --cpu", "MULTI_CPU", "MULTI_GPU"):
+        assert trap in message
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One stage
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp16_full_eval", "bf16_full_eval", "auto_find_batch_size", "torch_compile"])
+def test_with_one_stage_everything_else_is_left_to_the_stock_trainer(tmp_path, name):
+    assert not make(tmp_path).leaves_model_to_trainer
+    assert make(tmp_path).place_model_on_device is False
+    assert make(tmp_path, **{name: True}).leaves_model_to_trainer
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_a_pipeline_is_never_left_to_the_stock_trainer(tmp_path):
+    args = make(tmp_path, pipeline_parallel_size=2)
+    assert not args.leaves_model_to_trainer
+    assert args.place_model_on_device is False
