@@ -40,6 +40,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -100,11 +101,13 @@ class Timing:
     Attributes:
         steps_ms: wall-clock time of each step, on rank 0.
         cpu_ms: CPU time of a step, all threads, summed over the processes; hardly moved by other load.
+        other_cores: cores that other programs kept busy meanwhile: wall-clock times say little if it is not near 0.
         parts_ms: for each process, where a step's time goes (with `--profile`).
     """
 
     steps_ms: list[float]
     cpu_ms: float
+    other_cores: float
     parts_ms: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -134,6 +137,7 @@ class StepClock(TrainerCallback):
     def __init__(self) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
+        self.machine: list[float] = []  # seconds that all cores together have been busy
         self.at_warm: Callable[[], None] | None = None
         self.warmup = 0
 
@@ -142,6 +146,8 @@ class StepClock(TrainerCallback):
             torch.accelerator.synchronize()
         self.wall.append(time.perf_counter())
         self.cpu.append(time.process_time())
+        times = psutil.cpu_times()
+        self.machine.append(times.user + times.system + getattr(times, "nice", 0.0))
         if self.at_warm is not None and len(self.wall) == self.warmup:
             self.at_warm()
 
@@ -305,11 +311,14 @@ def run(
             trainer.train()
     wall = [1e3 * (b - a) for a, b in zip(clock.wall, clock.wall[1:], strict=False)][arguments.warmup - 1 :]
     cpu_ms = 1e3 * (clock.cpu[-1] - clock.cpu[arguments.warmup - 1]) / len(wall)
+    machine_ms = 1e3 * (clock.machine[-1] - clock.machine[arguments.warmup - 1]) / len(wall)
     parts = {part: 1e3 * stopwatch.seconds[part] / len(wall) for part in PARTS}
     parts["rest"] = (cpu_ms if profile == "cpu" else statistics.mean(wall)) - sum(parts.values())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (cpu_ms, parts))
-    return Timing(wall, sum(cpu for cpu, _ in everyone), [p for _, p in everyone] if profile else [])
+    all_cpu_ms = sum(cpu for cpu, _ in everyone)  # of the processes on this machine, if it is the only one
+    other_cores = max(0.0, machine_ms - all_cpu_ms) / statistics.mean(wall)
+    return Timing(wall, all_cpu_ms, other_cores, [p for _, p in everyone] if profile else [])
 
 
 @contextmanager
@@ -337,7 +346,7 @@ def ratios_to_ddp(rounds: list[dict[str, Timing]], name: str) -> list[float]:
 def print_table(console: Console, variants: list[Variant], rounds: list[dict[str, Timing]], title: str) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("variant")
-    for heading in ("step ms", "CPU ms", "per round", "ratio to DDP", "target"):
+    for heading in ("step ms", "CPU ms", "others' cores", "ratio per round", "ratio to DDP", "target"):
         table.add_column(heading, justify="right")
     for variant in variants:
         timings = [timing[variant.name] for timing in rounds]
@@ -347,6 +356,7 @@ def print_table(console: Console, variants: list[Variant], rounds: list[dict[str
             variant.name,
             f"{statistics.median(t.median_ms for t in timings):.1f}",
             f"{statistics.median(t.cpu_ms for t in timings):.1f}",
+            f"{statistics.median(t.other_cores for t in timings):.2f}",
             " ".join(f"{ratio:.3f}" for ratio in ratios),
             f"{statistics.median(ratios):.3f}",
             "" if target is None else f"<= {target:.2f}",
@@ -425,7 +435,11 @@ def main() -> None:
         timings: dict[str, Timing] = {}
         for variant in variants:
             timings[variant.name] = run(variant, arguments, config)
-            console.print(f"round {number + 1}  {variant.name:20s} {timings[variant.name].median_ms:8.1f} ms")
+            timing = timings[variant.name]
+            console.print(
+                f"round {number + 1}  {variant.name:20s} {timing.median_ms:8.1f} ms"
+                f"   (others: {timing.other_cores:.2f} cores)"
+            )
         rounds.append(timings)
     title = (
         f"Median step, global batch {arguments.rows} x {arguments.tokens} tokens, {state.num_processes} processes x"

@@ -1,12 +1,17 @@
 """Pipeline-parallel training of Hugging Face models through the Trainer."""
 
+from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError
+from .freezing import FreezeDecision, FreezePolicy
 from .trainer import PipeTransformerTrainer
 from .training_args import PipeTransformerTrainingArguments
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "FreezeDecision",
+    "FreezePolicy",
+    "LayerFreezeCallback",
     "PipeTransformerTrainer",
     "PipeTransformerTrainingArguments",
     "UnsupportedModelError",

@@ -62,9 +62,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         Trainer(..., callbacks=[LayerFreezeCallback("alpha")])
 
     Frozen layers and the embeddings run in eval mode (no dropout) and build no graph; their parameters require no
-    gradient, have no optimizer state, and take no part in DDP's messages. A parameter that an active layer or the head
-    needs as well (a head tied to the embeddings) stays trainable. When training ends, the flags `requires_grad` are
-    as they were before it.
+    gradient, have no optimizer state, and take no part in DDP's messages. A parameter that a frozen layer shares with
+    an active one or with the head (a head tied to the embeddings) is frozen for both. When training ends, the flags
+    `requires_grad` are as they were before it.
 
     Under DDP the reducer is rebuilt in place at each freeze, as DDP does when it is unpickled; the wrapper stays the
     same object. (`find_unused_parameters=True`, the Trainer's default, would tolerate frozen parameters, but goes on

@@ -6,9 +6,11 @@ again); the object, the optimizer and the user's model stay the same objects.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from .frozen_prefix import FreezableLayers, squared_norms
 from .layer_range import tensors_of
 from .layer_stack import LayerStack
 from .mesh import ProcessMesh
@@ -25,12 +28,27 @@ from .partition import choose_num_microbatches
 from .plan import PipelinePlan
 from .schedule import PipelineScheduler
 from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule
-from .state import OptimizerState, Owners, WeightState
-
-logger = logging.getLogger(__name__)
+from .state import Holders, OptimizerState, WeightState, exchange, moves_between
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """What going over to another plan took, on one process.
+
+    Attributes:
+        before: the plan that was in force.
+        after: the plan that is.
+        seconds: by phase: freeze, move, drop, build.
+        bytes_moved: received by this process.
+    """
+
+    before: PipelinePlan
+    after: PipelinePlan
+    seconds: Mapping[str, float]
+    bytes_moved: int
 
 
 class ElasticPipeline(nn.Module):
@@ -44,6 +62,7 @@ class ElasticPipeline(nn.Module):
         mesh: the processes.
         device: of this process.
         wrap_replicas: makes the DDP wrapper.
+        freezable: what freezing means for the model; None: it is never frozen.
     """
 
     stack: LayerStack
@@ -57,6 +76,7 @@ class ElasticPipeline(nn.Module):
         mesh: ProcessMesh,
         device: torch.device,
         wrap_replicas: WrapReplicas,
+        freezable: FreezableLayers | None = None,
     ) -> None:
         super().__init__()
         self.__dict__["stack"] = stack  # not registered: the stage registers what is here
@@ -68,6 +88,7 @@ class ElasticPipeline(nn.Module):
         self.weights = WeightState(stack.table, mesh)
         self._loss_of = loss_of
         self._wrap_replicas = wrap_replicas
+        self.freezable = freezable
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
         self._gradients_synchronise = True
@@ -125,16 +146,71 @@ class ElasticPipeline(nn.Module):
             self._set_aside = {name: self.stack.table[name] for name in self.stack.table.names}
             for name, parameter in self._set_aside.items():
                 self.stack.table[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+        self._freeze(plan)
         self.plan = plan
-        start, stop = plan.stage_bounds[self.stage_index : self.stage_index + 2]
-        self.weights.keep_only(self.stack.owned(start, stop), self.device)
-        self.stage = StageModule(self.stack, start, stop, self._loss_of, self.device)
+        self.weights.keep_only(self._names_of(plan), self.device)
         self.stack.runner.install()
+        self._build(plan, takes_optimizer=not keep_weights_aside)
+
+    def transform(self, plan: PipelinePlan) -> Transformation:
+        """Go over to another plan, between two optimizer steps. Collective over all processes.
+
+        1. Freeze: the newly frozen parameters lose gradient and optimizer state.
+        2. Move: parameters and their optimizer state go to the ranks that hold them under the new plan.
+        3. Drop: what this process holds no more becomes a ghost.
+        4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay, with other parameters in them.
+
+        The Trainer's loop, the learning rate schedule and the gradient scaler notice nothing.
+
+        Args:
+            plan: the same on every process; it may have fewer or more stages. Frozen units stay frozen.
+
+        Returns:
+            What it took, on this process.
+        """
+        before = self.current_plan
+        assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
+        times = [time.perf_counter()]
+        self._freeze(plan)  # 1
+        if self._optimizer is not None:
+            self._optimizer.keep_what_is_here()
+        self._unbuild()
+        times.append(time.perf_counter())
+        moves = moves_between(self.holders(), holders_under(plan, self.stack))  # 2
+        moved = exchange(moves, self.stack.table, self.weights, self._optimizer, self.mesh, self.device)
+        times.append(time.perf_counter())
+        self.plan = plan
+        self.weights.keep_only(self._names_of(plan), self.device)  # 3
+        times.append(time.perf_counter())
+        self._build(plan, takes_optimizer=True)  # 4
+        times.append(time.perf_counter())
+        seconds = dict(zip(("freeze", "move", "drop", "build"), (b - a for a, b in pairwise(times)), strict=True))
+        return Transformation(before, plan, seconds, moved)
+
+    def _freeze(self, plan: PipelinePlan) -> None:
+        if plan.num_frozen_layers:
+            assert self.freezable is not None
+            self.weights.freeze(self.freezable.frozen(plan.num_frozen_layers))
+
+    def _names_of(self, plan: PipelinePlan) -> frozenset[str]:
+        """The parameters that this process holds under a plan."""
+        stage = plan.stage_of(self.mesh.rank)
+        return self.stack.owned(*plan.stage_bounds[stage : stage + 2])
+
+    def _build(self, plan: PipelinePlan, takes_optimizer: bool) -> None:
+        """This process's stage of a plan whose parameters are here. Collective over all processes."""
+        start, stop = plan.stage_bounds[self.stage_index : self.stage_index + 2]
+        self.stage = StageModule(self.stack, start, stop, self._loss_of, self.device)
         self.stack.runner.restrict_to(range(start, stop) if self.num_stages > 1 else None)
-        if self._optimizer is not None and not keep_weights_aside:
+        self.stack.runner.freeze(plan.num_frozen_layers)
+        if self._optimizer is not None and takes_optimizer:
             self._optimizer.keep_what_is_here()
         self._connect(self.stage, plan)
         self.train(self.training)
+
+    def _unbuild(self) -> None:
+        self.stage, self._scheduler = None, None
+        self.__dict__["_replicated"] = None
 
     def _connect(self, stage: StageModule, plan: PipelinePlan) -> None:
         """Groups, the DDP wrapper over replicas, and the schedule. Collective over all processes."""
@@ -176,24 +252,19 @@ class ElasticPipeline(nn.Module):
         Args:
             device: where the weights go.
         """
-        owners = self.owners()
+        holders = self.holders()
         self._leave_plan()
-        self.weights.restore(owners, device)
+        self.weights.restore(holders, device)
 
-    def owners(self) -> Owners:
-        """The lowest rank that holds each parameter."""
-        plan = self.current_plan
-        owners: dict[str, int] = {}
-        for stage in range(plan.pipeline_parallel_size):
-            for name in self.stack.owned(*plan.stage_bounds[stage : stage + 2]):
-                owners.setdefault(name, plan.ranks_of_stage(stage)[0])
-        return owners
+    def holders(self) -> Holders:
+        """The ranks that hold each parameter under the plan in force."""
+        return holders_under(self.current_plan, self.stack)
 
     def _leave_plan(self) -> None:
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
-        self.stage, self.plan, self._scheduler = None, None, None
-        self.__dict__["_replicated"] = None
+        self._unbuild()
+        self.plan = None
 
     def _shared_by_owners(self) -> dict[tuple[int, ...], list[str]]:
         """Trainable parameters of several stages, by the stages that hold them."""
@@ -297,6 +368,26 @@ class ElasticPipeline(nn.Module):
         if gradients and max_norm != float("inf"):
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def squared_gradient_norms(self, loss_scale: float = 1.0) -> torch.Tensor:
+        """For each unit the square of its gradient's 2-norm, before clipping, the same on every process.
+
+        Collective over the pipeline.
+
+        Args:
+            loss_scale: of the gradient scaler, if gradients are still scaled.
+
+        Returns:
+            `[L]`, float64, on the CPU; 0 for units without gradient.
+        """
+        assert self.freezable is not None and self.stage is not None
+        gradients = {n: p.grad for n in self.stage.names if (p := self.stack.table[n]).grad is not None}
+        here = range(self.stage.start, self.stage.stop)  # a parameter that stages share counts in its own unit's
+        inside = [names if unit in here else () for unit, names in enumerate(self.freezable.inside)]
+        squares = squared_norms(inside, gradients, self.device)
+        if self._group is not None:
+            dist.all_reduce(squares, group=self._group)
+        return (squares / loss_scale**2).cpu()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
@@ -407,6 +498,15 @@ class ElasticPipeline(nn.Module):
             lambda v: self._receive_tensor(v, stage) if isinstance(v, CarriedTensor) else v,
             self._receive_object(stage),
         )
+
+
+def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
+    """The ranks that hold each parameter under a plan."""
+    ranks: dict[str, list[int]] = {name: [] for name in stack.table.names}
+    for stage in range(plan.pipeline_parallel_size):
+        for name in stack.owned(*plan.stage_bounds[stage : stage + 2]):
+            ranks[name].extend(plan.ranks_of_stage(stage))
+    return {name: tuple(sorted(held)) for name, held in ranks.items()}
 
 
 def _describe(tensor: torch.Tensor) -> CarriedTensor:

@@ -4,8 +4,8 @@
     frozen, f = 2       eval mode    eval mode, no graph | train mode, with gradient
                         `requires_grad` is off           | nothing changes
 
-A parameter that an active layer or the head needs too (a head tied to the embeddings, ALBERT's one layer) stays
-trainable; it then gets the gradient of its active uses only, because nothing flows back through a frozen layer.
+A parameter that a frozen layer shares with an active one or with the head (a head tied to the embeddings, ALBERT's
+one layer) is frozen for both: the output of frozen layers must not change any more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FreezableLayers:
 
     @classmethod
     def of(cls, stack: LayerStack, batch: dict[str, Any]) -> FreezableLayers:
-        """Look at a complete model; costs two forwards of a small batch.
+        """Look at a complete model; costs about two forwards of a small batch.
 
         Args:
             stack: the model's units.
@@ -69,11 +69,12 @@ class FreezableLayers:
     def frozen(self, num_frozen: int) -> frozenset[str]:
         """Names of the parameters that freeze with the first `num_frozen` units.
 
-        The embeddings freeze with the first unit. What an active unit or the head needs as well does not freeze.
+        The embeddings freeze with the first unit, and so does what else uses them, a tied head: were it trained, the
+        frozen layers' input would change under them. What the head alone needs freezes never, though the last unit
+        owns it.
         """
-        below = frozenset[str]().union(*self.owners[:num_frozen])
-        above = frozenset[str]().union(*self.owners[num_frozen:])
-        return below - above - self.head if num_frozen else below
+        head_alone = self.head - frozenset[str]().union(*self.owners[:-1])
+        return frozenset[str]().union(*self.owners[:num_frozen]) - head_alone
 
 
 def squared_norms(
@@ -202,9 +203,6 @@ class FrozenPrefix:
         for module in self._switched:
             module.training = module not in self._stays_in_eval
         self._switched = []
-        # autocast keeps the low-precision copy of a weight, and one made under no_grad leads to no gradient: ALBERT's
-        # active calls would otherwise use those of its frozen ones
-        torch.clear_autocast_cache()
 
 
 def _units(stack: LayerStack) -> Sequence[Unit | None]:
@@ -216,7 +214,7 @@ def _is_inside(name: str, unit: Unit | None, stack: LayerStack) -> bool:
 
 
 def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]:
-    """Leaves behind the model's output when every unit returns what was computed before, without its graph."""
+    """Leaves behind the model's answer when every unit returns what was computed before, without its graph."""
     if not stack.units:
         return frozenset()
     runner, carry = stack.runner, Carry()
@@ -228,10 +226,9 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
                 runner.trace(batch, lambda unit, output: carry.__setitem__(unit.stack, tensors_of(output)))
             with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
                 output = output_tensors(stack.model(**batch))
-            # T5 also returns its encoder's output, which nothing is learnt from
+            # T5 also returns its encoder's output, LLaVA its projector's: nothing is learnt from them
             answers = [output[key] for key in ("loss", "logits") if key in output][:1]
-            leaves = reachable_leaves(answers or output.values())
-            reached = {id(leaf) for leaf in leaves}
+            reached = {id(leaf) for leaf in reachable_leaves(answers or output.values())}
             return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)
     finally:
         if not was_installed:

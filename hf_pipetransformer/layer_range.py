@@ -85,6 +85,7 @@ class _Pass:
     outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
     calls: list[Unit] | None = None  # filled by `trace`
     observer: Callable[[Unit, Any], None] | None = None  # told of each unit that computed
+    switched: list[nn.Module] = field(default_factory=list)  # in eval mode until the frozen units are through
 
 
 class LayerRangeRunner:
@@ -104,6 +105,7 @@ class LayerRangeRunner:
         self._pass: _Pass | None = None
         self._computable: range | None = None  # None: every unit has its weights here
         self._poisons_skipped = False
+        self._num_frozen = 0
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that stands in a list several times is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -140,6 +142,14 @@ class LayerRangeRunner:
         are not here.
         """
         self._computable = computable
+
+    @property
+    def num_frozen(self) -> int:
+        return self._num_frozen
+
+    def freeze(self, num_frozen: int) -> None:
+        """From now on the first units, and what precedes them, run in eval mode and build no graph."""
+        self._num_frozen = num_frozen
 
     @contextmanager
     def poisoning_skipped(self) -> Iterator[None]:
@@ -222,10 +232,22 @@ class LayerRangeRunner:
         assert self.installed, "install() first"
         assert self._pass is None, "passes do not nest"
         self._pass = current
+        if self._num_frozen and self.model.training:
+            # all modules, not only those of frozen layers: dropout on the embeddings often is no module of its own
+            current.switched = [module for module in self.model.modules() if module.training]
+            for module in current.switched:
+                module.training = False
         try:
             yield
         finally:
+            self._leave_frozen_units(current)
             self._pass = None
+
+    @staticmethod
+    def _leave_frozen_units(current: _Pass) -> None:
+        for module in current.switched:
+            module.training = True
+        current.switched = []
 
     def _ranged_forward(self, unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -243,7 +265,14 @@ class LayerRangeRunner:
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 return self._structures[unit.stack].rebuild(values)
-            output = original(*args, **kwargs)
+            if index >= self._num_frozen:
+                self._leave_frozen_units(current)
+                output = original(*args, **kwargs)
+            else:
+                with torch.no_grad():
+                    output = original(*args, **kwargs)
+                if index + 1 == self._num_frozen:
+                    self._leave_frozen_units(current)  # the head may be all that trains
             current.outputs[unit.stack] = output
             if current.observer is not None:
                 current.observer(unit, output)

@@ -12,7 +12,7 @@ A `PipelinePlan` is an immutable value made once by `make_plan` and passed to ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +40,8 @@ class PipelinePlan:
         num_microbatches: Micro-batches per step and pipeline as asked for, or None to choose by the
             rows of each batch (`choose_num_microbatches`).
         unit_costs: Cost of each of the L units, in execution order.
+        num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
+            optimizer state. A stage may consist of frozen units alone.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -52,6 +54,7 @@ class PipelinePlan:
     schedule: str
     num_microbatches: int | None
     unit_costs: tuple[UnitCost, ...] = field(repr=False, hash=False)
+    num_frozen_layers: int = 0
 
     def __post_init__(self) -> None:
         k, num_units = self.pipeline_parallel_size, len(self.unit_costs)
@@ -73,6 +76,11 @@ class PipelinePlan:
             )
         check_schedule(self.schedule)
         _check_num_microbatches(self.num_microbatches)
+        if not 0 <= self.num_frozen_layers <= num_units:
+            raise ValueError(
+                f"num_frozen_layers is {self.num_frozen_layers}, but must be between 0 and {num_units}, the number of"
+                " units."
+            )
 
     # -- who is where ----------------------------------------------------------------------------------------
 
@@ -118,6 +126,10 @@ class PipelinePlan:
         """
         _check_num_microbatches(num_microbatches)
         return (self.pipeline_parallel_size - 1) / (num_microbatches + self.pipeline_parallel_size - 1)
+
+    def step_flops_of(self, stage: int) -> float:
+        """Return the FLOPs of one row in a stage in a training step: frozen units run forward only."""
+        return sum(step_flops(self.unit_costs, self.num_frozen_layers)[unit] for unit in self.units_of(stage))
 
     def forward_flops_of(self, stage: int) -> float:
         """Return the forward FLOPs of one row in a stage."""
@@ -175,28 +187,28 @@ class PipelinePlan:
             raise ValueError(
                 f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
             )
-        units = [self.unit_costs[unit] for unit in self.units_of(stage)]
+        active = [self.unit_costs[unit] for unit in self.units_of(stage) if unit >= self.num_frozen_layers]
         parameters = self.parameter_bytes_of(stage)
         # A trainable parameter of several units of this stage appears in the sum more than once, but in memory once.
-        trainable = min(sum(unit.trainable_bytes for unit in units), parameters)
+        trainable = min(sum(unit.trainable_bytes for unit in active), parameters)
         rows_in_flight = self.microbatches_in_flight(stage, num_microbatches) * rows // num_microbatches
-        activations = sum(unit.activation_bytes for unit in units) * rows_in_flight
+        activations = sum(unit.activation_bytes for unit in active) * rows_in_flight
         received = 0
         if stage > 0:
             received += self.unit_costs[self.stage_bounds[stage] - 1].boundary_bytes * rows
         if stage < self.pipeline_parallel_size - 1:
-            received += units[-1].boundary_bytes * rows
+            received += self.unit_costs[self.stage_bounds[stage + 1] - 1].boundary_bytes * rows
         state = round(trainable * (1 + optimizer_bytes_per_parameter_byte))
         return parameters + state + activations + received
 
     def __str__(self) -> str:
         """Return a table of the stages: units, memory of parameters and activations, share of the FLOPs."""
         k, r = self.pipeline_parallel_size, self.data_parallel_size
-        total_flops = sum(unit.forward_flops for unit in self.unit_costs)
+        total_flops = sum(step_flops(self.unit_costs, self.num_frozen_layers))
         rows = [("stage", "units", "first unit", "parameters MiB", "activations MiB/row", "FLOPs %")]
         for stage in range(k):
             units = self.units_of(stage)
-            flops = self.forward_flops_of(stage)
+            flops = self.step_flops_of(stage)
             rows.append(
                 (
                     str(stage),
@@ -210,6 +222,7 @@ class PipelinePlan:
         head = (
             f"{k} stage{_s(k)} × {r} pipeline{_s(r)} = {self.world_size} rank{_s(self.world_size)}, "
             f"{self.num_units} unit{_s(self.num_units)}"
+            + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
         )
         return "\n".join((head, *align(rows, left=(1, 2)), self._describe_schedule()))
 
@@ -240,6 +253,7 @@ def make_plan(
     num_microbatches: int | Literal["auto"] = "auto",
     rows_per_pipeline_device: int,
     memory_budget_bytes: int | None,
+    num_frozen_layers: int = 0,
 ) -> PipelinePlan:
     """Make the plan: choose K where that is asked for, and split the units by their FLOPs.
 
@@ -257,6 +271,7 @@ def make_plan(
         num_microbatches: Micro-batches per step and pipeline, or `"auto"`.
         rows_per_pipeline_device: Rows per device and step; a pipeline's batch has K times as many.
         memory_budget_bytes: Bytes that a device has for training, or None if unknown. Looked at for `"auto"` only.
+        num_frozen_layers: f, the units at the bottom that are frozen.
 
     Raises:
         ValueError: If K does not divide the world or exceeds the number of units, a number is too small,
@@ -272,8 +287,8 @@ def make_plan(
 
     def plan_of(k: int) -> PipelinePlan:
         _check_pipeline_size(world_size, k, len(units))
-        bounds = split_min_max([unit.forward_flops for unit in units], k)
-        return PipelinePlan(world_size, k, world_size // k, bounds, schedule, requested, units)
+        bounds = split_min_max(step_flops(units, num_frozen_layers), k)
+        return PipelinePlan(world_size, k, world_size // k, bounds, schedule, requested, units, num_frozen_layers)
 
     if pipeline_parallel_size != "auto":
         return plan_of(pipeline_parallel_size)
@@ -296,6 +311,60 @@ def make_plan(
         f"smaller per_device_train_batch_size (now {rows_per_pipeline_device}), gradient checkpointing, or freeze "
         f"parameters."
     )
+
+
+def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int) -> list[float]:
+    """Return the FLOPs of each unit in a training step: a backward costs two forwards, a frozen unit has none."""
+    return [
+        unit.forward_flops * (1 if index < num_frozen_layers else 3) for index, unit in enumerate(unit_costs)
+    ]
+
+
+def replan(
+    plan: PipelinePlan,
+    num_frozen_layers: int,
+    start: PipelinePlan,
+    rows_per_pipeline_device: int,
+    compress: bool = True,
+) -> PipelinePlan:
+    """Make the plan that follows `plan` once more layers are frozen: pipeline compression, then the split.
+
+    PipeTransformer, ICML 2021, section 3.2: K falls as soon as the largest stage of a shorter pipeline needs no more
+    memory than the largest stage did at the start. Of the K that fit, the shortest is taken: what is left idles least,
+    and the freed devices become replicas.
+
+    A pure function: the same arguments give the same plan on every rank.
+
+    Args:
+        plan: The plan in force.
+        num_frozen_layers: f from now on, not less than before.
+        start: The plan at the start of training, whose largest stage is the measure.
+        rows_per_pipeline_device: Rows per device and step; a pipeline's batch has K times as many.
+        compress: Let K fall; otherwise only the split changes.
+    """
+
+    def candidate(k: int) -> PipelinePlan:
+        bounds = split_min_max(step_flops(plan.unit_costs, num_frozen_layers), k)
+        return replace(
+            plan,
+            pipeline_parallel_size=k,
+            data_parallel_size=plan.world_size // k,
+            stage_bounds=bounds,
+            num_frozen_layers=num_frozen_layers,
+        )
+
+    def largest_stage_bytes(of: PipelinePlan) -> int:
+        k = of.pipeline_parallel_size
+        rows = rows_per_pipeline_device * k
+        m = choose_num_microbatches(rows, k, of.num_microbatches, of.schedule)
+        return max(of.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(k))
+
+    budget = largest_stage_bytes(start)
+    if not compress:
+        return candidate(plan.pipeline_parallel_size)
+    shorter = [k for k in range(1, plan.pipeline_parallel_size) if plan.world_size % k == 0]
+    fitting = (c for c in map(candidate, shorter) if largest_stage_bytes(c) <= budget)
+    return next(fitting, candidate(plan.pipeline_parallel_size))
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

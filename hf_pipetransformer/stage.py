@@ -132,7 +132,7 @@ class StageModule(nn.Module):
     @contextmanager
     def running_to_the_end(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, on the last stage, one call of the model runs this stage on the incoming tensors."""
-        if self.start == 0:  # the whole model: nothing to leave out
+        if self.start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
             yield
             return
         with self.stack.runner.to_the_end(self.start, _as_carry(self.slots_in, values)):

@@ -7,18 +7,41 @@ which takes what it holds; so it fits any number of stages and replicas, and the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .ghosts import ParameterTable, make_ghost
 from .mesh import ProcessMesh, as_bytes
 
-Owners = Mapping[str, int]
-"""Parameter name -> the lowest rank that holds it. The same on every process."""
+Holders = Mapping[str, tuple[int, ...]]
+"""Parameter name -> the ranks that hold it, ascending. The same on every process."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One parameter, with its optimizer state, from a rank that holds it to one that will."""
+
+    name: str
+    source: int
+    destination: int
+
+
+def moves_between(before: Holders, after: Holders) -> tuple[Move, ...]:
+    """What has to travel so that `after` holds. Pure: the same on every process.
+
+    The ranks that hold a parameter take turns in sending it.
+    """
+    return tuple(
+        Move(name, before[name][turn % len(before[name])], destination)
+        for name, ranks in after.items()
+        for turn, destination in enumerate(rank for rank in ranks if rank not in before[name])
+    )
 
 
 class WeightState:
@@ -33,6 +56,7 @@ class WeightState:
         self._mesh = mesh
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: frozenset[str] = frozenset()
+        self._frozen: set[str] = set()
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_ghosts = False
         self._hooks: list[Any] = []
@@ -45,8 +69,23 @@ class WeightState:
         return name not in self._missing
 
     def is_trainable(self, name: str) -> bool:
-        """Whether the user wants this parameter trained, here or elsewhere."""
-        return self._trainable[name]
+        """Whether this parameter is trained, here or elsewhere: the user wants it, and it is not frozen."""
+        return self._trainable[name] and name not in self._frozen
+
+    def freeze(self, names: Collection[str]) -> None:
+        """From now on these are not trained: no gradient, and no optimizer state once the optimizer is told."""
+        self._frozen.update(names)
+        for name in names:
+            if self.is_here(name):
+                self._table[name].requires_grad_(False)
+                self._table[name].grad = None
+
+    def put(self, name: str, value: torch.Tensor) -> nn.Parameter:
+        """A parameter that has come from another process."""
+        parameter = nn.Parameter(value, requires_grad=self.is_trainable(name))
+        self._table[name] = parameter
+        self._missing -= {name}
+        return parameter
 
     def keep_only(self, names: Collection[str], device: torch.device) -> None:
         """Move these parameters to `device`; replace the others by ghosts and free their memory.
@@ -54,11 +93,12 @@ class WeightState:
         Parameters that stay keep their identity, so an optimizer made before still knows them.
         """
         model = self._table.model
-        self._trainable.update({n: self._table[n].requires_grad for n in self._table.names if self.is_here(n)})
+        known = [name for name in self._table.names if self.is_here(name) and name not in self._frozen]
+        self._trainable.update({name: self._table[name].requires_grad for name in known})
         for name in self._table.names:
             if name in names:
                 _move(self._table[name], device)
-            else:
+            elif self.is_here(name):
                 self._table[name] = make_ghost(self._table[name], device=device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
@@ -73,22 +113,26 @@ class WeightState:
 
     @contextmanager
     def as_on_one_process(self) -> Iterator[None]:
-        """Inside, ghosts look trainable where the real parameter is: an optimizer's groups arise as on one process."""
-        for name in self._missing:
+        """Inside, what is missing or frozen looks as trainable as it was given: an optimizer's groups are the same.
+
+        So they fit a checkpoint that was saved under any layout, and before anything was frozen.
+        """
+        disguised = self._missing | self._frozen
+        for name in disguised:
             self._table[name].requires_grad_(self._trainable[name])
         try:
             yield
         finally:
-            for name in self._missing:
+            for name in disguised:
                 self._table[name].requires_grad_(False)
 
     @contextmanager
-    def gathered(self, owners: Owners) -> Iterator[None]:
+    def gathered(self, holders: Holders) -> Iterator[None]:
         """Inside, on rank 0, `model.state_dict()` holds every weight, those from elsewhere on the CPU.
 
         Collective over all processes.
         """
-        self._gathered = self._gather(owners)
+        self._gathered = self._gather(holders)
         try:
             yield
         finally:
@@ -103,14 +147,14 @@ class WeightState:
         finally:
             self._lists_ghosts = False
 
-    def restore(self, owners: Owners, device: torch.device) -> None:
+    def restore(self, holders: Holders, device: torch.device) -> None:
         """Bring every weight back to every process, on `device`. Collective over all processes."""
         for name in self._table.names:
             mine = self._table[name]
             value = torch.empty(mine.shape, dtype=mine.dtype)
-            if self._mesh.rank == owners[name]:
+            if self._mesh.rank == holders[name][0]:
                 value.copy_(mine.detach())
-            self._mesh.broadcast_tensor(value, owners[name])
+            self._mesh.broadcast_tensor(value, holders[name][0])
             if self.is_here(name):
                 _move(mine, device)
             else:
@@ -127,16 +171,18 @@ class WeightState:
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
             buffer.data = buffer.data.to(device)
-        self._missing = frozenset()
+        for name in self._frozen:
+            self._table[name].requires_grad_(self._trainable[name])
+        self._missing, self._frozen = frozenset(), set()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _gather(self, owners: Owners) -> dict[str, torch.Tensor]:
+    def _gather(self, holders: Holders) -> dict[str, torch.Tensor]:
         """On rank 0 the weights that it misses, from the ranks that hold them."""
         gathered: dict[str, torch.Tensor] = {}
-        for source in sorted(set(owners.values()) - {0}):
-            names = [name for name in self._table.names if owners[name] == source]
+        for source in sorted({ranks[0] for ranks in holders.values()} - {0}):
+            names = [name for name in self._table.names if holders[name][0] == source]
             if self._mesh.rank == source:
                 self._mesh.send_to([self._table[name] for name in names], destination=0)
             elif self._mesh.rank == 0:
@@ -204,18 +250,18 @@ class OptimizerState:
     def keep_what_is_here(self) -> None:
         """Take out what is not held by this process (any more): parameters and their state."""
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            group["params"] = [self._table[name] for name in names if self._weights.is_here(name)]
+            group["params"] = [self._table[name] for name in names if self._updates(name)]
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
 
     @contextmanager
-    def gathered(self, owners: Owners) -> Iterator[None]:
+    def gathered(self, holders: Holders) -> Iterator[None]:
         """Inside, `optimizer.state_dict()` on rank 0 is that of one process that holds the whole model.
 
         Collective over all processes.
         """
-        state = self._gather(owners)
+        state = self._gather(holders)
         if self._mesh.rank == 0:
             position = {name: i for i, name in enumerate(n for names in self._group_names for n in names)}
             groups = [
@@ -231,14 +277,23 @@ class OptimizerState:
         finally:
             self._gathered = None
 
-    # ------------------------------------------------------------------------------------ inside
-    def _state_of(self, name: str) -> dict[str, Any]:
+    def state_of(self, name: str) -> dict[str, Any]:
+        """The optimizer's state for one parameter, empty before its first step."""
         return dict(self.optimizer.state.get(self._table[name], {}))
 
-    def _gather(self, owners: Owners) -> dict[str, dict[str, Any]]:
+    def put(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """State that has come with a parameter from another process."""
+        if state:
+            self.optimizer.state[parameter] = state
+
+    # ------------------------------------------------------------------------------------ inside
+    def _updates(self, name: str) -> bool:
+        return self._weights.is_here(name) and self._table[name].requires_grad
+
+    def _gather(self, holders: Holders) -> dict[str, dict[str, Any]]:
         """On rank 0: parameter name -> its optimizer state, on the CPU."""
         names = [name for names in self._group_names for name in names]
-        mine = {n: s for n in names if owners[n] == self._mesh.rank and (s := self._state_of(n))}
+        mine = {n: s for n in names if holders[n][0] == self._mesh.rank and (s := self.state_of(n))}
         layouts = self._mesh.gather_objects(
             {n: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in s.items()} for n, s in mine.items()}
         )
@@ -266,13 +321,74 @@ class OptimizerState:
         for group, numbers, names in zip(state_dict["param_groups"], saved, self._group_names, strict=True):
             here = []
             for number, name in zip(numbers, names, strict=True):
-                if self._weights.is_here(name):
+                if self._updates(name):
                     if number in state_dict["state"]:
                         state[position] = state_dict["state"][number]
                     here.append(position)
                     position += 1
             groups.append({**group, "params": here})
         return {"state": state, "param_groups": groups}
+
+
+def exchange(
+    moves: Sequence[Move],
+    table: ParameterTable,
+    weights: WeightState,
+    optimizer: OptimizerState | None,
+    mesh: ProcessMesh,
+    device: torch.device,
+) -> int:
+    """Carry out `moves`: parameters with their optimizer state. Collective over all processes.
+
+    1. Every process tells what it will send: a state's tensors and plain values differ by optimizer.
+    2. For each pair of processes one flat buffer, all at once.
+    3. The receivers put the parts in place.
+
+    Returns:
+        Bytes that this process received.
+    """
+    outgoing: dict[int, dict[str, dict[str, Any]]] = {}
+    for move in moves:
+        if move.source == mesh.rank:
+            state = optimizer.state_of(move.name) if optimizer is not None and weights.is_trainable(move.name) else {}
+            outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **state}
+    announced = mesh.gather_objects({to: _tensors_as_meta(parcel) for to, parcel in outgoing.items()})  # 1
+    incoming = {source: told[mesh.rank] for source, told in enumerate(announced) if mesh.rank in told}
+    sent = {to: torch.cat([as_bytes(t.to(device).contiguous()) for t in _tensors_in(p)]) for to, p in outgoing.items()}
+    received = {
+        source: torch.empty(sum(t.nbytes for t in _tensors_in(parcel)), dtype=torch.uint8, device=device)
+        for source, parcel in incoming.items()
+    }
+    operations = [dist.P2POp(dist.isend, buffer, to) for to, buffer in sorted(sent.items())]
+    operations += [dist.P2POp(dist.irecv, buffer, source) for source, buffer in sorted(received.items())]
+    for work in dist.batch_isend_irecv(operations) if operations else []:  # 2
+        work.wait()
+    for source, parcel in incoming.items():  # 3
+        parts = iter(received[source].split([t.nbytes for t in _tensors_in(parcel)]))
+        for name, values in parcel.items():
+            arrived = {
+                key: next(parts).clone().view(v.dtype).view(v.shape) if isinstance(v, torch.Tensor) else v
+                for key, v in values.items()
+            }
+            parameter = weights.put(name, arrived.pop(WEIGHT))
+            if optimizer is not None:
+                optimizer.put(parameter, arrived)
+    return sum(buffer.nbytes for buffer in received.values())
+
+
+WEIGHT = ""
+"""Key of the parameter itself beside its optimizer state."""
+
+
+def _tensors_in(parcel: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
+    return [v for values in parcel.values() for v in values.values() if isinstance(v, torch.Tensor)]
+
+
+def _tensors_as_meta(parcel: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: v.to("meta") if isinstance(v, torch.Tensor) else v for key, v in values.items()}
+        for name, values in parcel.items()
+    }
 
 
 def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:

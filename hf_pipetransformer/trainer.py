@@ -33,17 +33,21 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from . import events
 from .agreement import check_same_everywhere
+from .callbacks import LayerFreezeCallback
 from .costs import UnitCost, measure_costs
 from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
-from .elastic_pipeline import ElasticPipeline
+from .elastic_pipeline import ElasticPipeline, Transformation
 from .errors import UnsupportedModelError
+from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
+from .frozen_prefix import FreezableLayers
 from .ghosts import evaluation_mode
 from .layer_stack import LayerStack
 from .loss_scaling import LossReduction, find_loss_reduction
 from .mesh import ProcessMesh
 from .micro_batch import Batch
-from .plan import PipelinePlan, make_plan
+from .plan import PipelinePlan, make_plan, replan
 from .stage import StageModule
 from .state import synchronise_weights
 from .training_args import PipeTransformerTrainingArguments
@@ -68,6 +72,12 @@ class PipeTransformerTrainer(Trainer):
     While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
     other parameters of `trainer.model` are empty stand-ins. Before and after it, `trainer.model` is whole.
 
+    With a `freeze_policy` layers are frozen from the bottom up while training goes on, and the others are packed into
+    fewer stages; the freed processes become replicas (PipeTransformer, ICML 2021).
+
+    Args:
+        freeze_policy: a policy of your own in place of `args.freeze_policy`.
+
     Raises:
         ValueError: arguments that contradict one another or the processes, on all processes at once.
         UnsupportedModelError: the model has no layers that can be cut.
@@ -82,6 +92,7 @@ class PipeTransformerTrainer(Trainer):
         model: Any = None,
         args: PipeTransformerTrainingArguments | None = None,
         *positional: Any,
+        freeze_policy: FreezePolicy | None = None,
         **keywords: Any,
     ) -> None:
         if args is None:
@@ -101,6 +112,10 @@ class PipeTransformerTrainer(Trainer):
         self._slice = BatchSlice(0, 0)
         self._micro_losses: list[torch.Tensor] = []
         self._train_batches: NumberedBatches | None = None
+        policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
+        if not isinstance(policy, NeverFreeze):
+            strategy: Any = args.freeze_strategy
+            self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         # first, so that loggers which save the model at the end see all of it
         self.callback_handler.callbacks.insert(0, _WholeModelAtTrainEnd(self))
 
@@ -137,14 +152,33 @@ class PipeTransformerTrainer(Trainer):
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
         plan = self._make_plan(pipeline)
+        callback = self._freeze_callback
+        if callback is not None:
+            freezable = pipeline.freezable
+            assert freezable is not None
+            callback.attach(freezable.num_layers, freezable.max_frozen, self.state)
+        self._first_plan = plan
+        if callback is not None and callback.num_frozen:  # resumed
+            plan = self._plan_after_freezing(plan, callback.num_frozen)
         pipeline.place(plan)
         logger.info("%s", plan)
+        self._record("resume" if self.state.global_step else "start", plan)
         self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 pipeline.adopt(super().create_optimizer())
         assert self.optimizer is not None
         return self.optimizer
+
+    @property
+    def _freeze_callback(self) -> LayerFreezeCallback | None:
+        """Looked up anew each time: resuming replaces callback objects."""
+        return next((c for c in self.callback_handler.callbacks if isinstance(c, LayerFreezeCallback)), None)
+
+    def _plan_after_freezing(self, plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
+        return replan(
+            plan, num_frozen, self._first_plan, self.args.per_device_train_batch_size, compress=self.args.elastic
+        )
 
     def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
         """The pipeline of the current model, found on a few rows of data the first time."""
@@ -162,10 +196,14 @@ class PipeTransformerTrainer(Trainer):
         sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
         check_same_everywhere(self._mesh, self.model, self.train_dataset, sample)
         with torch.random.fork_rng(devices=[]):
-            if self.args.uses_pipeline:
+            freezable = None
+            if self.args.uses_pipeline or self._freeze_callback is not None:
                 stack = LayerStack.discover(self.model, sample)
-                _refuse_batch_statistics(self.model)
+                if self.args.uses_pipeline:
+                    _refuse_batch_statistics(self.model)
                 self._unit_costs: tuple[UnitCost, ...] = measure_costs(stack, sample)
+                if self._freeze_callback is not None:
+                    freezable = FreezableLayers.of(stack, sample)
             else:
                 stack = LayerStack.uncut(self.model, sample)
                 self._unit_costs = (UnitCost(type(self.model).__name__, 0.0, 0, 0, {}, 0),)
@@ -181,7 +219,7 @@ class PipeTransformerTrainer(Trainer):
         # patches the forward for mixed precision, as it would for DDP, and nothing else
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         self.pipeline = ElasticPipeline(
-            stack, self._loss_of_micro_batch, self._mesh, self.args.device, self._wrap_replicas
+            stack, self._loss_of_micro_batch, self._mesh, self.args.device, self._wrap_replicas, freezable
         )
 
     def _make_plan(self, pipeline: ElasticPipeline) -> PipelinePlan:
@@ -278,6 +316,7 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         assert self._train_batches is not None and self.pipeline is not None
+        self._transform_if_proposed()
         batches: list[Any] = []
         self._slices.clear()
         items = 0
@@ -298,6 +337,40 @@ class PipeTransformerTrainer(Trainer):
             total[0] = items
         self._num_items = max(int(total), 1)
         return batches, self._num_items
+
+    # ------------------------------------------------------------------------------------ transformation
+    def _transform_if_proposed(self) -> None:
+        """The one safe point: no gradient is alive, no batch is under way. Collective where a decision was made."""
+        callback, pipeline = self._freeze_callback, self.pipeline
+        proposal = callback.take_proposal() if callback is not None else None
+        if callback is None or pipeline is None or proposal is None:
+            return
+        num_frozen = agreed_num_frozen(pipeline.mesh.gather_objects(proposal))
+        if num_frozen > callback.num_frozen:
+            assert self._train_batches is not None
+            change = pipeline.transform(self._plan_after_freezing(pipeline.current_plan, num_frozen))
+            self._train_batches.reslice(pipeline.num_replicas, pipeline.replica_index)
+            self._tell(change)
+        callback.confirm(num_frozen)
+
+    def _tell(self, change: Transformation) -> None:
+        """One line in the log, one record in the run's file, and metrics for whoever logs."""
+        assert self.pipeline is not None
+        everyone = self.pipeline.mesh.gather_objects((dict(change.seconds), change.bytes_moved))
+        phases = {phase: max(seconds[phase] for seconds, _ in everyone) for phase in change.seconds}
+        total = max(sum(seconds.values()) for seconds, _ in everyone)
+        moved = sum(count for _, count in everyone)
+        if self.is_world_process_zero():
+            logger.info("%s", events.describe(change, total, moved))
+        self._record("transform", change.after, total, moved, phases)
+        layout = events.layout_of(change.after)
+        numbers = {key: value for key, value in layout.items() if isinstance(value, int)}
+        self.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
+
+    def _record(self, event: str, plan: PipelinePlan, *measured: Any) -> None:
+        if self.is_world_process_zero():
+            state = self.state
+            events.record(self.args.output_dir or ".", event, plan, state.global_step, state.epoch or 0.0, *measured)
 
     # ------------------------------------------------------------------------------------ steps
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -363,6 +436,9 @@ class PipeTransformerTrainer(Trainer):
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm over all stages.")
         assert self.pipeline is not None
+        callback = self._freeze_callback
+        if callback is not None and callback.wants_gradient_norms:
+            callback.observe(self.pipeline.squared_gradient_norms(self._loss_scale))
         return self.pipeline.clip_grad_norm(max_norm, self.accelerator.unscale_gradients, self._loss_scale)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -419,13 +495,13 @@ class PipeTransformerTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super().save_model(output_dir, _internal_call)
-        with self.pipeline.weights.gathered(self.pipeline.owners()):
+        with self.pipeline.weights.gathered(self.pipeline.holders()):
             return super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._save_optimizer_and_scheduler(output_dir)
-        with self.pipeline.optimizer_state.gathered(self.pipeline.owners()):
+        with self.pipeline.optimizer_state.gathered(self.pipeline.holders()):
             return super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_best_model(self) -> None:

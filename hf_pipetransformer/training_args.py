@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .partition import check_schedule
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
@@ -28,6 +30,16 @@ def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
     if number < 1 or isinstance(value, (bool, float)):
         raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, or 'auto'.")
     return number
+
+
+def _from_json(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'{name}={text!r} is not JSON ({error}): write it as {{"1": 4, "2": 7}}.') from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{name}={text!r}: it must be a map, such as {{"1": 4, "2": 7}}.')
+    return value
 
 
 if TYPE_CHECKING:
@@ -57,6 +69,26 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Micro-batches that a pipeline's batch is cut into. All have one size, so the largest divisor of the
             batch's rows up to this number is used.
 
+    > Parameters that control the freezing of layers
+
+    Args:
+        freeze_policy (`str`, *optional*, defaults to `"none"`):
+            How many layers are frozen, from the bottom up, at each decision: `"none"`, `"alpha"`, `"adaptive"`,
+            `"autofreeze"` or `"schedule"`. A policy of your own is an argument of the trainer.
+        freeze_alpha (`float`, *optional*, defaults to 1/3):
+            Share of the active layers that a decision of `"alpha"` or `"adaptive"` freezes, between 0 and 1.
+        freeze_strategy (`str`, *optional*, defaults to `"epoch"`):
+            When decisions are made: `"epoch"`, at each epoch's begin but the first, or `"steps"`.
+        freeze_steps (`float`, *optional*):
+            Optimizer steps between decisions of `freeze_strategy="steps"`; below 1 a share of all steps.
+        freeze_schedule (`dict`, *optional*):
+            Of `freeze_policy="schedule"`: epoch (or step, for `freeze_strategy="steps"`) -> number of frozen layers.
+            As JSON on the command line.
+        max_frozen_layers (`int`, *optional*):
+            Never freeze more layers than this.
+        elastic (`bool`, *optional*, defaults to `True`):
+            After a freeze, pack the layers into fewer stages where they fit, and use the freed devices as replicas.
+
     > Defaults that differ from `TrainingArguments`
 
     - `use_cpu` is set where there is no accelerator.
@@ -77,10 +109,39 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
     )
 
+    freeze_policy: str = field(
+        default="none",
+        metadata={
+            "help": "How many layers are frozen at each decision, from the bottom up.",
+            "choices": list(FREEZE_POLICIES),
+        },
+    )
+    freeze_alpha: float = field(
+        default=1 / 3, metadata={"help": "Share of the active layers that a decision of 'alpha' or 'adaptive' freezes."}
+    )
+    freeze_strategy: str = field(
+        default="epoch",
+        metadata={"help": "When freezing is decided: at each 'epoch', or every freeze_steps 'steps'."},
+    )
+    freeze_steps: float | None = field(
+        default=None, metadata={"help": "Optimizer steps between decisions; below 1 a share of all steps."}
+    )
+    freeze_schedule: dict | str | None = field(
+        default=None, metadata={"help": "Epoch (or step) -> number of frozen layers, as JSON."}
+    )
+    max_frozen_layers: int | None = field(default=None, metadata={"help": "Never freeze more layers than this."})
+    elastic: bool = field(
+        default=True, metadata={"help": "Use the devices that freezing leaves free as data-parallel replicas."}
+    )
+
     def __post_init__(self) -> None:
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         check_schedule(self.pipeline_schedule)
+        if isinstance(self.freeze_schedule, str):
+            self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
+        self.make_freeze_policy()  # refuses what is out of range
+        check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
             self._refuse_impossible_layout(int(os.environ.get("WORLD_SIZE", 1)))
@@ -95,6 +156,20 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 if dist.is_initialized():
                     dist.barrier()  # a process that left now would leave others waiting for it to connect
                 raise
+
+    def make_freeze_policy(self) -> FreezePolicy:
+        """The policy that the fields ask for.
+
+        Raises:
+            ValueError: an unknown name, or a value out of its range.
+        """
+        assert not isinstance(self.freeze_schedule, str)
+        return make_policy(
+            self.freeze_policy,
+            alpha=self.freeze_alpha,
+            schedule=self.freeze_schedule,
+            by="step" if self.freeze_strategy == "steps" else "epoch",
+        )
 
     @property
     def uses_pipeline(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,13 +37,13 @@ class Spread:
         self.stack = LayerStack.discover(self.model, MODELS[NAME].batch(2))
         self.table = self.stack.table
         self.model.model.layers[0].self_attn.q_proj.weight.requires_grad_(not frozen)
-        torch.nn.Module.requires_grad_(self.model.model.norm, not frozen)
+        self.model.model.norm.requires_grad_(not frozen)
         self.mesh = ProcessMesh(timedelta(seconds=60))
         self.weights = WeightState(self.table, self.mesh)
         size = self.stack.num_units // stages
         self.parts = [self.stack.owned(stage * size, (stage + 1) * size) for stage in range(stages)]
         self.mine = self.parts[rank]
-        self.owners = {name: next(r for r in range(stages) if name in self.parts[r]) for name in self.table.names}
+        self.holders = {n: tuple(r for r in range(stages) if n in self.parts[r]) for n in self.table.names}
 
     def keep_mine(self) -> None:
         self.weights.keep_only(self.mine, CPU)
@@ -187,7 +188,7 @@ def gather_and_restore(rank, world_size, stages, dtype, frozen):
     flags = {name: spread.table[name].requires_grad for name in spread.table.names}
     spread.keep_mine()
     kept = {name: spread.table[name] for name in spread.mine}
-    with spread.weights.gathered(spread.owners):
+    with spread.weights.gathered(spread.holders):
         state_dict = spread.model.state_dict()
         if rank == 0:
             assert_equal_states(state_dict, original)
@@ -195,7 +196,7 @@ def gather_and_restore(rank, world_size, stages, dtype, frozen):
     with pytest.raises(RuntimeError, match="spread over a pipeline"):
         spread.model.state_dict()
 
-    spread.weights.restore(spread.owners, CPU)
+    spread.weights.restore(spread.holders, CPU)
     assert spread.weights.is_whole
     assert_equal_states(spread.model.state_dict(), original)
     assert spread.model.lm_head.weight is spread.model.model.embed_tokens.weight
@@ -236,14 +237,14 @@ def test_weights_that_differ_become_those_of_rank_0():
 
 @contextmanager
 def gathered(spread: Spread, state: OptimizerState):
-    with state.gathered(spread.owners), spread.weights.gathered(spread.owners):
+    with state.gathered(spread.holders), spread.weights.gathered(spread.holders):
         yield
 
 
 def train_spread(rank, world_size, kind, cut_first):
     """Three steps as one process and spread; then what was saved is loaded by another spread model."""
     torch.distributed.init_process_group("gloo")
-    alone = Spread(frozen=True)
+    alone, stock = Spread(frozen=True), Spread(frozen=True)
     reference = OPTIMIZERS[kind](alone.groups())
     for number in range(3):
         alone.step(reference, number)
@@ -271,7 +272,9 @@ def train_spread(rank, world_size, kind, cut_first):
         if rank == 0:
             assert_equal_optimizer_states(saved, reference.state_dict())
             assert_equal_states(weights, alone.model.state_dict())
-            torch.optim.Optimizer.load_state_dict(OPTIMIZERS[kind](Spread(frozen=True).groups()), saved)
+            fresh = OPTIMIZERS[kind](stock.groups())  # as the stock Trainer would resume
+            fresh.load_state_dict(saved)
+            assert_equal_optimizer_states(fresh.state_dict(), saved)
 
     # from a file of one process on, spread once more
     resumed = Spread(rank, world_size, frozen=True)
@@ -279,7 +282,7 @@ def train_spread(rank, world_size, kind, cut_first):
     with resumed.weights.as_on_one_process():
         second = OPTIMIZERS[kind](resumed.groups())
     second_state = OptimizerState(second, resumed.table, resumed.weights, resumed.mesh)
-    second.load_state_dict(reference.state_dict())
+    second.load_state_dict(copy.deepcopy(reference.state_dict()))  # torch would share the tensors
     resumed.model.load_state_dict(alone.model.state_dict())
     alone.step(reference, 3)
     resumed.step(second, 3)

@@ -1,0 +1,75 @@
+"""A line for each change of layout in `output_dir/pipeline_events.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .elastic_pipeline import Transformation
+from .plan import PipelinePlan
+
+FILE_NAME = "pipeline_events.jsonl"
+
+
+def layout_of(plan: PipelinePlan) -> dict[str, Any]:
+    """What a plan says of the layout, in plain values."""
+    return {
+        "num_layers": plan.num_units,
+        "num_frozen_layers": plan.num_frozen_layers,
+        "pipeline_parallel_size": plan.pipeline_parallel_size,
+        "data_parallel_size": plan.data_parallel_size,
+        "num_microbatches": "auto" if plan.num_microbatches is None else plan.num_microbatches,
+        "stage_bounds": list(plan.stage_bounds),
+    }
+
+
+def record(
+    folder: str | Path,
+    event: str,
+    plan: PipelinePlan,
+    global_step: int,
+    epoch: float,
+    seconds: float = 0.0,
+    bytes_moved: int = 0,
+    phases: Mapping[str, float] | None = None,
+) -> None:
+    """Append one event to the run's file.
+
+    Args:
+        folder: the run's `output_dir`.
+        event: "start", "resume" or "transform".
+        plan: in force from now on.
+        global_step: optimizer steps done.
+        epoch: epochs done.
+        seconds: that the change took, on the slowest process.
+        bytes_moved: received by all processes together.
+        phases: seconds of its parts, on the slowest process of each.
+    """
+    entry = {
+        "event": event,
+        "global_step": global_step,
+        "epoch": epoch,
+        **layout_of(plan),
+        "seconds": round(seconds, 6),
+        "bytes_moved": bytes_moved,
+        "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
+    }
+    path = Path(folder) / FILE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def describe(change: Transformation, seconds: float, bytes_moved: int) -> str:
+    """One line for the log."""
+
+    def layout(plan: PipelinePlan) -> str:
+        return f"{plan.pipeline_parallel_size} x {plan.data_parallel_size}"
+
+    frozen = f"{change.after.num_frozen_layers} of {change.after.num_units} layers frozen"
+    return (
+        f"{frozen}: pipelines {layout(change.before)} -> {layout(change.after)} (stages x replicas), stages"
+        f" {list(change.after.stage_bounds)}, {bytes_moved / 2**20:.1f} MiB moved in {seconds:.3f} s"
+    )
