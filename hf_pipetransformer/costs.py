@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .ghosts import evaluation_mode
 from .layer_range import Unit, tensors_of
-from .layer_stack import LayerStack
+from .layer_stack import CarrySlot, LayerStack
 from .micro_batch import batch_rows
 
 
@@ -64,7 +64,7 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
                 name=unit.name,
                 forward_flops=sum(meter.flops[i] for i in mine) / rows,
                 activation_bytes=round(sum(meter.saved_bytes[i] for i in mine) / rows),
-                boundary_bytes=round(sum(meter.sizes[k][s.stack][s.position] for s in boundaries[k] if s.is_used) / rows),
+                boundary_bytes=round(meter.bytes_of(boundaries[k], after=k) / rows),
                 parameters=parameters,
                 trainable_bytes=sum(size for name, size in parameters.items() if stack.table[name].requires_grad),
             )
@@ -106,6 +106,10 @@ class _Meter:
         self._flops_before = flops
         self.saved_bytes.append(sum(self._saved.values()))
         self._saved.clear()
+
+    def bytes_of(self, slots: Sequence[CarrySlot], after: int) -> int:
+        """Of those tensors that are read later, as they are after a unit."""
+        return sum(self.sizes[after][slot.stack][slot.position] for slot in slots if slot.is_used)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

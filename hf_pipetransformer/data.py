@@ -8,7 +8,7 @@ are:
     pipeline 0      7 3              4 8              2
     pipeline 1      9 1              0 5              6
 
-`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so everything that
+`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so all that
 the Trainer and Accelerate do with a loader (length, skipping on resume, epochs) acts on numbers. Behind it
 `NumberedBatches` runs the user's dataset, collator and workers over the slices.
 """

@@ -219,7 +219,10 @@ class ElasticPipeline(nn.Module):
         shared = self._shared_by_owners()
         self._copies = {name: len(stages) for stages, names in shared.items() for name in names}
         self._shared_groups = [
-            (names, self.mesh.subgroup([[plan.ranks_of_pipeline(r)[s] for s in stages] for r in range(self.num_replicas)]))
+            (
+                names,
+                self.mesh.subgroup([[plan.ranks_of_pipeline(r)[s] for s in stages] for r in range(self.num_replicas)]),
+            )
             for stages, names in shared.items()
         ]
         trainable = [name for name in stage.names if self.stack.table[name].requires_grad]
@@ -282,7 +285,9 @@ class ElasticPipeline(nn.Module):
 
     def forward(self, **batch: Any) -> Any:
         """Refused: a stage alone has no output."""
-        raise RuntimeError("An ElasticPipeline is run by step() and predict(); use the Trainer's evaluate() or predict().")
+        raise RuntimeError(
+            "An ElasticPipeline is run by step() and predict(); use the Trainer's evaluate() or predict()."
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -473,9 +478,7 @@ class ElasticPipeline(nn.Module):
     def _receive_shapes(self) -> Sequence[CarriedTensor]:
         return self._receive_object(self.stage_index - 1)
 
-    def _send_values(
-        self, stage: StageModule, values: Sequence[torch.Tensor]
-    ) -> list[tuple[dist.Work, torch.Tensor]]:
+    def _send_values(self, stage: StageModule, values: Sequence[torch.Tensor]) -> list[tuple[dist.Work, torch.Tensor]]:
         self._send_shapes([_describe(value) for value in values])
         return [
             self._send_tensor(value, self.stage_index + 1)

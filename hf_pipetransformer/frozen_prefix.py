@@ -160,18 +160,17 @@ class FrozenPrefix:
         self.num_frozen, self._required_gradient, self._stays_in_eval = 0, [], set()
 
     def _modules_of_prefix_alone(self, frozen: frozenset[str]) -> set[nn.Module]:
-        """Frozen layers that no active unit calls, and modules (embeddings) of which every parameter is frozen."""
-        model, units = self._stack.model, self._stack.units
-        layers = {u.module for u in units[: self.num_frozen]} - {u.module for u in units[self.num_frozen :]}
+        """Frozen layers, and modules (embeddings) of which every parameter is frozen, with no active layer in them."""
+        units = self._stack.units
+        active = {module for unit in units[self.num_frozen :] for module in unit.module.modules()}
+        layers = {unit.module for unit in units[: self.num_frozen]}
         frozen_parameters = {id(self._stack.table[name]) for name in frozen}
-        roots = [
-            module
-            for module in model.modules()
-            if module in layers
-            or (
-                any(True for _ in module.parameters()) and all(id(p) in frozen_parameters for p in module.parameters())
-            )
-        ]
+        roots = []
+        for module in self._stack.model.modules():
+            parameters = [id(parameter) for parameter in module.parameters()]
+            is_frozen = module in layers or (parameters and frozen_parameters.issuperset(parameters))
+            if is_frozen and active.isdisjoint(module.modules()):
+                roots.append(module)
         return {module for root in roots for module in root.modules()}
 
     # ------------------------------------------------------------------------------------ in a forward

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class LayerStack:
     def shared(self, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Parameters that several stages need, with those stages, for stages cut at `bounds` (0, ..., num_units)."""
         stages: dict[str, tuple[int, ...]] = {}
-        for stage, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for stage, (start, stop) in enumerate(pairwise(bounds)):
             for name in self.owned(start, stop):
                 stages[name] = (*stages.get(name, ()), stage)
         return {name: stages[name] for name in self.table.names if len(stages.get(name, ())) > 1}
@@ -277,7 +278,7 @@ def _noting(
 def _reached_by_each_unit(
     runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
 ) -> tuple[list[set[str]], list[set[tuple[int, int]]]]:
-    """For each unit, run alone: names of the parameters, and (stack, position) of the carried tensors, it depends on."""
+    """For each unit, run alone: names of the parameters and (stack, position) of the carried tensors it needs."""
     owners: list[set[str]] = []
     used: list[set[tuple[int, int]]] = []
     with table.all_trainable(), torch.enable_grad():
@@ -324,8 +325,12 @@ def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) 
         replaced_here = runner.units[k].stack
         needed_later = {slot for slot in needed_later if slot[0] != replaced_here} | used[k]
         boundaries[k] = tuple(
-            CarrySlot(stack, position, is_used=(not floating) or (stack, position) in needed_later,
-                      needs_gradient=(stack, position) in needed_later)
+            CarrySlot(
+                stack,
+                position,
+                is_used=(not floating) or (stack, position) in needed_later,
+                needs_gradient=(stack, position) in needed_later,
+            )
             for stack in sorted({unit.stack for unit in runner.units[:k]})
             for position, floating in enumerate(runner.floating_outputs(stack))
         )
@@ -333,9 +338,7 @@ def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) 
 
 
 def _all_used(boundaries: Sequence[tuple[CarrySlot, ...]]) -> tuple[tuple[CarrySlot, ...], ...]:
-    return tuple(
-        tuple(CarrySlot(s.stack, s.position, True, s.needs_gradient) for s in slots) for slots in boundaries
-    )
+    return tuple(tuple(CarrySlot(s.stack, s.position, True, s.needs_gradient) for s in slots) for slots in boundaries)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

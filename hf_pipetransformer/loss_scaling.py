@@ -51,9 +51,7 @@ class LossReduction:
         return 1.0 if self.kind == "sum" else self.count(micro_batch) / num_items
 
 
-def find_loss_reduction(
-    loss_of: LossOf, batch: Batch, shifts_labels: bool, tolerance: float = 2e-3
-) -> LossReduction:
+def find_loss_reduction(loss_of: LossOf, batch: Batch, shifts_labels: bool, tolerance: float = 2e-3) -> LossReduction:
     """Try how the loss of `batch` follows from the losses of its rows.
 
     Args:
@@ -86,4 +84,3 @@ def find_loss_reduction(
         if counted and close(sum(c * loss for c, loss in counted) / sum(counts), whole):
             return reduction
     return LossReduction("whole", token_items)
-

@@ -1,8 +1,8 @@
 """Process groups of a K stages x R replicas layout, and small collectives over all processes.
 
-    world of 8, K = 4, R = 2        stage 0   1   2   3
-                        replica 0   rank  0   1   2   3     a row is a pipeline (`pipeline_group`)
-                        replica 1   rank  4   5   6   7     a column holds the same stage (`replica_group`)
+world of 8, K = 4, R = 2        stage 0   1   2   3
+                    replica 0   rank  0   1   2   3     a row is a pipeline (`pipeline_group`)
+                    replica 1   rank  4   5   6   7     a column holds the same stage (`replica_group`)
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class ProcessMesh:
             )
         return self._layouts[num_stages]
 
-    def subgroup(
-        self, partition: Iterable[Iterable[int]], backend: str | None = None
-    ) -> dist.ProcessGroup | None:
+    def subgroup(self, partition: Iterable[Iterable[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """This process's group among several disjoint sets of ranks; None if it is in none or alone.
 
         Collective over all processes the first time a partition is asked for.

@@ -315,9 +315,7 @@ def make_plan(
 
 def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int) -> list[float]:
     """Return the FLOPs of each unit in a training step: a backward costs two forwards, a frozen unit has none."""
-    return [
-        unit.forward_flops * (1 if index < num_frozen_layers else 3) for index, unit in enumerate(unit_costs)
-    ]
+    return [unit.forward_flops * (1 if index < num_frozen_layers else 3) for index, unit in enumerate(unit_costs)]
 
 
 def replan(

@@ -1,11 +1,11 @@
 """Micro-batch schedules: `torch.distributed.pipelining` with what the Trainer needs added.
 
-    1F1B, K = 4 stages, M = 4 micro-batches (F forward, B backward)
+1F1B, K = 4 stages, M = 4 micro-batches (F forward, B backward)
 
-    stage 0   F0 F1 F2 F3          B0    B1    B2    B3
-    stage 1      F0 F1 F2       B0 F3 B1    B2    B3
-    stage 2         F0 F1    B0 F2 B1 F3 B2    B3
-    stage 3            F0 B0 F1 B1 F2 B2 F3 B3
+stage 0   F0 F1 F2 F3          B0    B1    B2    B3
+stage 1      F0 F1 F2       B0 F3 B1    B2    B3
+stage 2         F0 F1    B0 F2 B1 F3 B2    B3
+stage 3            F0 B0 F1 B1 F2 B2 F3 B3
 """
 
 from __future__ import annotations

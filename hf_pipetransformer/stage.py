@@ -59,9 +59,7 @@ class StageModule(nn.Module):
 
     stack: LayerStack
 
-    def __init__(
-        self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction, device: torch.device
-    ) -> None:
+    def __init__(self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction, device: torch.device) -> None:
         super().__init__()
         self.__dict__["stack"] = stack  # not registered: its modules hold other stages' ghosts
         self.start, self.stop = start, stop
@@ -142,9 +140,7 @@ class StageModule(nn.Module):
         """What this stage hands on when it receives `incoming`; costs one forward of `batch` through the stage."""
         if self.is_last:
             return ()
-        values = [
-            carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming
-        ]
+        values = [carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming]
         outputs = self.carry_on(values, batch)
         return tuple(
             CarriedTensor(tuple(out.shape), out.dtype, slot.needs_gradient and out.requires_grad)
@@ -192,7 +188,7 @@ class ShapeBook:
         self._by_rows: dict[tuple[Any, ...], tuple[StageShapes, StageShapes]] = {}
 
     def shapes(self, batch: Batch, rows: int) -> StageShapes:
-        """Shapes for micro-batches of `rows` rows of `batch`. Collective over the pipeline for a new shape of batch."""
+        """Shapes for micro-batches of `rows` rows of `batch`. Collective over the pipeline for a new shape."""
         has_two = batch_rows(batch) > 1  # what was learnt from a single row says nothing of more
         key = (shape_signature(batch), has_two)
         if key not in self._by_rows:

@@ -205,7 +205,7 @@ class WeightState:
         if self._gathered is None and self._missing and not self._lists_ghosts:
             raise RuntimeError(
                 f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
-                " parameters are not on this process. Call trainer.save_model() on all processes, or save after train()"
+                " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
                 " has returned."
             )
         for name, tensor in (self._gathered or {}).items():
@@ -238,7 +238,7 @@ class OptimizerState:
         foreign = [tuple(p.shape) for p in parameters if id(p) not in name_of]
         if foreign:
             raise ValueError(
-                f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not the model's (the first has shape"
+                f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not the model's (one has shape"
                 f" {foreign[0]}): make the optimizer from the parameters of the model that the trainer is given."
             )
         self._group_names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -299,7 +299,9 @@ class OptimizerState:
         )
         gathered = {n: {k: _on_cpu(v) for k, v in s.items()} for n, s in mine.items()}
         for source in range(1, self._mesh.world_size):
-            slots = [(n, k, v) for n, s in layouts[source].items() for k, v in s.items() if isinstance(v, torch.Tensor)]
+            slots = [
+                (n, k, v) for n, s in layouts[source].items() for k, v in s.items() if isinstance(v, torch.Tensor)
+            ]
             if self._mesh.rank == source:
                 self._mesh.send_to([mine[n][k] for n, k, _ in slots], destination=0)
             elif self._mesh.rank == 0:

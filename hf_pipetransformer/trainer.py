@@ -99,8 +99,8 @@ class PipeTransformerTrainer(Trainer):
             args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, PipeTransformerTrainingArguments):
             raise ValueError(
-                f"args is a {type(args).__name__}: a PipeTransformerTrainer needs PipeTransformerTrainingArguments, which"
-                " take the same fields."
+                f"args is a {type(args).__name__}: a PipeTransformerTrainer needs PipeTransformerTrainingArguments,"
+                " which take the same fields."
             )
         if args.uses_pipeline:
             _refuse_distributed_model(model)
@@ -148,7 +148,9 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return super().create_optimizer(model) if model is not None else super().create_optimizer()
         assert self._train_batches is not None
-        pipeline = self._pipeline_for(self._train_batches.sample_rows(LOSS_SAMPLE_ROWS), self._train_batches.collate_fn)
+        pipeline = self._pipeline_for(
+            self._train_batches.sample_rows(LOSS_SAMPLE_ROWS), self._train_batches.collate_fn
+        )
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
         plan = self._make_plan(pipeline)
@@ -166,7 +168,8 @@ class PipeTransformerTrainer(Trainer):
         self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
-                pipeline.adopt(super().create_optimizer())
+                optimizer = super().create_optimizer()
+            pipeline.adopt(optimizer)
         assert self.optimizer is not None
         return self.optimizer
 
@@ -392,7 +395,9 @@ class PipeTransformerTrainer(Trainer):
         if empty_every is not None and self.state.global_step % empty_every == 0:
             clear_device_cache()
         # the loss of the global batch, the same on every process
-        loss = torch.stack(self._micro_losses).sum() if self._micro_losses else torch.zeros((), device=self.args.device)
+        loss = (
+            torch.stack(self._micro_losses).sum() if self._micro_losses else torch.zeros((), device=self.args.device)
+        )
         if pipeline.mesh.world_size > 1:
             loss = loss.float()
             dist.all_reduce(loss)
@@ -555,8 +560,8 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UnsupportedModelError(
                 model,
-                f"{name!r} is a {type(module).__name__}, whose result depends on all rows of a batch, and micro-batches"
-                " would change it.",
+                f"{name!r} is a {type(module).__name__}, whose result depends on all rows of a batch:"
+                " micro-batches would change it.",
                 "Set pipeline_parallel_size=1.",
             )
 

@@ -117,7 +117,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         },
     )
     freeze_alpha: float = field(
-        default=1 / 3, metadata={"help": "Share of the active layers that a decision of 'alpha' or 'adaptive' freezes."}
+        default=1 / 3,
+        metadata={"help": "Share of the active layers that a decision of 'alpha' or 'adaptive' freezes."},
     )
     freeze_strategy: str = field(
         default="epoch",
@@ -225,8 +226,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
             if os.environ.get(variable, "false").lower() in ("true", "1"):
                 raise ValueError(
-                    f"{name} is switched on by the launcher ({variable}) and cannot be combined with {wanted}. Launch with a"
-                    " configuration without it (accelerate_configs/ has some), or set pipeline_parallel_size=1."
+                    f"{name} is switched on by the launcher ({variable}) and cannot be combined with {wanted}. Launch"
+                    " with a configuration without it (accelerate_configs/ has some), or set pipeline_parallel_size=1."
                 )
         optimizer = OptimizerNames(self.optim).value
         if any(name in optimizer for name in FUSED_BACKWARD_OPTIMIZERS):
@@ -254,8 +255,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         }
         if checkpointing.get("use_reentrant"):
             raise ValueError(
-                f"gradient checkpointing with use_reentrant=True cannot be combined with {wanted}: it hides the layers'"
-                " autograd graph from the stages. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
+                f"gradient checkpointing with use_reentrant=True cannot be combined with {wanted}: it hides the"
+                " layers' autograd graph from the stages. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         if self._splits_batches:
             raise ValueError(
@@ -272,8 +273,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if world_size == 1:
             raise ValueError(
                 f"{wanted}, but only one process runs: a pipeline needs one process per stage. Start {stages} with"
-                f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU note that"
-                " `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the number;"
+                f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU note"
+                " that `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the number;"
                 " `distributed_type: MULTI_GPU` with `use_cpu=True` (or torchrun) starts them all."
             )
         divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)

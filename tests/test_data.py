@@ -383,7 +383,7 @@ def test_an_empty_dataset_is_named(dataset):
 
 
 def test_a_stream_that_ends_before_the_first_whole_batch():
-    with pytest.raises(ValueError, match="Stream.*dataloader_drop_last"):
+    with pytest.raises(ValueError, match=r"Stream.*dataloader_drop_last"):
         make_loader(Stream(3), drop_last=True).dataset.sample_rows(2)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
@@ -91,7 +94,7 @@ def test_ranges_one_after_the_other_give_the_model(model, batch, runner, bounds)
     for layer in model.layers:
         layer.calls = 0
     carry = None
-    for start, stop in zip(bounds, bounds[1:-1], strict=False):
+    for start, stop in pairwise(bounds[:-1]):
         carry = runner.run(start, stop, carry, batch)
         assert model.calls == [1] * stop + [0] * (4 - stop), "each layer runs once, in its range"
     with runner.to_the_end(bounds[-2], carry):
@@ -133,7 +136,7 @@ def test_gradient_checkpointing_computes_a_layer_again(model, batch, runner, sta
     for layer in model.layers:
         layer.calls = 0
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     carry = runner.run(0, start, None, batch) if start else None
     runner.restrict_to(range(start, 4))
     with runner.to_the_end(start, carry):
@@ -151,7 +154,7 @@ def test_gradient_checkpointing_computes_a_layer_again(model, batch, runner, sta
 @pytest.mark.parametrize("order", [[1, 0, 2, 3], [0, 2, 1, 3]])
 def test_another_order_is_an_error(model, batch, runner, order):
     model.order = order
-    with pytest.raises(UnsupportedModelError, match=r"layer 'layers\.\d' as number \d, where 'layers\.\d' was expected"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 'layers\.\d' as number \d, where 'layers\.\d' was"):
         runner.run(0, 3, None, batch)
 
 
@@ -159,7 +162,7 @@ def test_a_forward_that_ends_early_is_an_error(model, batch, runner):
     model.order = [0, 1]
     with pytest.raises(UnsupportedModelError, match="ended after 2 of 4 layer calls"):
         runner.run(0, 3, None, batch)
-    with pytest.raises(UnsupportedModelError, match="made 2 layer calls where 4 were expected"), runner.to_the_end(0, None):
+    with pytest.raises(UnsupportedModelError, match="made 2 layer calls where 4 were"), runner.to_the_end(0, None):
         model(**batch)
 
 

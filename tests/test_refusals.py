@@ -148,14 +148,21 @@ def _trainer_on(model: nn.Module, rows: list[dict[str, Any]], stages: int, **opt
     from hf_pipetransformer import PipeTransformerTrainingArguments
 
     arguments = PipeTransformerTrainingArguments(
-        "out", pipeline_parallel_size=stages, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", **options
+        "out",
+        pipeline_parallel_size=stages,
+        max_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        **options,
     )
     return PipeTransformerTrainer(model=model, args=arguments, train_dataset=rows, data_collator=stack_rows)
 
 
 def stack_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        key: torch.stack([row[key] for row in rows]) if torch.is_tensor(rows[0][key]) else rows[0][key] for key in rows[0]
+        key: torch.stack([row[key] for row in rows]) if torch.is_tensor(rows[0][key]) else rows[0][key]
+        for key in rows[0]
     }
 
 
@@ -166,7 +173,7 @@ def test_models_that_cannot_be_cut(name: str) -> None:
 
 
 def test_losses_that_couple_the_rows() -> None:
-    """CLIP's contrastive loss: refused in micro-batches or replicas, with the setting that is exact; and that works."""
+    """CLIP's contrastive loss: refused in micro-batches or replicas, naming the setting that is exact and works."""
     message = refused(coupled, 2, "clip", 2, kind=UnsupportedModelError)
     assert "CLIPModel" in message and "num_microbatches=1" in message
     run_ranks(coupled, 2, "clip", 2, num_microbatches=1)

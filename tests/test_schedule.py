@@ -38,7 +38,9 @@ class Pipeline:
         self.stack, self.num_stages, self.num_microbatches = stack, stages, 1
         self.index, self.replica = mesh.rank % stages, mesh.rank // stages
         units = stack.num_units // stages
-        self.stage = StageModule(stack, self.index * units, (self.index + 1) * units, self.loss_of, torch.device("cpu"))
+        self.stage = StageModule(
+            stack, self.index * units, (self.index + 1) * units, self.loss_of, torch.device("cpu")
+        )
         module: nn.Module = self.stage
         if groups.replicas is not None:
             module = DistributedDataParallel(self.stage, process_group=groups.replicas, init_sync=False)

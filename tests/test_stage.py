@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Stages:
         self.stack.runner.install()
         edges = [deque() for _ in bounds]
         self.stages, self.books = [], []
-        for k, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for k, (start, stop) in enumerate(pairwise(bounds)):
             self.stages.append(StageModule(self.stack, start, stop, loss_of, CPU))
             self.books.append(ShapeBook(self.stages[k], edges[k].popleft, edges[k + 1].append))
 
@@ -82,7 +83,13 @@ def test_shapes_are_learnt_once_for_each_shape_of_batch():
     stages.books[0]._learn = lambda batch: calls.append(1) or learn(batch)
     first = stages.batch(4)
     longer = {n: torch.cat([t, t[:, :2]], 1) if t.dim() > 1 else t for n, t in first.items()}
-    for batch, rows, forwards in [(first, 2, 2), (first, 1, 2), (stages.batch(6), 3, 2), (longer, 2, 4), (first, 4, 4)]:
+    for batch, rows, forwards in [
+        (first, 2, 2),
+        (first, 1, 2),
+        (stages.batch(6), 3, 2),
+        (longer, 2, 4),
+        (first, 4, 4),
+    ]:
         stages.shapes(batch, rows)
         assert len(calls) == forwards
 
@@ -127,7 +134,9 @@ def test_a_slot_that_the_loss_does_not_depend_on_is_handed_on_without_a_graph():
 def test_a_shape_that_depends_on_values_is_refused():
     stages = Stages("bert-classification", (0, 2, 4))
     shapes = stages.shapes(stages.batch(2), 2)
-    with pytest.raises(RuntimeError, match=r"'bert\.encoder\.layer\.1' returned \(1, 7, 16\).*pipeline_parallel_size=1"):
+    with pytest.raises(
+        RuntimeError, match=r"'bert\.encoder\.layer\.1' returned \(1, 7, 16\).*pipeline_parallel_size=1"
+    ):
         stages.run(stages.batch(1), shapes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,10 @@ def resume_plainly(rank: int, world_size: int, run: Run, folder: str) -> Outcome
         **run.common_options(),
     )
     trainer = Trainer(
-        model=run.build_model(), args=arguments, train_dataset=run.data(run.samples), data_collator=PadCollator(run.kind)
+        model=run.build_model(),
+        args=arguments,
+        train_dataset=run.data(run.samples),
+        data_collator=PadCollator(run.kind),
     )
     return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4")
 
@@ -185,7 +189,9 @@ def test_the_stock_trainer_resumes_our_checkpoint(tmp_path: Path) -> None:
     assert_same_training(run_ranks(resume_plainly, 1, run, str(tmp_path)), undisturbed)
 
 
-def train_twice_with_dropout(rank: int, world_size: int, run: Run, stages: int, folder: str) -> tuple[Outcome, Outcome]:
+def train_twice_with_dropout(
+    rank: int, world_size: int, run: Run, stages: int, folder: str
+) -> tuple[Outcome, Outcome]:
     def model() -> Any:
         built = MODELS["bert-classification"].build()
         for module in built.modules():
@@ -398,7 +404,7 @@ def test_group_by_length_gives_every_layout_the_same_batches() -> None:
     for stages in LAYOUTS:
         everyone = run_ranks(grouped, WORLD, stages)
         pipelines = everyone[::stages]
-        by_layout.append([sorted(sum(parts, [])) for parts in zip(*pipelines, strict=True)])
+        by_layout.append([sorted(chain.from_iterable(parts)) for parts in zip(*pipelines, strict=True)])
     assert by_layout[0] == by_layout[1] == by_layout[2]
     full = [batch for batch in by_layout[0] if len(batch) == 16]
     spread = sum(max(batch) - min(batch) for batch in full) / len(full)

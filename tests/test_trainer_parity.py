@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks
-from training_data import KINDS
 from training_runs import WORLD, Outcome, Run, assert_same_training, pipeline, reference
 
 MODELS_OF_KIND = {
@@ -29,7 +27,7 @@ def expected(name: str) -> Outcome:
 @pytest.mark.parametrize(("stages", "schedule"), [(4, "1f1b"), (4, "gpipe"), (2, "1f1b"), (2, "gpipe"), (1, "1f1b")])
 @pytest.mark.parametrize("name", list(MODELS_OF_KIND))
 def test_equals_one_process(name: str, stages: int, schedule: str) -> None:
-    """Two epochs, six optimizer steps: accumulation, clipping, decay groups, warm-up, dynamic padding, odd last batch."""
+    """Six steps in two epochs: accumulation, clipping, decay groups, warm-up, dynamic padding, an odd last batch."""
     outcomes = run_ranks(pipeline, WORLD, MODELS_OF_KIND[name], stages, pipeline_schedule=schedule)
     assert expected(name).steps >= 5
     assert_same_training(outcomes, expected(name))

@@ -24,7 +24,7 @@ def pipeline_fields(args: PipeTransformerTrainingArguments) -> tuple:
 
 @pytest.fixture
 def four_processes(monkeypatch):
-    """As if a launcher had started four; only our arguments shall see it, or transformers would wait for the others."""
+    """As if a launcher had started four. Only our arguments shall see it: transformers would wait for the others."""
     monkeypatch.setattr(training_args, "os", SimpleNamespace(environ={**os.environ, "WORLD_SIZE": "4"}))
 
 
@@ -95,7 +95,8 @@ class TestSources:
 
 def test_choices_are_shown_on_the_command_line(capsys):
     with pytest.raises(SystemExit):
-        HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(["--pipeline_schedule", "zigzag"])
+        parser = HfArgumentParser(PipeTransformerTrainingArguments)
+        parser.parse_args_into_dataclasses(["--pipeline_schedule", "zigzag"])
     assert "1f1b" in capsys.readouterr().err
 
 
@@ -112,7 +113,7 @@ def test_numbers_that_are_none(tmp_path, name, value):
 
 
 def test_unknown_schedule(tmp_path):
-    with pytest.raises(ValueError, match="'zigzag'.*'1f1b', 'gpipe'"):
+    with pytest.raises(ValueError, match=r"'zigzag'.*'1f1b', 'gpipe'"):
         make(tmp_path, pipeline_schedule="zigzag")
 
 
@@ -171,14 +172,14 @@ def test_split_batches(tmp_path):
 @pytest.mark.usefixtures("four_processes")
 def test_more_than_one_device_in_a_process(tmp_path, monkeypatch):
     monkeypatch.setattr(PipeTransformerTrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(ValueError, match="one process per device.*start 2 processes"):
+    with pytest.raises(ValueError, match=r"one process per device.*start 2 processes"):
         make(tmp_path, pipeline_parallel_size=2)
 
 
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize("size", [3, 8])
 def test_stages_that_do_not_divide_the_processes(tmp_path, size):
-    with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes: choose one of 1, 2, 4.*MULTI_GPU"):
+    with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes: choose one of 1, 2, 4.*MULTI"):
         make(tmp_path, pipeline_parallel_size=size)
 
 
