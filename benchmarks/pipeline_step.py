@@ -30,7 +30,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -160,7 +160,7 @@ class Stopwatch(TrainerCallback):
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._clock = clock
         self._open: list[tuple[str, float]] = []
 
@@ -273,6 +273,8 @@ def make_trainer(
         "disable_tqdm": True,
         "log_level": "error",
     }
+    trainer_class: type[Trainer]
+    training_arguments: TrainingArguments
     if variant.stages is None:
         trainer_class, training_arguments = Trainer, TrainingArguments(**options)
     else:
