@@ -11,6 +11,9 @@ from torch import nn
 
 from .mesh import ProcessMesh, as_bytes
 
+_PLAIN = (str, bytes, int, float, bool, list, tuple, type(None))
+"""Values whose `repr` says what they are, and not where they lie in memory."""
+
 
 def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, dataset: Any, sample: Mapping[str, Any]) -> None:
     """Compare model and data over the processes. Collective over all processes.
@@ -55,7 +58,7 @@ def _checksum_of(sample: Mapping[str, Any]) -> int:
         content = (
             as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
             if isinstance(value, torch.Tensor)
-            else repr(value).encode()
+            else (repr(value) if isinstance(value, _PLAIN) else type(value).__name__).encode()
         )
         checksum = zlib.crc32(key.encode() + content, checksum)
     return checksum

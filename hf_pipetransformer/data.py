@@ -158,6 +158,10 @@ class NumberedBatches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def close(self) -> None:
+        """End the workers. The next batch that is asked for starts them again."""
+        self._iterator = None
+
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read and waits

@@ -228,7 +228,8 @@ class ElasticPipeline(nn.Module):
         trainable = [name for name in stage.names if self.stack.table[name].requires_grad]
         module: nn.Module = stage
         if groups.replicas is not None and trainable:
-            may_be_unused = not self.stack.unreached.isdisjoint(trainable)
+            without_gradient = self.stack.unreached | (self.stack.only_returned if stage.is_last else frozenset())
+            may_be_unused = not without_gradient.isdisjoint(trainable)
             module = self._wrap_replicas(stage, groups.replicas, may_be_unused)
             self.__dict__["_replicated"] = module  # not registered: its child is the stage
         if groups.pipeline is not None:

@@ -47,6 +47,8 @@ class LayerStack:
             *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         unreached: names that no gradient reached in the sample; they count with a unit all the same.
+        only_returned: names that the last unit needs for an output which is no part of the loss (T5 returns its
+            encoder's output): run alone, it gives them no gradient.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LayerStack:
         owners: Sequence[frozenset[str]],
         boundaries: Sequence[tuple[CarrySlot, ...]],
         unreached: frozenset[str],
+        only_returned: frozenset[str] = frozenset(),
     ) -> None:
         self.runner = runner
         self.model = runner.model
@@ -64,6 +67,7 @@ class LayerStack:
         self.owners = tuple(owners)
         self.boundaries = tuple(boundaries)
         self.unreached = unreached
+        self.only_returned = only_returned
 
     @property
     def num_units(self) -> int:
@@ -108,13 +112,20 @@ class LayerStack:
             try:
                 whole = output_tensors(runner.trace(batch))  # 1
                 table = ParameterTable(model)
-                reached, used = _reached_by_each_unit(runner, table, batch)  # 2
+                reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
                 unreached = frozenset(table.names) - frozenset().union(*reached)
                 boundaries = _boundaries(runner, used)
                 # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then
                 # does not tell who needs it: if the frugal candidate fails, it goes everywhere.
                 candidates = (
-                    cls(runner, table, _with_unreached(reached, runner.units, unreached, everywhere), slots, unreached)
+                    cls(
+                        runner,
+                        table,
+                        _with_unreached(reached, runner.units, unreached, everywhere),
+                        slots,
+                        unreached,
+                        only_returned,
+                    )
                     for everywhere in (False, True)
                     for slots in (boundaries, _all_used(boundaries))
                 )
@@ -165,6 +176,11 @@ def output_tensors(output: Any) -> dict[str, torch.Tensor]:
     if isinstance(output, dict):
         return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
     return {str(index): value for index, value in enumerate(tensors_of(output))}
+
+
+def answers(outputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of a model's outputs those that a loss can be made of: the loss and logits of any name, or else all."""
+    return [value for key, value in outputs.items() if key == "loss" or "logits" in key] or list(outputs.values())
 
 
 def refuse_by_configuration(model: nn.Module) -> None:
@@ -277,8 +293,11 @@ def _noting(
 
 def _reached_by_each_unit(
     runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
-) -> tuple[list[set[str]], list[set[tuple[int, int]]]]:
-    """For each unit, run alone: names of the parameters and (stack, position) of the carried tensors it needs."""
+) -> tuple[list[set[str]], list[set[tuple[int, int]]], frozenset[str]]:
+    """For each unit, run alone: names of the parameters and (stack, position) of the carried tensors it needs.
+
+    Last, the names that the last unit needs for other outputs than loss and logits.
+    """
     owners: list[set[str]] = []
     used: list[set[tuple[int, int]]] = []
     with table.all_trainable(), torch.enable_grad():
@@ -293,11 +312,14 @@ def _reached_by_each_unit(
                 roots: Sequence[torch.Tensor] = carry[unit.stack]
             else:
                 with runner.to_the_end(k, carry):
-                    roots = tuple(output_tensors(runner.model(**batch)).values())
+                    outputs = output_tensors(runner.model(**batch))
+                roots = tuple(outputs.values())
+                trained = {id(leaf) for leaf in reachable_leaves(answers(outputs))}
             leaves = reachable_leaves(roots)
             owners.append({name_of[id(leaf)] for leaf in leaves if id(leaf) in name_of})
             used.append({slot_of[id(leaf)] for leaf in leaves if id(leaf) in slot_of})
-    return owners, used
+    only_returned = owners[-1] - {name for number, name in name_of.items() if number in trained}
+    return owners, used, frozenset(only_returned)
 
 
 def _with_unreached(

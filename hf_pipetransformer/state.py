@@ -349,14 +349,15 @@ def exchange(
     Returns:
         Bytes that this process received.
     """
-    outgoing: dict[int, dict[str, dict[str, Any]]] = {}
+    outgoing: dict[int, _Parcel] = {}
     for move in moves:
         if move.source == mesh.rank:
             state = optimizer.state_of(move.name) if optimizer is not None and weights.is_trainable(move.name) else {}
-            outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **state}
-    announced = mesh.gather_objects({to: _tensors_as_meta(parcel) for to, parcel in outgoing.items()})  # 1
+            values = {key: _Scalar.of(value) for key, value in state.items()}
+            outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **values}
+    announced = mesh.gather_objects({to: _as_meta(parcel) for to, parcel in outgoing.items()})  # 1
     incoming = {source: told[mesh.rank] for source, told in enumerate(announced) if mesh.rank in told}
-    sent = {to: torch.cat([as_bytes(t.to(device).contiguous()) for t in _tensors_in(p)]) for to, p in outgoing.items()}
+    sent = {to: torch.cat([as_bytes(t.contiguous()) for t in _tensors_in(parcel)]) for to, parcel in outgoing.items()}
     received = {
         source: torch.empty(sum(t.nbytes for t in _tensors_in(parcel)), dtype=torch.uint8, device=device)
         for source, parcel in incoming.items()
@@ -367,10 +368,10 @@ def exchange(
         work.wait()
     for source, parcel in incoming.items():  # 3
         parts = iter(received[source].split([t.nbytes for t in _tensors_in(parcel)]))
-        for name, values in parcel.items():
+        for name, announced_values in parcel.items():
             arrived = {
-                key: next(parts).clone().view(v.dtype).view(v.shape) if isinstance(v, torch.Tensor) else v
-                for key, v in values.items()
+                key: next(parts).clone().view(v.dtype).view(v.shape) if isinstance(v, torch.Tensor) else v.on(device)
+                for key, v in announced_values.items()
             }
             parameter = weights.put(name, arrived.pop(WEIGHT))
             if optimizer is not None:
@@ -382,11 +383,34 @@ WEIGHT = ""
 """Key of the parameter itself beside its optimizer state."""
 
 
-def _tensors_in(parcel: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class _Scalar:
+    """What is too small for the buffer and travels with the announcement: AdamW's step, on the CPU or the device."""
+
+    value: Any
+    is_on_device: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """A large tensor as it is, anything else wrapped."""
+        if isinstance(value, torch.Tensor):
+            return value if value.dim() > 0 else cls(value.cpu(), value.device.type != "cpu")
+        return cls(value, False)
+
+    def on(self, device: torch.device) -> Any:
+        return self.value.to(device) if self.is_on_device else self.value
+
+
+_Parcel = dict[str, dict[str, Any]]
+"""Parameter name -> key -> tensor or `_Scalar`."""
+
+
+def _tensors_in(parcel: _Parcel) -> list[torch.Tensor]:
     return [v for values in parcel.values() for v in values.values() if isinstance(v, torch.Tensor)]
 
 
-def _tensors_as_meta(parcel: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _as_meta(parcel: _Parcel) -> _Parcel:
+    """The same with the tensors' shapes in place of their values."""
     return {
         name: {key: v.to("meta") if isinstance(v, torch.Tensor) else v for key, v in values.items()}
         for name, values in parcel.items()

@@ -133,9 +133,12 @@ class PipeTransformerTrainer(Trainer):
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def train(self, *positional: Any, **keywords: Any) -> TrainOutput:
-        # a model that an earlier train() or an evaluation has cut is whole again, and model_init may have replaced it
-        self._train_batches = None
-        return super().train(*positional, **keywords)
+        try:
+            return super().train(*positional, **keywords)
+        finally:
+            if self._train_batches is not None:
+                self._train_batches.close()  # its workers wait for the next epoch
+                self._train_batches = None
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._is_stock:
@@ -159,6 +162,7 @@ class PipeTransformerTrainer(Trainer):
             freezable = pipeline.freezable
             assert freezable is not None
             callback.attach(freezable.num_layers, freezable.max_frozen, self.state)
+            self._warn_of_shared_layers(freezable)
         self._first_plan = plan
         if callback is not None and callback.num_frozen:  # resumed
             plan = self._plan_after_freezing(plan, callback.num_frozen)
@@ -177,6 +181,15 @@ class PipeTransformerTrainer(Trainer):
     def _freeze_callback(self) -> LayerFreezeCallback | None:
         """Looked up anew each time: resuming replaces callback objects."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, LayerFreezeCallback)), None)
+
+    def _warn_of_shared_layers(self, freezable: FreezableLayers) -> None:
+        with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
+        if len(with_the_first) > 1:
+            logger.warning(
+                "Layers %s of %s share parameters with its first layer and freeze with it.",
+                ", ".join(map(str, with_the_first[1:])),
+                type(self.model).__name__,
+            )
 
     def _plan_after_freezing(self, plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
         return replan(
