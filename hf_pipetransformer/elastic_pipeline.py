@@ -27,6 +27,7 @@ from .micro_batch import Batch, batch_rows
 from .partition import choose_num_microbatches
 from .plan import PipelinePlan
 from .schedule import PipelineScheduler
+from .sparse_embeddings import SparseEmbeddings
 from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule
 from .state import Holders, OptimizerState, WeightState, exchange, moves_between
 
@@ -91,6 +92,7 @@ class ElasticPipeline(nn.Module):
         self.freezable = freezable
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
+        self._sparse_embeddings: SparseEmbeddings | None = None
         self._gradients_synchronise = True
         self._set_aside: dict[str, nn.Parameter] | None = None
         self._group: dist.ProcessGroup | None = None  # of this pipeline
@@ -210,6 +212,9 @@ class ElasticPipeline(nn.Module):
 
     def _unbuild(self) -> None:
         self.stage, self._scheduler = None, None
+        if self._sparse_embeddings is not None:
+            self._sparse_embeddings.remove()
+            self._sparse_embeddings = None
         self.__dict__["_replicated"] = None
 
     def _connect(self, stage: StageModule, plan: PipelinePlan) -> None:
@@ -233,6 +238,8 @@ class ElasticPipeline(nn.Module):
             module = self._wrap_replicas(stage, groups.replicas, may_be_unused)
             self.__dict__["_replicated"] = module  # not registered: its child is the stage
         if groups.pipeline is not None:
+            if module is stage and self.device.type == "cpu":
+                self._sparse_embeddings = SparseEmbeddings(self.model, list(stage.parameters()))
             self._scheduler = PipelineScheduler(
                 stage,
                 module,
@@ -316,6 +323,8 @@ class ElasticPipeline(nn.Module):
         else:
             count = choose_num_microbatches(batch_rows(batch), self.num_stages, plan.num_microbatches, plan.schedule)
             self._scheduler.step(batch, count, self._gradients_synchronise)
+            if self._sparse_embeddings is not None:
+                self._sparse_embeddings.finish_step()
         if self._gradients_synchronise:
             self._reduce_shared_gradients()
 
