@@ -101,7 +101,7 @@ class Timing:
     Attributes:
         steps_ms: wall-clock time of each step, on rank 0.
         cpu_ms: CPU time of a step, all threads, summed over the processes; hardly moved by other load.
-        other_cores: cores that other programs kept busy meanwhile: wall-clock times say little if it is not near 0.
+        other_cores: cores that other programs, or a hypervisor, kept busy meanwhile: wall-clock times say little if it is not near 0.
         parts_ms: for each process, where a step's time goes (with `--profile`).
     """
 
@@ -147,7 +147,7 @@ class StepClock(TrainerCallback):
         self.wall.append(time.perf_counter())
         self.cpu.append(time.process_time())
         times = psutil.cpu_times()
-        self.machine.append(times.user + times.system + getattr(times, "nice", 0.0))
+        self.machine.append(sum(getattr(times, kind, 0.0) for kind in ("user", "system", "nice", "steal")))
         if self.at_warm is not None and len(self.wall) == self.warmup:
             self.at_warm()
 

@@ -15,41 +15,47 @@ _PLAIN = (str, bytes, int, float, bool, list, tuple, type(None))
 """Values whose `repr` says what they are, and not where they lie in memory."""
 
 
-def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, dataset: Any, sample: Mapping[str, Any]) -> None:
-    """Compare model and data over the processes. Collective over all processes.
+def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, sample: Mapping[str, Any]) -> None:
+    """Compare model and first samples over the processes. Collective over all processes.
 
     Values of weights are not compared: they are made equal.
 
     Args:
         mesh: the processes.
         model: the model before it is cut.
-        dataset: the training data, or None.
-        sample: its first rows, collated.
+        sample: the first rows of the data, collated.
 
     Raises:
         ValueError: on every process, naming what differs, the processes and what each of them has.
     """
-    everyone = mesh.gather_objects(_describe(model, dataset, sample))
-    for what in everyone[0]:
-        found = [description[what] for description in everyone]
-        if any(value != found[0] for value in found):
-            rank = next(rank for rank, value in enumerate(found) if value != found[0])
-            raise ValueError(
-                f"The processes were given different {what}: process 0 has {found[0]}, process {rank} has"
-                f" {found[rank]}. Every process must be given the same model and the same, whole dataset; the trainer"
-                " divides it."
-            )
-
-
-def _describe(model: nn.Module, dataset: Any, sample: Mapping[str, Any]) -> dict[str, str]:
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {
-        "models": f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
+    _compare(
+        mesh,
+        "models",
+        f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{trainable:,} trainable (layout {zlib.crc32(repr(shapes).encode()):08x})",
-        "datasets": f"{len(dataset):,} samples" if isinstance(dataset, Sized) else type(dataset).__name__,
-        "datasets' first samples": f"{sorted(sample)} (content {_checksum_of(sample):08x})",
-    }
+    )
+    _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {_checksum_of(sample):08x})")
+
+
+def check_same_size(mesh: ProcessMesh, dataset: Any) -> None:
+    """Compare the lengths of a dataset over the processes. Collective over all processes.
+
+    Raises:
+        ValueError: on every process, naming the processes and the lengths.
+    """
+    _compare(mesh, "datasets", f"{len(dataset):,} samples" if isinstance(dataset, Sized) else type(dataset).__name__)
+
+
+def _compare(mesh: ProcessMesh, what: str, mine: str) -> None:
+    found = mesh.gather_objects(mine)
+    for rank, value in enumerate(found):
+        if value != found[0]:
+            raise ValueError(
+                f"The processes were given different {what}: process 0 has {found[0]}, process {rank} has {value}."
+                " Every process must be given the same model and the same, whole dataset; the trainer divides it."
+            )
 
 
 def _checksum_of(sample: Mapping[str, Any]) -> int:

@@ -72,6 +72,14 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
     return tuple(costs)
 
 
+def cost_of_whole(stack: LayerStack) -> UnitCost:
+    """A model that is not cut, as one unit; only its parameters are counted."""
+    table = stack.table
+    parameters = {name: table[name].nbytes for name in table.names}
+    trainable = sum(size for name, size in parameters.items() if table[name].requires_grad)
+    return UnitCost(type(stack.model).__name__, 0.0, 0, 0, parameters, trainable)
+
+
 class _Meter:
     """Counts operations and saved bytes between the ends of units."""
 

@@ -131,10 +131,6 @@ class ElasticPipeline(nn.Module):
     def replica_index(self) -> int:
         return self.current_plan.replica_of(self.mesh.rank)
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage_index == self.num_stages - 1
-
     def place(self, plan: PipelinePlan, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
@@ -377,7 +373,10 @@ class ElasticPipeline(nn.Module):
             square = (norms.square() / copies).sum()
         dist.all_reduce(square, group=self.mesh.layout(self.num_stages).pipeline)
         if gradients and not torch.isfinite(square):
-            next(iter(gradients.values())).view(-1)[0] = float("inf")
+            first = next(iter(gradients.values()))
+            first[(0,) * first.dim()] = float("inf")
+        if not gradients and self._optimizer is not None:
+            self._optimizer.stand_in(0.0 if torch.isfinite(square) else float("inf"))
         unscale()
         norm = (square.sqrt() / loss_scale).float()
         if gradients and max_norm != float("inf"):

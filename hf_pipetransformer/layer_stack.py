@@ -202,6 +202,13 @@ def refuse_by_configuration(model: nn.Module) -> None:
                 "output_router_logits=True adds a loss over the routers of all layers, which no single stage can see.",
                 "Set config.output_router_logits=False.",
             )
+        for field in ("output_hidden_states", "output_attentions"):
+            if getattr(part, field, False):
+                raise UnsupportedModelError(
+                    model,
+                    f"{field}=True returns values of all layers, and no single stage has them.",
+                    f"Set config.{field}=False.",
+                )
         for field in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
             if getattr(part, field, 0.0):
                 raise UnsupportedModelError(

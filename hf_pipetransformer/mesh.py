@@ -1,8 +1,8 @@
 """Process groups of a K stages x R replicas layout, and small collectives over all processes.
 
 world of 8, K = 4, R = 2        stage 0   1   2   3
-                    replica 0   rank  0   1   2   3     a row is a pipeline (`pipeline_group`)
-                    replica 1   rank  4   5   6   7     a column holds the same stage (`replica_group`)
+                    replica 0   rank  0   1   2   3     a row is a pipeline
+                    replica 1   rank  4   5   6   7     a column holds the same stage
 """
 
 from __future__ import annotations
@@ -84,14 +84,6 @@ class ProcessMesh:
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
-
-    def broadcast_object(self, value: T) -> T:
-        """Rank 0's value, on every process. Collective over all processes."""
-        if self.control is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """`tensor` of rank `source` (CPU, any dtype, written in place elsewhere). Collective over all processes."""

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from .micro_batch import Batch, batch_rows, split_batch
 from .stage import ShapeBook, StageModule, StageShapes
 
-KEPT_SCHEDULES = 16
+KEPT_SCHEDULES = 4
 """A schedule owns receive buffers for its micro-batches, so only the latest shapes keep theirs."""
 
 

@@ -149,16 +149,17 @@ class WeightState:
 
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Bring every weight back to every process, on `device`. Collective over all processes."""
-        for name in self._table.names:
+        for name, ranks in holders.items():
             mine = self._table[name]
-            value = torch.empty(mine.shape, dtype=mine.dtype)
-            if self._mesh.rank == holders[name][0]:
-                value.copy_(mine.detach())
-            self._mesh.broadcast_tensor(value, holders[name][0])
-            if self.is_here(name):
-                _move(mine, device)
-            else:
-                self._table[name] = nn.Parameter(value.to(device), requires_grad=self._trainable[name])
+            if len(ranks) < self._mesh.world_size:
+                value = torch.empty(mine.shape, dtype=mine.dtype)
+                if self._mesh.rank == ranks[0]:
+                    value.copy_(mine.detach())
+                self._mesh.broadcast_tensor(value, ranks[0])
+                if not self.is_here(name):
+                    self._table[name] = nn.Parameter(value.to(device), requires_grad=self._trainable[name])
+                    continue
+            _move(mine, device)
         self._is_whole_again(device)
 
     def put_back(self, weights: Mapping[str, nn.Parameter]) -> None:
@@ -243,6 +244,7 @@ class OptimizerState:
             )
         self._group_names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._gathered: dict[str, Any] | None = None
+        self._placeholder = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered)
         optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict))
         self.keep_what_is_here()
@@ -251,9 +253,25 @@ class OptimizerState:
         """Take out what is not held by this process (any more): parameters and their state."""
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
             group["params"] = [self._table[name] for name in names if self._updates(name)]
+        if self._is_idle:
+            self.optimizer.param_groups[0]["params"] = [self._placeholder]
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing that is here is trained (a stage of frozen layers)."""
+        return not any(self._updates(name) for names in self._group_names for name in names)
+
+    def stand_in(self, value: float) -> None:
+        """Where nothing is trained, give a gradient to a placeholder, so that a gradient scaler finds one.
+
+        Args:
+            value: 0, or infinite where the other stages' gradients are.
+        """
+        if self._is_idle:
+            self._placeholder.grad = torch.full_like(self._placeholder, value)
 
     @contextmanager
     def gathered(self, holders: Holders) -> Iterator[None]:
@@ -329,6 +347,8 @@ class OptimizerState:
                     here.append(position)
                     position += 1
             groups.append({**group, "params": here})
+        if self._is_idle:
+            groups[0]["params"] = [0]
         return {"state": state, "param_groups": groups}
 
 

@@ -1,7 +1,7 @@
 """`transformers.Trainer` over a pipeline: overrides only, never a copy of its loop.
 
-Three overridden methods are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
-`_track_num_input_tokens`); each is a line around `super()`, and `tests/test_private_api.py` fails by name when one of
+Four overridden methods are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
+`_load_best_model`, `_track_num_input_tokens`); each is a line around `super()`, and `tests/test_private_api.py` fails by name when one of
 them changes.
 
     train                 the Trainer's own loop
@@ -16,9 +16,10 @@ them changes.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,17 +36,17 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import events
-from .agreement import check_same_everywhere
+from .agreement import check_same_everywhere, check_same_size
 from .callbacks import LayerFreezeCallback
-from .costs import UnitCost, measure_costs
+from .costs import UnitCost, cost_of_whole, measure_costs
 from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
 from .elastic_pipeline import ElasticPipeline, Transformation
 from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .frozen_prefix import FreezableLayers
-from .ghosts import evaluation_mode
+from .ghosts import evaluation_mode, reachable_leaves
 from .layer_stack import LayerStack
-from .loss_scaling import LossReduction, find_loss_reduction
+from .loss_scaling import LossReduction, find_loss_reduction, unexamined, with_distinct_labels
 from .mesh import ProcessMesh
 from .micro_batch import Batch
 from .plan import PipelinePlan, make_plan, replan
@@ -133,6 +135,7 @@ class PipeTransformerTrainer(Trainer):
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def train(self, *positional: Any, **keywords: Any) -> TrainOutput:
+        self.make_model_whole()  # an earlier train() may have been interrupted
         try:
             return super().train(*positional, **keywords)
         finally:
@@ -150,7 +153,13 @@ class PipeTransformerTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self._is_stock:
             return super().create_optimizer(model) if model is not None else super().create_optimizer()
-        assert self._train_batches is not None
+        if self._train_batches is None:
+            raise ValueError(
+                "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
+                " divided among pipelines. Pass train_dataset and data_collator (or override _get_train_sampler)"
+                " instead of overriding get_train_dataloader."
+            )
+        check_same_size(self._processes, self._train_batches.dataset)
         pipeline = self._pipeline_for(
             self._train_batches.sample_rows(LOSS_SAMPLE_ROWS), self._train_batches.collate_fn
         )
@@ -196,21 +205,30 @@ class PipeTransformerTrainer(Trainer):
             plan, num_frozen, self._first_plan, self.args.per_device_train_batch_size, compress=self.args.elastic
         )
 
+    @property
+    def _processes(self) -> ProcessMesh:
+        """Made when first asked for, by all processes."""
+        if self._mesh is None:
+            self._mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout))
+        return self._mesh
+
     def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
         """The pipeline of the current model, found on a few rows of data the first time."""
         if self.pipeline is None or self.pipeline.model is not self.model:
             self._build_pipeline(rows, collate_fn)
         assert self.pipeline is not None
         if self._train_batches is not None:
-            sample = self._collate(rows, collate_fn)
-            self._reduction = self._find_loss_reduction(sample)
+            self._study_loss(self.pipeline.stack, self._collate(rows, collate_fn))
         return self.pipeline
 
     def _build_pipeline(self, rows: list[Any], collate_fn: Any) -> None:
-        if self._mesh is None:
-            self._mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout))
+        mesh = self._processes
+        if self.args.uses_pipeline:
+            _refuse_distributed_model(self.model)  # model_init may have made it
+        if _fits(sum(p.nbytes for p in self.model.parameters()), self.args.device):
+            self.model.to(self.args.device)  # some kernels run there only
         sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
-        check_same_everywhere(self._mesh, self.model, self.train_dataset, sample)
+        check_same_everywhere(mesh, self.model, sample)
         with torch.random.fork_rng(devices=[]):
             freezable = None
             if self.args.uses_pipeline or self._freeze_callback is not None:
@@ -222,8 +240,8 @@ class PipeTransformerTrainer(Trainer):
                     freezable = FreezableLayers.of(stack, sample)
             else:
                 stack = LayerStack.uncut(self.model, sample)
-                self._unit_costs = (UnitCost(type(self.model).__name__, 0.0, 0, 0, {}, 0),)
-        different = synchronise_weights(stack.table, self._mesh)
+                self._unit_costs = (cost_of_whole(stack),)
+        different = synchronise_weights(stack.table, mesh)
         if different:
             logger.warning(
                 "%d parameters differed between the processes and were set to those of process 0, as DDP does (%s%s)."
@@ -235,7 +253,7 @@ class PipeTransformerTrainer(Trainer):
         # patches the forward for mixed precision, as it would for DDP, and nothing else
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         self.pipeline = ElasticPipeline(
-            stack, self._loss_of_micro_batch, self._mesh, self.args.device, self._wrap_replicas, freezable
+            stack, self._loss_of_micro_batch, mesh, self.args.device, self._wrap_replicas, freezable
         )
 
     def _make_plan(self, pipeline: ElasticPipeline) -> PipelinePlan:
@@ -266,10 +284,10 @@ class PipeTransformerTrainer(Trainer):
             return
         raise UnsupportedModelError(
             self.model,
-            "its loss is not a sum or mean over the rows of a batch (a contrastive loss, or inputs that cannot be cut"
-            " by rows), so micro-batches and replicas would change it.",
-            f"Set num_microbatches=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"
-            " pipeline_parallel_size=1.",
+            "its loss is not a sum or mean over the rows of a batch (a contrastive or class-weighted loss, or inputs"
+            " that cannot be cut by rows), so micro-batches and replicas would change it.",
+            "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1 and"
+            f" pipeline_parallel_size={plan.world_size} (one pipeline), or pipeline_parallel_size=1.",
         )
 
     def _wrap_replicas(
@@ -279,7 +297,7 @@ class PipeTransformerTrainer(Trainer):
         handler = self.accelerator.ddp_handler
         options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
         if self.args.ddp_find_unused_parameters is None:
-            # the Trainer looks for unused parameters in every step; here the sample has told
+            # the Trainer looks for unused parameters in every step; here the loss of the sample has told
             options["find_unused_parameters"] = may_be_unused
         module = DistributedDataParallel(stage, process_group=group, init_sync=False, **options)
         if handler is not None:
@@ -301,7 +319,7 @@ class PipeTransformerTrainer(Trainer):
         dataset = stock.dataset
         is_iterable = isinstance(dataset, IterableDataset)
         if is_iterable:
-            dataset = getattr(dataset, "dataset", dataset)  # Accelerate's IterableDatasetShard
+            dataset = _whole_stream(dataset)
         args = self.args
         self._train_batches = NumberedBatches(
             dataset,
@@ -435,19 +453,64 @@ class PipeTransformerTrainer(Trainer):
         scaler = self.accelerator.scaler
         return scaler.get_scale() if scaler is not None else 1.0
 
-    def _find_loss_reduction(self, sample: Batch) -> LossReduction:
-        def loss_of(batch: Batch, num_items: int) -> float:
-            with torch.no_grad(), self.compute_loss_context_manager():
+    def _study_loss(self, stack: LayerStack, sample: Batch) -> None:
+        """Try the loss, the user's own included, on a few rows of the whole model.
+
+        1. What gets no gradient from it.
+        2. How the losses of parts add up.
+        3. With several stages: whether it comes out the same when only the last layer runs under it.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        sample = with_distinct_labels(sample, getattr(self.model, "config", None))
+
+        def loss_of(batch: Batch, num_items: int = 1) -> torch.Tensor:
+            with seeded(self.args.seed), self.compute_loss_context_manager():
                 loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items)
                 assert isinstance(loss, torch.Tensor)
-                return float(loss.mean())
+                return loss.mean()
+
+        def value_of(batch: Batch, num_items: int) -> float:
+            with torch.no_grad():
+                return float(loss_of(batch, num_items))
 
         exact = self.accelerator.mixed_precision == "no" and all(
             p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
         )
+        tolerance = 2e-3 if exact else 3e-2
         with evaluation_mode(self.model), torch.random.fork_rng(devices=[]):
-            return find_loss_reduction(
-                loss_of, sample, getattr(self, "_loss_shifts_labels", False), tolerance=2e-3 if exact else 3e-2
+            with torch.enable_grad(), stack.table.all_trainable():
+                reached = {id(leaf) for leaf in reachable_leaves([loss_of(sample)])}
+                stack.unreached |= {name for name in stack.table.names if id(stack.table[name]) not in reached}  # 1
+            alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
+            shifts_labels = getattr(self, "_loss_shifts_labels", False)
+            self._reduction = (  # 2
+                unexamined(shifts_labels) if alone else find_loss_reduction(value_of, sample, shifts_labels, tolerance)
+            )
+            if self.args.uses_pipeline:
+                self._check_loss_of_last_stage(stack, sample, partial(value_of, num_items=1), tolerance)  # 3
+
+    def _check_loss_of_last_stage(
+        self, stack: LayerStack, sample: Batch, loss_of: Callable[[Batch], float], tolerance: float
+    ) -> None:
+        whole = loss_of(sample)
+        last = stack.num_units - 1
+        stack.runner.install()
+        try:
+            with torch.no_grad(), stack.runner.poisoning_skipped():
+                carry = stack.runner.run(0, last, None, sample) if last else {}
+                with stack.runner.to_the_end(last, carry):
+                    cut = loss_of(sample)
+        finally:
+            stack.runner.remove()
+        if not math.isclose(whole, cut, rel_tol=tolerance, abs_tol=1e-6) and math.isfinite(whole):
+            raise UnsupportedModelError(
+                self.model,
+                f"compute_loss gives {cut:.6g} where only the last layer runs, and {whole:.6g} where all do: it"
+                " changes the inputs before it calls the model, or reads hidden states of earlier layers.",
+                "Do the former in the data collator and compute the loss from the model's final outputs, or set"
+                " pipeline_parallel_size=1.",
             )
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -477,6 +540,7 @@ class PipeTransformerTrainer(Trainer):
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
         if self._is_stock or (self.pipeline is not None and self.pipeline.is_placed):
             return super().evaluation_loop(dataloader, *positional, **keywords)
+        check_same_size(self._processes, dataloader.dataset)
         if self.pipeline is None or self.pipeline.model is not self.model:
             self._build_pipeline(self._evaluation_rows(dataloader), dataloader.collate_fn)
         assert self.pipeline is not None
@@ -489,7 +553,7 @@ class PipeTransformerTrainer(Trainer):
     def _evaluation_rows(self, dataloader: DataLoader) -> list[Any]:
         dataset = dataloader.dataset
         if isinstance(dataset, IterableDataset):
-            dataset = getattr(dataset, "dataset", dataset)
+            dataset = _whole_stream(dataset)
         with seeded(self.args.seed):
             return first_samples(dataset, SAMPLE_ROWS)
 
@@ -511,6 +575,11 @@ class PipeTransformerTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ saving and loading
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, so that `from_pretrained` loads it. Only the main process writes.
+
+        Collective over all processes while training runs (in a callback): the weights are gathered from the stages.
+        Before and after it the main process may call it alone, as under the stock Trainer.
+        """
         if self.pipeline is None or not self.pipeline.is_placed:
             return super().save_model(output_dir, _internal_call)
         with self.pipeline.weights.gathered(self.pipeline.holders()):
@@ -544,6 +613,11 @@ class _WholeModelAtTrainEnd(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer.make_model_whole()
+
+
+def _whole_stream(dataset: Any) -> Any:
+    """The user's stream, below the shard that Accelerate may have made of it."""
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
 def _sampler_of(loader: DataLoader) -> Any:

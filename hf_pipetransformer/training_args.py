@@ -94,6 +94,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     - `use_cpu` is set where there is no accelerator.
     - `average_tokens_across_devices` is off: the trainer counts the items of the global batch itself, whatever the
       layout.
+
+    With one stage and FSDP, DeepSpeed, `torch_compile`, several devices in one process, `auto_find_batch_size`,
+    `bf16_full_eval`, `fp16_full_eval` or another setting that distributes or converts the model, everything is left
+    to the stock Trainer, and these defaults are its own.
     """
 
     pipeline_parallel_size: IntOrAuto = field(
@@ -145,11 +149,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
-            self._refuse_impossible_layout(int(os.environ.get("WORLD_SIZE", 1)))
+            known = dist.is_available() and dist.is_initialized()
+            self._refuse_impossible_layout(dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1)))
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
-        self.average_tokens_across_devices = False
+        if not self.leaves_model_to_trainer:
+            self.average_tokens_across_devices = False
         if self.uses_pipeline:
             try:
                 self._refuse_what_only_now_is_known()
@@ -274,8 +280,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"{wanted}, but only one process runs: a pipeline needs one process per stage. Start {stages} with"
                 f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU note"
-                " that `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the number;"
-                " `distributed_type: MULTI_GPU` with `use_cpu=True` (or torchrun) starts them all."
+                " that `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the"
+                " number; `distributed_type: MULTI_GPU` with `use_cpu=True` (or torchrun) starts them all."
             )
         divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise ValueError(

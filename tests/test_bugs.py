@@ -1,0 +1,278 @@
+"""One test for each fault that was found and mended, so that it stays mended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import MODELS
+from torch.utils.data import DataLoader, IterableDataset
+from training_data import PadCollator, StreamedData, TrainingData
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, UnsupportedModelError
+
+RUN = Run(samples=32, epochs=1, accumulation=1)
+
+
+# ------------------------------------------------------------------------------------------ data
+class Relabelled(IterableDataset):
+    """A stream that wraps another one in `.dataset`, as users do."""
+
+    def __init__(self, dataset: IterableDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({**sample, "labels": 1} for sample in self.dataset)
+
+
+def labels_seen(rank: int, world_size: int, stages: int) -> set[int]:
+    seen: set[int] = set()
+
+    class Noting(PadCollator):
+        def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            seen.update(sample["labels"] for sample in samples)
+            return super().__call__(samples)
+
+    trainer = pipeline_trainer(RUN.with_options(max_steps=2), stages)
+    trainer.train_dataset = Relabelled(StreamedData(RUN.kind, 32))
+    trainer.data_collator = Noting(RUN.kind)
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stream_around_a_stream_is_not_unwrapped(stages: int) -> None:
+    assert run_ranks(labels_seen, 2, stages) == [{1}, {1}]
+
+
+def evaluate_different(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(RUN, 2)
+    trainer.evaluate(TrainingData(RUN.kind, 8 + rank))
+
+
+def test_evaluation_sets_of_different_length_are_refused() -> None:
+    errors = run_ranks_expecting_error(evaluate_different, 2, timeout=60)
+    assert all("8 samples" in str(error) and "9 samples" in str(error) for error in errors)
+
+
+def train_on_empty(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(RUN, 2)
+    trainer.train_dataset = TrainingData(RUN.kind, 16 * (1 - rank) or 1)
+    trainer.train()
+
+
+def test_fewer_samples_on_one_process_are_refused() -> None:
+    errors = run_ranks_expecting_error(train_on_empty, 2, timeout=60)
+    assert all("16 samples" in str(error) and "1 samples" in str(error) for error in errors)
+
+
+class OwnLoader(PipeTransformerTrainer):
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+
+def own_loader(rank: int, world_size: int) -> None:
+    arguments = PipeTransformerTrainingArguments("out", pipeline_parallel_size=2, report_to=[])
+    OwnLoader(
+        model=RUN.build_model(), args=arguments, train_dataset=RUN.data(8), data_collator=PadCollator(RUN.kind)
+    ).train()
+
+
+def test_a_loader_of_the_users_own_is_refused_clearly() -> None:
+    for error in run_ranks_expecting_error(own_loader, 2, timeout=60):
+        assert isinstance(error, ValueError) and "get_train_dataloader" in str(error)
+
+
+# ------------------------------------------------------------------------------------------ the user's own loss
+class ReadsHiddenStates:
+    def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
+        outputs = model(**inputs, output_hidden_states=True)
+        loss = outputs.loss + sum(state.square().mean() for state in outputs.hidden_states)
+        return (loss, outputs) if return_outputs else loss
+
+
+class ChangesInputs:
+    def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
+        ids = inputs["input_ids"]
+        outputs = model(**{**inputs, "input_ids": ids.roll(1, dims=1)})
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class CallsTwice:
+    def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
+        outputs = model(**inputs)
+        loss = (outputs.loss + model(**inputs).loss) / 2
+        return (loss, outputs) if return_outputs else loss
+
+
+class WeighsClasses:
+    def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 5.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+class IgnoresTheHead:
+    def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
+        outputs = model(**inputs, output_hidden_states=True)
+        loss = outputs.hidden_states[-1].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def train_with(rank: int, world_size: int, mixin: type, stages: int, sort: bool = False) -> Outcome:
+    run = Run(samples=32, epochs=1, accumulation=1, trainer=mixin)
+    trainer = pipeline_trainer(run, stages)
+    if sort:
+        trainer.train_dataset = sorted((run.data(32)[i] for i in range(32)), key=lambda sample: sample["labels"])
+    return outcome_of(trainer)
+
+
+@pytest.mark.parametrize("mixin", [ReadsHiddenStates, ChangesInputs, CallsTwice])
+def test_a_loss_that_needs_the_whole_model_is_refused_with_stages(mixin: type) -> None:
+    for error in run_ranks_expecting_error(train_with, 2, mixin, 2, timeout=60):
+        assert isinstance(error, UnsupportedModelError) and "pipeline_parallel_size=1" in str(error)
+    run_ranks(train_with, 2, mixin, 1)  # and the remedy works
+
+
+@pytest.mark.parametrize("sort", [False, True])
+def test_class_weights_are_refused_whatever_the_order_of_the_samples(sort: bool) -> None:
+    for error in run_ranks_expecting_error(train_with, 2, WeighsClasses, 2, sort, timeout=60):
+        assert isinstance(error, UnsupportedModelError) and "num_items_in_batch" in str(error)
+
+
+def test_parameters_that_the_users_loss_does_not_reach() -> None:
+    """DDP over two replicas with find_unused_parameters left open: raised "Expected to have finished reduction"."""
+    run_ranks(train_with, 2, IgnoresTheHead, 1)
+
+
+def all_hidden_states(rank: int, world_size: int) -> None:
+    model = RUN.build_model()
+    model.config.output_hidden_states = True
+    pipeline_trainer(RUN, 2, model=model).predict(TrainingData(RUN.kind, 8))
+
+
+def test_hidden_states_of_all_layers_are_refused() -> None:
+    for error in run_ranks_expecting_error(all_hidden_states, 2, timeout=60):
+        assert isinstance(error, UnsupportedModelError) and "output_hidden_states" in str(error)
+
+
+class Packed(torch.nn.Module):
+    """Inputs that cannot be cut by rows: a flat list of patches beside rows of other number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["bert-classification"].build()
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, patches: Any = None
+    ) -> Any:
+        if patches is not None and len(patches) != 2 * len(input_ids):
+            raise ValueError("patches do not match")
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+class PackedCollator(PadCollator):
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {**super().__call__(samples), "patches": torch.zeros(2 * len(samples), 3)}
+
+
+def train_packed(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(RUN, 1, model=Packed())
+    trainer.data_collator = PackedCollator(RUN.kind)
+    trainer.train()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_stage_trains_what_cannot_be_cut_by_rows(world_size: int) -> None:
+    run_ranks(train_packed, world_size)
+
+
+# ------------------------------------------------------------------------------------------ around a step
+def scaled_with_an_idle_stage(rank: int, world_size: int) -> tuple[list[bool], list[float]]:
+    """fp16's scaler on the CPU, embeddings and two layers frozen: stage 0 has no gradient at all."""
+    model = RUN.build_model()
+    for part in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
+        part.requires_grad_(False)
+    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 2, model=model)
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+
+    def unscale() -> None:
+        optimizer = trainer.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        scaler.unscale_(optimizer)
+
+    trainer.accelerator.unscale_gradients = unscale
+    skipped: list[bool] = []
+    scales: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            skipped.append(trainer.accelerator.optimizer_step_was_skipped)
+            scales.append(scaler.get_scale())
+
+    step = trainer.training_step
+
+    def overflowing(*args: Any) -> Any:
+        loss = step(*args)
+        if trainer.state.global_step == 1 and rank == 1:
+            next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")
+        return loss
+
+    trainer.training_step = overflowing
+    trainer.add_callback(Watch())
+    trainer.train()
+    return skipped, scales
+
+
+def test_an_overflow_skips_the_step_on_a_stage_without_gradients() -> None:
+    first, second = run_ranks(scaled_with_an_idle_stage, 2)
+    assert first == second
+    skipped, scales = first
+    assert skipped[:3] == [False, True, False] and scales[0] == 1024.0 and scales[1] == 512.0
+
+
+def interrupted(rank: int, world_size: int) -> Outcome:
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer = pipeline_trainer(RUN, 2, save_strategy="steps", save_steps=1)
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupt)
+    return outcome_of(trainer)
+
+
+def test_training_again_after_an_interruption() -> None:
+    run_ranks(interrupted, 2)
+
+
+def full_eval(rank: int, world_size: int, cls: type, arguments_cls: type) -> Outcome:
+    run = Run("causal-lm", samples=32, epochs=1, accumulation=2)
+    arguments = arguments_cls(
+        "out",
+        use_cpu=True,
+        bf16_full_eval=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        **run.common_options(),
+    )
+    trainer = cls(
+        model=run.build_model(), args=arguments, train_dataset=run.data(32), data_collator=PadCollator("causal-lm")
+    )
+    return outcome_of(trainer)
+
+
+def test_what_is_left_to_the_stock_trainer_trains_as_it_does() -> None:
+    """`average_tokens_across_devices` was switched off there, too, and changed the losses."""
+    expected = run_ranks(full_eval, 2, Trainer, TrainingArguments)
+    ours = run_ranks(full_eval, 2, PipeTransformerTrainer, PipeTransformerTrainingArguments)
+    assert_same_training(ours, expected[0], tolerance=0)
