@@ -101,7 +101,8 @@ class Timing:
     Attributes:
         steps_ms: wall-clock time of each step, on rank 0.
         cpu_ms: CPU time of a step, all threads, summed over the processes; hardly moved by other load.
-        other_cores: cores that other programs, or a hypervisor, kept busy meanwhile: wall-clock times say little if it is not near 0.
+        other_cores: cores that other programs, or a hypervisor, kept busy meanwhile: wall-clock times say little if
+            it is not near 0.
         parts_ms: for each process, where a step's time goes (with `--profile`).
     """
 

@@ -1,13 +1,13 @@
 """`transformers.Trainer` over a pipeline: overrides only, never a copy of its loop.
 
 Four overridden methods are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
-`_load_best_model`, `_track_num_input_tokens`); each is a line around `super()`, and `tests/test_private_api.py` fails by name when one of
-them changes.
+`_load_best_model`, `_track_num_input_tokens`); each is a line around `super()`, and `tests/test_private_api.py` fails
+by name when one of them changes.
 
     train                 the Trainer's own loop
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
       create_optimizer        the model is cut here: discovered, planned, placed
-      get_batch_samples       counts the items of the global batch
+      get_batch_samples       the one safe point: a proposed freeze is carried out; counts the global batch's items
       training_step           ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         of the accelerator: the norm over all stages
       evaluate, save          the stock methods, over gathered rows and weights
