@@ -15,7 +15,9 @@ backward, clipping and optimizer. The global batch is `--rows` x `--tokens` what
 `per_device_train_batch_size` is half of the rows; a pipeline of two stages gets all of them and cuts them into M
 micro-batches.
 
-What is compared is the ratio of medians *within* a round, then the median over the rounds.
+What is compared is the ratio of medians *within* a round, then the median over the rounds. A ratio is put in brackets,
+and left out of the median, where other programs took more than `--max_others` cores during either of its two runs (if
+that happened in every round, all count, and the median says little).
 """
 
 from __future__ import annotations
@@ -226,6 +228,9 @@ def parse_arguments() -> argparse.Namespace:
         help="one more round, which tells where the time goes; cpu: main thread only, so that waiting and other"
         " load on the machine hardly count",
     )
+    parser.add_argument(
+        "--max_others", type=float, default=0.1, help="cores; runs with more of other load do not count"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     if not 0 < arguments.warmup < arguments.steps:
@@ -341,27 +346,45 @@ def profiled(trainer: Trainer, stopwatch: Stopwatch) -> Iterator[None]:
         yield
 
 
-def ratios_to_ddp(rounds: list[dict[str, Timing]], name: str) -> list[float]:
-    ddp = Variant().name
-    return [timings[name].median_ms / timings[ddp].median_ms for timings in rounds]
+@dataclass(frozen=True)
+class Ratio:
+    """Step time over that of DDP in the same round."""
+
+    value: float
+    is_disturbed: bool
+
+    def __str__(self) -> str:
+        return f"({self.value:.3f})" if self.is_disturbed else f"{self.value:.3f}"
 
 
-def print_table(console: Console, variants: list[Variant], rounds: list[dict[str, Timing]], title: str) -> None:
+def ratios_to_ddp(rounds: list[dict[str, Timing]], name: str, max_others: float) -> list[Ratio]:
+    pairs = [(timings[name], timings[Variant().name]) for timings in rounds]
+    return [Ratio(a.median_ms / b.median_ms, max(a.other_cores, b.other_cores) > max_others) for a, b in pairs]
+
+
+def median_of(ratios: list[Ratio]) -> float:
+    undisturbed = [ratio.value for ratio in ratios if not ratio.is_disturbed]
+    return statistics.median(undisturbed or [ratio.value for ratio in ratios])
+
+
+def print_table(
+    console: Console, variants: list[Variant], rounds: list[dict[str, Timing]], max_others: float, title: str
+) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("variant")
     for heading in ("step ms", "CPU ms", "others' cores", "ratio per round", "ratio to DDP", "target"):
         table.add_column(heading, justify="right")
     for variant in variants:
         timings = [timing[variant.name] for timing in rounds]
-        ratios = ratios_to_ddp(rounds, variant.name)
+        ratios = ratios_to_ddp(rounds, variant.name, max_others)
         target = variant.target(dist.get_world_size())
         table.add_row(
             variant.name,
             f"{statistics.median(t.median_ms for t in timings):.1f}",
             f"{statistics.median(t.cpu_ms for t in timings):.1f}",
             f"{statistics.median(t.other_cores for t in timings):.2f}",
-            " ".join(f"{ratio:.3f}" for ratio in ratios),
-            f"{statistics.median(ratios):.3f}",
+            " ".join(map(str, ratios)),
+            f"{median_of(ratios):.3f}",
             "" if target is None else f"<= {target:.2f}",
         )
     console.print(table)
@@ -383,6 +406,7 @@ def print_profile(console: Console, variants: list[Variant], timings: dict[str, 
 def as_json(
     arguments: argparse.Namespace, variants: list[Variant], rounds: list[dict[str, Timing]], load: float
 ) -> dict[str, Any]:
+    ratios = {variant.name: ratios_to_ddp(rounds, variant.name, arguments.max_others) for variant in variants}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {
@@ -406,8 +430,8 @@ def as_json(
         "summary": {
             variant.name: {
                 "step_ms": statistics.median(timings[variant.name].median_ms for timings in rounds),
-                "ratio_to_ddp": statistics.median(ratios_to_ddp(rounds, variant.name)),
-                "ratio_to_ddp_per_round": ratios_to_ddp(rounds, variant.name),
+                "ratio_to_ddp": median_of(ratios[variant.name]),
+                "ratio_to_ddp_per_round": [asdict(ratio) for ratio in ratios[variant.name]],
                 "target": variant.target(dist.get_world_size()),
             }
             for variant in variants
@@ -449,7 +473,7 @@ def main() -> None:
         f" {torch.get_num_threads()} thread(s), {dist.get_backend()}, torch {torch.__version__}, transformers"
         f" {transformers.__version__}"
     )
-    print_table(console, variants, rounds, title)
+    print_table(console, variants, rounds, arguments.max_others, title)
     if arguments.profile:
         profiles = {v.name: run(v, arguments, config, arguments.profile) for v in variants}
         print_profile(console, variants, profiles, arguments.profile)

@@ -398,13 +398,28 @@ def describe_layout(num_stages: int | str, world_size: int) -> str:
     return f"{stages} × {replicas} replica{'' if replicas == 1 else 's'}"
 
 
+def layouts_of(training_args: PipeTransformerTrainingArguments) -> list[str]:
+    """The layouts that this training went through, from the run's own record; without training the one asked for."""
+    record = Path(training_args.output_dir or ".") / "pipeline_events.jsonl"
+    if not training_args.do_train or not record.is_file():
+        return [describe_layout(training_args.pipeline_parallel_size, training_args.world_size)]
+    layouts: list[str] = []
+    for event in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+        layout = describe_layout(event["pipeline_parallel_size"], training_args.world_size)
+        if event["event"] != "transform":
+            layouts = []  # a new training, appended to the record of earlier ones
+        if layouts[-1:] != [layout]:
+            layouts.append(layout)
+    return layouts
+
+
 def print_summary(
     training_args: PipeTransformerTrainingArguments, model: PreTrainedModel, results: dict[str, float]
 ) -> None:
     """Prints the layout, the time and the quality of the run as a table."""
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("Model", type(model).__name__)
-    table.add_row("Layout", describe_layout(training_args.pipeline_parallel_size, training_args.world_size))
+    table.add_row("Layout", " → ".join(layouts_of(training_args)))
     table.add_row("Device", training_args.device.type)
     if "train_runtime" in results:
         table.add_row("Training time", f"{results['train_runtime']:.1f} s")
@@ -422,7 +437,8 @@ def setup_logging(training_args: PipeTransformerTrainingArguments) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     level = training_args.get_process_log_level()
     logger.setLevel(level)
-    logging.getLogger("hf_pipetransformer").setLevel(level)
+    # plans and transformations: a few lines, on the main process
+    logging.getLogger("hf_pipetransformer").setLevel(logging.INFO if training_args.should_log else level)
     datasets.utils.logging.set_verbosity(level)
     transformers.utils.logging.set_verbosity(level)
     if not training_args.should_log:
