@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu".
 TORCH_ARGS ?=
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
-CODE := hf_pipetransformer recipes tests
+CODE := hf_pipetransformer recipes benchmarks tests
 STAMP := $(VENV)/.installed
 
 # Several processes on one machine: one thread each, or they fight over the cores.

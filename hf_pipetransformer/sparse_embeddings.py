@@ -12,8 +12,12 @@ from collections.abc import Collection
 from torch import nn
 
 
+LARGE = 2**20
+"""Elements from which on a table's dense gradient costs more than a list of rows: T5's position bias has 32 rows."""
+
+
 class SparseEmbeddings:
-    """The trainable embeddings of a stage, switched to sparse gradients while it is in force.
+    """The large trainable embeddings of a stage, switched to sparse gradients while it is in force.
 
     For stages without replicas on the CPU only: DDP does not take sparse gradients of parameters that it did not
     expect them of, and a GPU fills memory too fast for it to matter.
@@ -30,6 +34,7 @@ class SparseEmbeddings:
             for module in model.modules()
             if isinstance(module, nn.Embedding)
             and id(module.weight) in mine
+            and module.weight.numel() >= LARGE
             and not (module.sparse or module.scale_grad_by_freq or module.max_norm)
         ]
         for module in self._embeddings:
