@@ -10,7 +10,7 @@ import transformers as hf
 from model_zoo import ENCODER, MODELS, without_dropout
 from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer.loss_scaling import IGNORED, LossOf, LossReduction, find_loss_reduction
+from hf_pipetransformer.loss_scaling import IGNORED, LossOf, LossReduction, find_loss_reduction, with_distinct_labels
 from hf_pipetransformer.micro_batch import Batch, slice_rows, split_batch
 
 SHIFTS = {"llama-tied", "gpt2"}
@@ -114,7 +114,7 @@ def test_first_rows_without_any_label_tell_the_same(name):
     model, batch = MODELS[name].build(), MODELS[name].batch(4)
     unlabelled = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
     arguments: dict[str, Any] = {"shifts_labels": name in SHIFTS}
-    found = find_loss_reduction(loss_function(model), unlabelled, **arguments)
+    found = find_loss_reduction(loss_function(model), with_distinct_labels(unlabelled, model.config), **arguments)
     assert found == find_loss_reduction(loss_function(model), batch, **arguments)
 
 
@@ -155,3 +155,17 @@ def test_weights():
     part = {"labels": torch.zeros(2, dtype=torch.long)}
     assert LossReduction("mean", "labels").weight(part, 8) == 2 / 8
     assert LossReduction("sum", "labels").weight(part, 8) == 1
+
+
+def test_distinct_labels_tell_apart_what_equal_ones_hide():
+    """Sorted data: the first rows have one class, or one length, and a weighted mean looks like a plain one."""
+    model, batch = MODELS["bert-classification"].build(), MODELS["bert-classification"].batch(4)
+    batch["labels"] = torch.zeros_like(batch["labels"])
+
+    def weighted(part: dict[str, Any], items: int) -> float:
+        with torch.no_grad():
+            logits = model.eval()(**{**part, "labels": None}).logits
+        return float(torch.nn.functional.cross_entropy(logits, part["labels"], weight=torch.tensor([1.0, 5.0])))
+
+    assert find_loss_reduction(weighted, batch, shifts_labels=False).kind == "mean"  # wrongly
+    assert find_loss_reduction(weighted, with_distinct_labels(batch, model.config), shifts_labels=False).kind == "whole"

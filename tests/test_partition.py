@@ -96,12 +96,12 @@ def test_split_refuses_impossible_costs(cost: float) -> None:
 @pytest.mark.parametrize(
     ("rows", "num_stages", "requested", "schedule", "expected"),
     [
-        (32, 4, None, "1f1b", 16),  # up to 4 K
-        (64, 2, None, "1f1b", 8),
-        (24, 4, None, "gpipe", 12),  # 16 does not divide 24
+        (32, 4, None, "1f1b", 8),  # up to 2 K
+        (64, 2, None, "1f1b", 4),
+        (28, 4, None, "gpipe", 7),  # 8 does not divide 28
         (7, 4, None, "1f1b", 7),
         (3, 4, None, "1f1b", 3),  # fewer rows than stages: the caller falls back to GPipe
-        (13, 3, None, "1f1b", 13),  # 1F1B needs M >= K, and no divisor lies between 3 and 12
+        (13, 3, None, "1f1b", 13),  # 1F1B needs M >= K, and no divisor lies between 3 and 6
         (13, 3, None, "gpipe", 1),
         (26, 3, None, "1f1b", 13),
         (32, 4, 8, "1f1b", 8),

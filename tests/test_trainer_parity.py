@@ -59,7 +59,8 @@ VARIANTS = {
     "three-micro-steps": Run(accumulation=3, samples=100),
     "iterable": Run(streamed=True, epochs=1).with_options(max_steps=4),
     "max-steps": Run().with_options(max_steps=4),
-    "drop-last": Run().with_options(dataloader_drop_last=True, train_sampling_strategy="sequential"),
+    # one batch for each step: what is dropped is a batch, and with accumulation one process has fewer, larger ones
+    "drop-last": Run(accumulation=1).with_options(dataloader_drop_last=True, train_sampling_strategy="sequential"),
     "workers": Run().with_options(dataloader_num_workers=2),
     "sgd": Run().with_options(optim="sgd", optim_args="momentum=0.9", learning_rate=0.05),
     "adafactor": Run("causal-lm").with_options(optim="adafactor"),  # no key bias, see `adam_epsilon`
