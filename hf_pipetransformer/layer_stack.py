@@ -218,6 +218,22 @@ def refuse_by_configuration(model: nn.Module) -> None:
                 )
 
 
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Raise for batch normalisation, which micro-batches would change.
+
+    Raises:
+        UnsupportedModelError: naming the layer.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UnsupportedModelError(
+                model,
+                f"{name!r} is a {type(module).__name__}, whose result depends on all rows of a batch:"
+                " micro-batches would change it.",
+                USE_ONE_STAGE,
+            )
+
+
 def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
     """Names of the layer modules of each stack.
 

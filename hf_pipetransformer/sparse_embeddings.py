@@ -11,7 +11,6 @@ from collections.abc import Collection
 
 from torch import nn
 
-
 LARGE = 2**20
 """Elements from which on a table's dense gradient costs more than a list of rows: T5's position bias has 32 rows."""
 

@@ -16,15 +16,12 @@ by name when one of them changes.
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
@@ -40,13 +37,14 @@ from .agreement import check_same_everywhere, check_same_size
 from .callbacks import LayerFreezeCallback
 from .costs import UnitCost, cost_of_whole, measure_costs
 from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
+from .devices import fits, memory_budget
 from .elastic_pipeline import ElasticPipeline, Transformation
 from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .frozen_prefix import FreezableLayers
-from .ghosts import evaluation_mode, reachable_leaves
-from .layer_stack import LayerStack
-from .loss_scaling import LossReduction, find_loss_reduction, unexamined, with_distinct_labels
+from .layer_stack import LayerStack, refuse_batch_statistics
+from .loss_scaling import LossReduction, with_distinct_labels
+from .loss_study import study_loss
 from .mesh import ProcessMesh
 from .micro_batch import Batch
 from .plan import PipelinePlan, make_plan, replan
@@ -60,8 +58,6 @@ SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
 LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found."""
-USABLE_MEMORY = 0.9
-"""Share of a device's memory that a stage may be planned to fill."""
 
 
 class PipeTransformerTrainer(Trainer):
@@ -225,7 +221,7 @@ class PipeTransformerTrainer(Trainer):
         mesh = self._processes
         if self.args.uses_pipeline:
             _refuse_distributed_model(self.model)  # model_init may have made it
-        if _fits(sum(p.nbytes for p in self.model.parameters()), self.args.device):
+        if fits(sum(p.nbytes for p in self.model.parameters()), self.args.device):
             self.model.to(self.args.device)  # some kernels run there only
         sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
         check_same_everywhere(mesh, self.model, sample)
@@ -234,7 +230,7 @@ class PipeTransformerTrainer(Trainer):
             if self.args.uses_pipeline or self._freeze_callback is not None:
                 stack = LayerStack.discover(self.model, sample)
                 if self.args.uses_pipeline:
-                    _refuse_batch_statistics(self.model)
+                    refuse_batch_statistics(self.model)
                 self._unit_costs: tuple[UnitCost, ...] = measure_costs(stack, sample)
                 if self._freeze_callback is not None:
                     freezable = FreezableLayers.of(stack, sample)
@@ -257,7 +253,11 @@ class PipeTransformerTrainer(Trainer):
         )
 
     def _make_plan(self, pipeline: ElasticPipeline) -> PipelinePlan:
-        budgets = [b for b in pipeline.mesh.gather_objects(_memory_budget(self.args)) if b is not None]
+        budgets = [
+            b
+            for b in pipeline.mesh.gather_objects(memory_budget(self.args.device, self.args.world_size))
+            if b is not None
+        ]
         plan = make_plan(
             self._unit_costs,
             pipeline.mesh.world_size,
@@ -454,64 +454,28 @@ class PipeTransformerTrainer(Trainer):
         return scaler.get_scale() if scaler is not None else 1.0
 
     def _study_loss(self, stack: LayerStack, sample: Batch) -> None:
-        """Try the loss, the user's own included, on a few rows of the whole model.
+        """Try the loss, the user's own included, on a few rows of the whole model."""
 
-        1. What gets no gradient from it.
-        2. How the losses of parts add up.
-        3. With several stages: whether it comes out the same when only the last layer runs under it.
-
-        Raises:
-            UnsupportedModelError: it does not.
-        """
-        sample = with_distinct_labels(sample, getattr(self.model, "config", None))
-
-        def loss_of(batch: Batch, num_items: int = 1) -> torch.Tensor:
+        def loss_of(batch: Batch, num_items: int) -> torch.Tensor:
             with seeded(self.args.seed), self.compute_loss_context_manager():
                 loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items)
                 assert isinstance(loss, torch.Tensor)
                 return loss.mean()
 
-        def value_of(batch: Batch, num_items: int) -> float:
-            with torch.no_grad():
-                return float(loss_of(batch, num_items))
-
-        exact = self.accelerator.mixed_precision == "no" and all(
+        is_exact = self.accelerator.mixed_precision == "no" and all(
             p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
         )
-        tolerance = 2e-3 if exact else 3e-2
-        with evaluation_mode(self.model), torch.random.fork_rng(devices=[]):
-            with torch.enable_grad(), stack.table.all_trainable():
-                reached = {id(leaf) for leaf in reachable_leaves([loss_of(sample)])}
-                stack.unreached |= {name for name in stack.table.names if id(stack.table[name]) not in reached}  # 1
-            alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
-            shifts_labels = getattr(self, "_loss_shifts_labels", False)
-            self._reduction = (  # 2
-                unexamined(shifts_labels) if alone else find_loss_reduction(value_of, sample, shifts_labels, tolerance)
-            )
-            if self.args.uses_pipeline:
-                self._check_loss_of_last_stage(stack, sample, partial(value_of, num_items=1), tolerance)  # 3
-
-    def _check_loss_of_last_stage(
-        self, stack: LayerStack, sample: Batch, loss_of: Callable[[Batch], float], tolerance: float
-    ) -> None:
-        whole = loss_of(sample)
-        last = stack.num_units - 1
-        stack.runner.install()
-        try:
-            with torch.no_grad(), stack.runner.poisoning_skipped():
-                carry = stack.runner.run(0, last, None, sample) if last else {}
-                with stack.runner.to_the_end(last, carry):
-                    cut = loss_of(sample)
-        finally:
-            stack.runner.remove()
-        if not math.isclose(whole, cut, rel_tol=tolerance, abs_tol=1e-6) and math.isfinite(whole):
-            raise UnsupportedModelError(
-                self.model,
-                f"compute_loss gives {cut:.6g} where only the last layer runs, and {whole:.6g} where all do: it"
-                " changes the inputs before it calls the model, or reads hidden states of earlier layers.",
-                "Do the former in the data collator and compute the loss from the model's final outputs, or set"
-                " pipeline_parallel_size=1.",
-            )
+        is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
+        self._reduction, without_gradient = study_loss(
+            stack,
+            with_distinct_labels(sample, getattr(self.model, "config", None)),
+            loss_of,
+            shifts_labels=getattr(self, "_loss_shifts_labels", False),
+            adds_up=not is_alone,
+            is_cut=self.args.uses_pipeline,
+            tolerance=2e-3 if is_exact else 3e-2,
+        )
+        stack.unreached |= without_gradient
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
@@ -604,7 +568,7 @@ class PipeTransformerTrainer(Trainer):
         """
         if self.pipeline is not None and self.pipeline.is_placed:
             size = sum(p.nbytes for p in self.model.parameters())
-            self.pipeline.gather(self.args.device if _fits(size, self.args.device) else torch.device("cpu"))
+            self.pipeline.gather(self.args.device if fits(size, self.args.device) else torch.device("cpu"))
 
 
 class _WholeModelAtTrainEnd(TrainerCallback):
@@ -640,31 +604,3 @@ def _refuse_distributed_model(model: Any) -> None:
             f"model is spread by a device map ({len(device_map)} entries): load it without device_map, the pipeline's"
             " stages take their part."
         )
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedModelError(
-                model,
-                f"{name!r} is a {type(module).__name__}, whose result depends on all rows of a batch:"
-                " micro-batches would change it.",
-                "Set pipeline_parallel_size=1.",
-            )
-
-
-def _memory_budget(args: PipeTransformerTrainingArguments) -> int | None:
-    """Bytes that a stage may take on this process's device."""
-    if args.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(args.device).total_memory * USABLE_MEMORY)
-    if args.device.type == "cpu":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-        return int(psutil.virtual_memory().available / here * USABLE_MEMORY)
-    return None
-
-
-def _fits(size: int, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(device)
-    return size < free * USABLE_MEMORY

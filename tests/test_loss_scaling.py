@@ -168,4 +168,6 @@ def test_distinct_labels_tell_apart_what_equal_ones_hide():
         return float(torch.nn.functional.cross_entropy(logits, part["labels"], weight=torch.tensor([1.0, 5.0])))
 
     assert find_loss_reduction(weighted, batch, shifts_labels=False).kind == "mean"  # wrongly
-    assert find_loss_reduction(weighted, with_distinct_labels(batch, model.config), shifts_labels=False).kind == "whole"
+    assert (
+        find_loss_reduction(weighted, with_distinct_labels(batch, model.config), shifts_labels=False).kind == "whole"
+    )
