@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.costs import UnitCost
-from hf_pipetransformer.plan import MIB, PipelinePlan, make_plan
+from hf_pipetransformer.plan import MIB, PipelinePlan, make_plan, replan
 
 
 def unit(
@@ -206,3 +206,49 @@ def test_plan_prints_a_table() -> None:
 
 def test_plan_of_one_stage_speaks_of_no_schedule() -> None:
     assert str(plan_of(1, world_size=1)).endswith("no schedule, no bubble (one stage)")
+
+
+# ------------------------------------------------------------------------------------------ after a freeze
+def start(k: int = 4) -> PipelinePlan:
+    return make_plan(UNITS, 4, k, num_microbatches=4, rows_per_pipeline_device=4, memory_budget_bytes=None)
+
+
+def test_frozen_units_cost_a_third_in_the_split() -> None:
+    plan = make_plan(UNITS, 4, 2, rows_per_pipeline_device=4, memory_budget_bytes=None, num_frozen_layers=3)
+    assert plan.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
+    assert "3 frozen" in str(plan)
+
+
+def test_a_stage_may_hold_frozen_units_only() -> None:
+    plan = make_plan(UNITS, 4, 4, rows_per_pipeline_device=4, memory_budget_bytes=None, num_frozen_layers=6)
+    assert plan.stage_bounds == (0, 3, 6, 7, 8)
+
+
+def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
+    """Its largest stage may need no more bytes than the largest did at the start."""
+
+    def largest(plan: PipelinePlan) -> int:
+        k = plan.pipeline_parallel_size
+        m = 1 if k == 1 else 4  # of the rows that a pipeline gets
+        return max(plan.stage_bytes(stage, rows=4 * k, num_microbatches=m) for stage in range(k))
+
+    plan, sizes = start(), []
+    for frozen in range(1, 9):
+        plan = replan(plan, frozen, start(), rows_per_pipeline_device=4)
+        sizes.append(plan.pipeline_parallel_size)
+        assert plan.num_frozen_layers == frozen
+        if plan.pipeline_parallel_size < 4:
+            assert largest(plan) <= largest(start())
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 4 and sizes[-1] == 1
+
+
+def test_without_compression_only_the_split_changes() -> None:
+    plan = replan(start(), 4, start(), rows_per_pipeline_device=4, compress=False)
+    assert plan.pipeline_parallel_size == 4
+    assert plan.stage_bounds != start().stage_bounds
+
+
+def test_more_frozen_layers_than_there_are() -> None:
+    with pytest.raises(ValueError, match="num_frozen_layers is 9, but must be between 0 and 8"):
+        replan(start(), 9, start(), rows_per_pipeline_device=4)
