@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,13 +24,16 @@ from .frozen_prefix import FreezableLayers, squared_norms
 from .layer_range import tensors_of
 from .layer_stack import LayerStack
 from .mesh import ProcessMesh
-from .micro_batch import Batch, batch_rows
-from .partition import choose_num_microbatches
+from .micro_batch import Batch
+from .microbatch_trials import MicrobatchTrials
 from .plan import PipelinePlan
 from .schedule import PipelineScheduler
 from .sparse_embeddings import SparseEmbeddings
 from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule
 from .state import Holders, OptimizerState, WeightState, exchange, moves_between
+
+WORTH_A_TRIAL = 0.15
+"""Numbers of micro-batches that are predicted to take longer than the best by more than this share are not tried."""
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
@@ -92,6 +96,7 @@ class ElasticPipeline(nn.Module):
         self.freezable = freezable
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
+        self._trials: MicrobatchTrials | None = None
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._gradients_synchronise = True
         self._set_aside: dict[str, nn.Parameter] | None = None
@@ -207,7 +212,7 @@ class ElasticPipeline(nn.Module):
         self.train(self.training)
 
     def _unbuild(self) -> None:
-        self.stage, self._scheduler = None, None
+        self.stage, self._scheduler, self._trials = None, None, None
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
             self._sparse_embeddings = None
@@ -245,6 +250,17 @@ class ElasticPipeline(nn.Module):
                 ShapeBook(stage, self._receive_shapes, self._send_shapes),
                 plan.schedule,
             )
+            self._trials = MicrobatchTrials(
+                partial(plan.promising_microbatches, within=WORTH_A_TRIAL), self._slowest_stage, self._synchronise
+            )
+
+    def _slowest_stage(self, seconds: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._control)
+        return seconds
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def put_back(self) -> None:
         """After an evaluation: the complete weights that `place` has set aside. No communication."""
@@ -312,13 +328,14 @@ class ElasticPipeline(nn.Module):
         Args:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
         """
-        plan, stage = self.current_plan, self.stage
+        stage = self.stage
         assert stage is not None
         if self._scheduler is None:
             self._step_alone(stage, batch)
         else:
-            count = choose_num_microbatches(batch_rows(batch), self.num_stages, plan.num_microbatches, plan.schedule)
-            self._scheduler.step(batch, count, self._gradients_synchronise)
+            assert self._trials is not None
+            with self._trials.number_for(batch) as count:
+                self._scheduler.step(batch, count, self._gradients_synchronise)
             if self._sparse_embeddings is not None:
                 self._sparse_embeddings.finish_step()
         if self._gradients_synchronise:

@@ -20,7 +20,7 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
         "num_frozen_layers": plan.num_frozen_layers,
         "pipeline_parallel_size": plan.pipeline_parallel_size,
         "data_parallel_size": plan.data_parallel_size,
-        "num_microbatches": "auto" if plan.num_microbatches is None else plan.num_microbatches,
+        "num_microbatches": plan.num_microbatches_for(plan.rows_per_pipeline),
         "stage_bounds": list(plan.stage_bounds),
     }
 

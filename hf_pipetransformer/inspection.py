@@ -23,7 +23,8 @@ from .costs import UnitCost, measure_costs
 from .dummy_inputs import dummy_batch
 from .ghosts import ParameterTable, make_ghost
 from .layer_stack import LayerStack
-from .plan import MIB, PipelinePlan, align, make_plan
+from .plan import MIB, PipelinePlan, align
+from .planner import make_plan
 
 GHOST_VALUE = 0.01
 """Not zero: CLIP divides by the norm of its embeddings."""
@@ -268,7 +269,7 @@ def measure(model: PreTrainedModel) -> tuple[dict[str, Any], tuple[UnitCost, ...
 
 def _plan(units: Sequence[UnitCost], k: int) -> PipelinePlan:
     """Return the plan of one pipeline of K stages."""
-    return make_plan(units, k, k, rows_per_pipeline_device=1, memory_budget_bytes=None)
+    return make_plan(units, k, k, rows_per_device=1, memory_budget_bytes=None)
 
 
 def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:

@@ -105,6 +105,7 @@ class LayerRangeRunner:
         self._pass: _Pass | None = None
         self._computable: range | None = None  # None: every unit has its weights here
         self._poisons_skipped = False
+        self._on_entry: Callable[[], None] | None = None
         self._num_frozen = 0
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that stands in a list several times is one layer
         for stack, names in enumerate(stacks):
@@ -162,6 +163,15 @@ class LayerRangeRunner:
             yield
         finally:
             self._poisons_skipped = False
+
+    @contextmanager
+    def telling_entries(self, on_entry: Callable[[], None]) -> Iterator[None]:
+        """Inside, `on_entry` is called before each unit that computes in a pass."""
+        self._on_entry = on_entry
+        try:
+            yield
+        finally:
+            self._on_entry = None
 
     # ------------------------------------------------------------------------------------ running
     def trace(self, batch: dict[str, Any], observer: Callable[[Unit, Any], None] | None = None) -> Any:
@@ -265,6 +275,8 @@ class LayerRangeRunner:
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 return self._structures[unit.stack].rebuild(values)
+            if self._on_entry is not None:
+                self._on_entry()
             if index >= self._num_frozen:
                 self._leave_frozen_units(current)
                 output = original(*args, **kwargs)

@@ -7,15 +7,19 @@ world of 8, K = 4, R = 2        stage 0   1   2   3
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+REDUCTION_SAMPLE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,19 @@ class ProcessMesh:
                     mine = group if self.rank in ranks else mine
             self._subgroups[key] = mine
         return self._subgroups[key]
+
+    def seconds_per_reduced_byte(self, device: torch.device) -> float:
+        """Measure an all-reduce over all processes; 0 for one process. Collective over all processes."""
+        if self.world_size == 1:
+            return 0.0
+        tensor = torch.zeros(REDUCTION_SAMPLE_BYTES // 4, device=device)
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            tensor[0].item()  # waits for a device's stream
+            times.append(time.perf_counter() - began)
+        return median(times[1:]) / tensor.nbytes
 
     # ------------------------------------------------------------------------------------ over the control group
     def gather_objects(self, mine: T) -> list[T]:

@@ -10,15 +10,20 @@ has to be communicated: sums are exact (integers) and ties are broken by a fixed
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from statistics import pvariance
 
 SCHEDULES = ("1f1b", "gpipe")
 
+MOST_MICROBATCHES_PER_STAGE = 6
+"""Upper bound on M / K when the fastest M is looked for among measured ones."""
+
 MICROBATCHES_PER_STAGE = 2
-"""Upper bound on M / K when M is chosen. More micro-batches shorten the bubble, (K - 1) / (M + K - 1) < 1 / 3 at
-M = 2 K, but each costs the fixed time of a forward and backward, and small ones use a device badly."""
+"""Upper bound on M / K when M is chosen without measurements. More micro-batches shorten the bubble,
+(K - 1) / (M + K - 1) < 1 / 3 at M = 2 K, but each costs the fixed time of a forward and backward, and small ones use a
+device badly."""
 
 
 def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -48,16 +53,8 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Raises:
         ValueError: If K is not between 1 and L, or a cost is negative or not finite.
     """
+    _check_split(costs, num_stages)
     num_units = len(costs)
-    if not 1 <= num_stages <= num_units:
-        raise ValueError(
-            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages: "
-            f"choose a pipeline size of at most {num_units}."
-        )
-    for unit, cost in enumerate(costs):
-        if not math.isfinite(cost) or cost < 0:
-            raise ValueError(f"costs[{unit}] is {cost}: costs must be finite and not negative. Measure them again.")
-
     prefix = _exact_prefix_sums(costs)
     largest = _least_maximum(prefix, num_stages)
 
@@ -88,6 +85,54 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         bounds.append(first_cut[stages - 1][bounds[-1]])
     assert bounds[-1] == num_units and all(a < b for a, b in pairwise(bounds))
     return tuple(bounds)
+
+
+def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Split units into contiguous stages as the paper does, for comparison with `split_min_max`.
+
+    PipeTransformer, ICML 2021, algorithm 1, `load_balance`: from the left, a stage takes units while it stays within
+    the mean of what is left plus that part's variance divided by the number of stages left. The paper cuts within
+    layers and measures parameters; here units are whole. What it leaves open: each later stage is left a unit.
+
+    Args:
+        costs: Cost of each unit in execution order. `[L]`
+        num_stages: Number of stages K, 1 <= K <= L.
+
+    Returns:
+        Bounds `(0, ..., L)` of length K + 1.
+
+    Raises:
+        ValueError: If K is not between 1 and L, or a cost is negative or not finite.
+    """
+    _check_split(costs, num_stages)
+    bounds = [0]
+    for left in range(num_stages, 1, -1):
+        rest = costs[bounds[-1] :]
+        allowed = sum(rest) / left + pvariance(rest) / left
+        stop = bounds[-1] + 1
+        while stop < len(costs) - (left - 1) and sum(costs[bounds[-1] : stop + 1]) <= allowed:
+            stop += 1
+        bounds.append(stop)
+    return (*bounds, len(costs))
+
+
+Split = Callable[[Sequence[float], int], tuple[int, ...]]
+SPLITS: Mapping[str, Split] = {"min-max": split_min_max, "greedy": split_greedy}
+"""Ways to split units into stages, by name."""
+
+
+def microbatch_candidates(rows: int, num_stages: int) -> tuple[int, ...]:
+    """Return the numbers of micro-batches worth comparing: divisors of the rows from K to 6 K, in ascending order.
+
+    Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. Where no
+    divisor lies there (fewer rows than stages, a prime number of rows): the one of `choose_num_microbatches`.
+    """
+    if num_stages == 1:
+        return (1,)
+    found = tuple(
+        m for m in range(num_stages, min(rows, MOST_MICROBATCHES_PER_STAGE * num_stages) + 1) if rows % m == 0
+    )
+    return found or (choose_num_microbatches(rows, num_stages, None, "1f1b"),)
 
 
 def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, schedule: str) -> int:
@@ -149,6 +194,18 @@ def check_schedule(schedule: str) -> None:
         raise ValueError(
             f"schedule is {schedule!r}, but the schedules are {', '.join(map(repr, SCHEDULES))}: choose one."
         )
+
+
+def _check_split(costs: Sequence[float], num_stages: int) -> None:
+    num_units = len(costs)
+    if not 1 <= num_stages <= num_units:
+        raise ValueError(
+            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages: "
+            f"choose a pipeline size of at most {num_units}."
+        )
+    for unit, cost in enumerate(costs):
+        if not math.isfinite(cost) or cost < 0:
+            raise ValueError(f"costs[{unit}] is {cost}: costs must be finite and not negative. Measure them again.")
 
 
 def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:

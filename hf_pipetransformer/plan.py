@@ -1,6 +1,6 @@
 """The plan: which stage holds which units, and how many pipelines run side by side.
 
-A `PipelinePlan` is an immutable value made once by `make_plan` and passed to every other part.
+A `PipelinePlan` is an immutable value made by the planner and passed to every other part.
 
     rank = replica * K + stage            world 8, K = 4, R = 2
 
@@ -12,14 +12,16 @@ A `PipelinePlan` is an immutable value made once by `make_plan` and passed to ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from .partition import MICROBATCHES_PER_STAGE, check_schedule, choose_num_microbatches, split_min_max
+from .partition import check_schedule, choose_num_microbatches, microbatch_candidates
+from .timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from .costs import UnitCost
+    from .unit_times import ModelTimes
 
 MIB = 2**20
 
@@ -42,6 +44,8 @@ class PipelinePlan:
         unit_costs: Cost of each of the L units, in execution order.
         num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
             optimizer state. A stage may consist of frozen units alone.
+        rows_per_device: Rows of the global batch per rank; a pipeline's batch has K times as many.
+        times: How long the model's parts take on a device, where it has been measured.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -55,10 +59,12 @@ class PipelinePlan:
     num_microbatches: int | None
     unit_costs: tuple[UnitCost, ...] = field(repr=False, hash=False)
     num_frozen_layers: int = 0
+    rows_per_device: int = 1
+    times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         k, num_units = self.pipeline_parallel_size, len(self.unit_costs)
-        _check_pipeline_size(self.world_size, k, num_units)
+        check_pipeline_size(self.world_size, k, num_units)
         if self.data_parallel_size != self.world_size // k:
             raise ValueError(
                 f"data_parallel_size is {self.data_parallel_size}, but {self.world_size} ranks in pipelines of {k} "
@@ -76,6 +82,11 @@ class PipelinePlan:
             )
         check_schedule(self.schedule)
         _check_num_microbatches(self.num_microbatches)
+        if self.rows_per_device < 1:
+            raise ValueError(
+                f"rows_per_device is {self.rows_per_device}, but at least 1 row is needed: raise"
+                " per_device_train_batch_size."
+            )
         if not 0 <= self.num_frozen_layers <= num_units:
             raise ValueError(
                 f"num_frozen_layers is {self.num_frozen_layers}, but must be between 0 and {num_units}, the number of"
@@ -113,19 +124,83 @@ class PipelinePlan:
         self._checked("stage", stage, self.pipeline_parallel_size)
         return range(self.stage_bounds[stage], self.stage_bounds[stage + 1])
 
-    # -- what it costs ---------------------------------------------------------------------------------------
+    # -- micro-batches ---------------------------------------------------------------------------------------
 
-    def bubble_fraction(self, num_microbatches: int) -> float:
-        """Return the share of a step in which a stage idles, (K - 1) / (M + K - 1), for equal stages.
+    @property
+    def rows_per_pipeline(self) -> int:
+        """Rows of a full batch of one pipeline and step."""
+        return self.rows_per_device * self.pipeline_parallel_size
+
+    def num_microbatches_for(self, rows: int) -> int:
+        """Return into how many micro-batches a pipeline's batch is cut: M, a divisor of its rows.
+
+        What was asked for; else the predicted best; without measured times that of a fixed rule.
+        """
+        return self.promising_microbatches(rows)[0]
+
+    def promising_microbatches(self, rows: int, within: float = 0.0) -> tuple[int, ...]:
+        """Return numbers of micro-batches by predicted step time, the best first.
 
         Args:
-            num_microbatches: Micro-batches per step M.
+            rows: Rows of a pipeline's batch.
+            within: Leave out those that are predicted to take longer than the best by more than this share.
+        """
+        k = self.pipeline_parallel_size
+        if self.num_microbatches is not None or self.times is None or k == 1:
+            return (choose_num_microbatches(rows, k, self.num_microbatches, self.schedule),)
+        seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k)}
+        best = min(seconds.values())
+        return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
+
+    # -- what it costs ---------------------------------------------------------------------------------------
+
+    def predict(self, rows: int, num_microbatches: int) -> StepPrediction:
+        """Predict a training step of one pipeline's batch from measured times.
+
+        Args:
+            rows: Rows of a pipeline's batch.
+            num_microbatches: M.
 
         Raises:
-            ValueError: If M is below 1.
+            ValueError: If nothing has been measured, or M is below 1.
         """
         _check_num_microbatches(num_microbatches)
-        return (self.pipeline_parallel_size - 1) / (num_microbatches + self.pipeline_parallel_size - 1)
+        if self.times is None:
+            raise ValueError("times is None: a step can only be predicted from measured times.")
+        stages = [self._stage_seconds(stage, rows / num_microbatches) for stage in range(self.pipeline_parallel_size)]
+        forward, backward = zip(*stages, strict=True)
+        timeline = simulate(forward, backward, num_microbatches, self.schedule)
+        return StepPrediction(num_microbatches, timeline, max(map(self._seconds_at_end, range(len(stages)))))
+
+    def _stage_seconds(self, stage: int, rows: float) -> tuple[float, float]:
+        """Return the forward and backward seconds of a micro-batch in a stage."""
+        times = self.times
+        assert times is not None
+        forward, backward = times.prologue.forward.of(rows), 0.0
+        for unit in self.units_of(stage):
+            forward += times.units[unit].forward.of(rows)
+            if unit >= self.num_frozen_layers:
+                backward += times.units[unit].backward.of(rows)
+        if stage == 0 and not self.num_frozen_layers:
+            backward += times.prologue.backward.of(rows)
+        if stage == self.pipeline_parallel_size - 1:
+            forward += times.head.forward.of(rows)
+            backward += times.head.backward.of(rows)
+        return forward, backward
+
+    def _seconds_at_end(self, stage: int) -> float:
+        """Return the seconds of a stage's gradient reduction over replicas and of its optimizer step."""
+        times = self.times
+        assert times is not None
+        r, world = self.data_parallel_size, self.world_size
+        # a ring of n ranks sends 2 (n - 1) / n of the bytes; what was measured is a ring of all
+        share = (r - 1) / r * world / (world - 1) if world > 1 else 0.0
+        return self._trainable_bytes(stage) * (times.update_seconds_per_byte + share * times.reduce_seconds_per_byte)
+
+    def _trainable_bytes(self, stage: int) -> int:
+        active = [self.unit_costs[unit] for unit in self.units_of(stage) if unit >= self.num_frozen_layers]
+        # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
+        return min(sum(unit.trainable_bytes for unit in active), self.parameter_bytes_of(stage))
 
     def step_flops_of(self, stage: int) -> float:
         """Return the FLOPs of one row in a stage in a training step: frozen units run forward only."""
@@ -188,9 +263,7 @@ class PipelinePlan:
                 f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
             )
         active = [self.unit_costs[unit] for unit in self.units_of(stage) if unit >= self.num_frozen_layers]
-        parameters = self.parameter_bytes_of(stage)
-        # A trainable parameter of several units of this stage appears in the sum more than once, but in memory once.
-        trainable = min(sum(unit.trainable_bytes for unit in active), parameters)
+        trainable = self._trainable_bytes(stage)
         rows_in_flight = self.microbatches_in_flight(stage, num_microbatches) * rows // num_microbatches
         activations = sum(unit.activation_bytes for unit in active) * rows_in_flight
         received = 0
@@ -199,24 +272,25 @@ class PipelinePlan:
         if stage < self.pipeline_parallel_size - 1:
             received += self.unit_costs[self.stage_bounds[stage + 1] - 1].boundary_bytes * rows
         state = round(trainable * (1 + optimizer_bytes_per_parameter_byte))
-        return parameters + state + activations + received
+        return self.parameter_bytes_of(stage) + state + activations + received
 
     def __str__(self) -> str:
-        """Return a table of the stages: units, memory of parameters and activations, share of the FLOPs."""
+        """Return a table of the stages (units, memory, share of the work) and what a step is predicted to take."""
         k, r = self.pipeline_parallel_size, self.data_parallel_size
-        total_flops = sum(step_flops(self.unit_costs, self.num_frozen_layers))
-        rows = [("stage", "units", "first unit", "parameters MiB", "activations MiB/row", "FLOPs %")]
+        rows, m = self.rows_per_pipeline, self.num_microbatches_for(self.rows_per_pipeline)
+        flops = step_flops(self.unit_costs, self.num_frozen_layers)
+        table = [("stage", "units", "first unit", "parameters MiB", "training MiB", "FLOPs %")]
         for stage in range(k):
             units = self.units_of(stage)
-            flops = self.step_flops_of(stage)
-            rows.append(
+            share = 100 * sum(flops[unit] for unit in units) / sum(flops) if sum(flops) else None
+            table.append(
                 (
                     str(stage),
                     f"{units.start}-{units.stop - 1}" if len(units) > 1 else str(units.start),
                     self.unit_costs[units.start].name,
                     f"{self.parameter_bytes_of(stage) / MIB:,.1f}",
-                    f"{sum(self.unit_costs[unit].activation_bytes for unit in units) / MIB:,.2f}",
-                    f"{100 * flops / total_flops:.1f}" if total_flops else "-",
+                    f"{self.stage_bytes(stage, rows=rows, num_microbatches=m) / MIB:,.1f}",
+                    "-" if share is None else f"{share:.1f}",
                 )
             )
         head = (
@@ -224,18 +298,21 @@ class PipelinePlan:
             f"{self.num_units} unit{_s(self.num_units)}"
             + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
         )
-        return "\n".join((head, *align(rows, left=(1, 2)), self._describe_schedule()))
+        return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 
-    def _describe_schedule(self) -> str:
-        """Return the line about schedule, micro-batches and bubble."""
-        if self.pipeline_parallel_size == 1:
-            return "no schedule, no bubble (one stage)"
-        if self.num_microbatches is not None:
-            m, how = self.num_microbatches, f"up to {self.num_microbatches} micro-batches"
-        else:
-            m = MICROBATCHES_PER_STAGE * self.pipeline_parallel_size
-            how = f"micro-batches chosen by the rows, preferably {m}"
-        return f"schedule {self.schedule}, {how}; bubble {100 * self.bubble_fraction(m):.1f} % at {m}"
+    def _describe_step(self, rows: int, m: int) -> str:
+        """Return the line about schedule, micro-batches, bubble and time of a step."""
+        k = self.pipeline_parallel_size
+        words = [f"{rows} row{_s(rows)} a pipeline and step"]
+        if k > 1:
+            words.append(f"schedule {self.schedule} with {m} micro-batch{'' if m == 1 else 'es'}")
+        if self.times is not None:
+            prediction = self.predict(rows, m)
+            bubble = f" (bubble {100 * prediction.timeline.bubble:.1f} %)" if k > 1 else ""
+            words.append(f"predicted {prediction.seconds:.3g} s{bubble}")
+        elif k > 1:
+            words.append(f"bubble {100 * (k - 1) / (m + k - 1):.1f} % if stages are equal")
+        return "; ".join(words)
 
     @staticmethod
     def _checked(field_name: str, value: int, number: int) -> int:
@@ -244,125 +321,29 @@ class PipelinePlan:
         return value
 
 
-def make_plan(
-    unit_costs: Sequence[UnitCost],
-    world_size: int,
-    pipeline_parallel_size: int | Literal["auto"],
-    *,
-    schedule: str = "1f1b",
-    num_microbatches: int | Literal["auto"] = "auto",
-    rows_per_pipeline_device: int,
-    memory_budget_bytes: int | None,
-    num_frozen_layers: int = 0,
-) -> PipelinePlan:
-    """Make the plan: choose K where that is asked for, and split the units by their FLOPs.
+@dataclass(frozen=True)
+class StepPrediction:
+    """What a training step is predicted to take.
 
-    AutoPipe's load balancing (PipeTransformer, ICML 2021, section 3.2). `"auto"` takes the smallest K whose
-    largest stage fits the memory of a device, because a shorter pipeline idles less and leaves more
-    replicas. Without a known budget everything is taken to fit: K = 1.
-
-    A pure function: the same arguments give the same plan on every rank.
-
-    Args:
-        unit_costs: Cost of each unit in execution order.
-        world_size: Number of ranks.
-        pipeline_parallel_size: Number of stages K, or `"auto"`.
-        schedule: `"1f1b"` or `"gpipe"`.
-        num_microbatches: Micro-batches per step and pipeline, or `"auto"`.
-        rows_per_pipeline_device: Rows per device and step; a pipeline's batch has K times as many.
-        memory_budget_bytes: Bytes that a device has for training, or None if unknown. Looked at for `"auto"` only.
-        num_frozen_layers: f, the units at the bottom that are frozen.
-
-    Raises:
-        ValueError: If K does not divide the world or exceeds the number of units, a number is too small,
-            the schedule is unknown, or `"auto"` finds no K that fits.
+    Attributes:
+        num_microbatches: M.
+        timeline: Forwards and backwards of the pipeline.
+        seconds_at_end: Of gradient reduction and optimizer, in the stage where they take longest.
     """
-    units = tuple(unit_costs)
-    requested = None if num_microbatches == "auto" else num_microbatches
-    if rows_per_pipeline_device < 1:
-        raise ValueError(
-            f"rows_per_pipeline_device is {rows_per_pipeline_device}, but at least 1 row is needed: "
-            f"raise per_device_train_batch_size."
-        )
 
-    def plan_of(k: int) -> PipelinePlan:
-        _check_pipeline_size(world_size, k, len(units))
-        bounds = split_min_max(step_flops(units, num_frozen_layers), k)
-        return PipelinePlan(world_size, k, world_size // k, bounds, schedule, requested, units, num_frozen_layers)
+    num_microbatches: int
+    timeline: Timeline
+    seconds_at_end: float
 
-    if pipeline_parallel_size != "auto":
-        return plan_of(pipeline_parallel_size)
-    if memory_budget_bytes is None:
-        return plan_of(1)
-
-    _check_pipeline_size(world_size, 1, len(units))
-    candidates = [k for k in range(1, min(world_size, len(units)) + 1) if world_size % k == 0]
-    needed = 0
-    for k in candidates:
-        plan = plan_of(k)
-        rows = rows_per_pipeline_device * k
-        m = choose_num_microbatches(rows, k, requested, schedule)
-        needed = max(plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(k))
-        if needed <= memory_budget_bytes:
-            return plan
-    raise ValueError(
-        f"pipeline_parallel_size is 'auto', but no pipeline fits: with {candidates[-1]} stages the largest still "
-        f"needs {needed / MIB:,.0f} MiB, and a device has {memory_budget_bytes / MIB:,.0f} MiB. Use more devices, a "
-        f"smaller per_device_train_batch_size (now {rows_per_pipeline_device}), gradient checkpointing, or freeze "
-        f"parameters."
-    )
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.timeline.seconds + self.seconds_at_end
 
 
 def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int) -> list[float]:
     """Return the FLOPs of each unit in a training step: a backward costs two forwards, a frozen unit has none."""
     return [unit.forward_flops * (1 if index < num_frozen_layers else 3) for index, unit in enumerate(unit_costs)]
-
-
-def replan(
-    plan: PipelinePlan,
-    num_frozen_layers: int,
-    start: PipelinePlan,
-    rows_per_pipeline_device: int,
-    compress: bool = True,
-) -> PipelinePlan:
-    """Make the plan that follows `plan` once more layers are frozen: pipeline compression, then the split.
-
-    PipeTransformer, ICML 2021, section 3.2: K falls as soon as the largest stage of a shorter pipeline needs no more
-    memory than the largest stage did at the start. Of the K that fit, the shortest is taken: what is left idles least,
-    and the freed devices become replicas.
-
-    A pure function: the same arguments give the same plan on every rank.
-
-    Args:
-        plan: The plan in force.
-        num_frozen_layers: f from now on, not less than before.
-        start: The plan at the start of training, whose largest stage is the measure.
-        rows_per_pipeline_device: Rows per device and step; a pipeline's batch has K times as many.
-        compress: Let K fall; otherwise only the split changes.
-    """
-
-    def candidate(k: int) -> PipelinePlan:
-        bounds = split_min_max(step_flops(plan.unit_costs, num_frozen_layers), k)
-        return replace(
-            plan,
-            pipeline_parallel_size=k,
-            data_parallel_size=plan.world_size // k,
-            stage_bounds=bounds,
-            num_frozen_layers=num_frozen_layers,
-        )
-
-    def largest_stage_bytes(of: PipelinePlan) -> int:
-        k = of.pipeline_parallel_size
-        rows = rows_per_pipeline_device * k
-        m = choose_num_microbatches(rows, k, of.num_microbatches, of.schedule)
-        return max(of.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(k))
-
-    budget = largest_stage_bytes(start)
-    if not compress:
-        return candidate(plan.pipeline_parallel_size)
-    shorter = [k for k in range(1, plan.pipeline_parallel_size) if plan.world_size % k == 0]
-    fitting = (c for c in map(candidate, shorter) if largest_stage_bytes(c) <= budget)
-    return next(fitting, candidate(plan.pipeline_parallel_size))
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
@@ -382,7 +363,7 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
     ]
 
 
-def _check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
+def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
     """Check that pipelines of K stages fill the world and that each stage gets a unit."""
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")

@@ -47,10 +47,12 @@ from .loss_scaling import LossReduction, with_distinct_labels
 from .loss_study import study_loss
 from .mesh import ProcessMesh
 from .micro_batch import Batch
-from .plan import PipelinePlan, make_plan, replan
+from .plan import PipelinePlan
+from .planner import largest_stage_bytes, make_plan, replan
 from .stage import StageModule
 from .state import synchronise_weights
 from .training_args import PipeTransformerTrainingArguments
+from .unit_times import ModelTimes, measure_times, slowest
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
 LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found."""
+MOST_ROWS_TO_TIME = 8
+"""Rows on which the model's parts are timed; more of them take as much longer."""
 
 
 class PipeTransformerTrainer(Trainer):
@@ -156,12 +160,11 @@ class PipeTransformerTrainer(Trainer):
                 " instead of overriding get_train_dataloader."
             )
         check_same_size(self._processes, self._train_batches.dataset)
-        pipeline = self._pipeline_for(
-            self._train_batches.sample_rows(LOSS_SAMPLE_ROWS), self._train_batches.collate_fn
-        )
+        rows = self._train_batches.sample_rows(max(LOSS_SAMPLE_ROWS, self._rows_to_time))
+        pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
-        plan = self._make_plan(pipeline)
+        plan = self._make_plan(pipeline, self._measure_times(pipeline, rows))
         callback = self._freeze_callback
         if callback is not None:
             freezable = pipeline.freezable
@@ -197,9 +200,32 @@ class PipeTransformerTrainer(Trainer):
             )
 
     def _plan_after_freezing(self, plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
-        return replan(
-            plan, num_frozen, self._first_plan, self.args.per_device_train_batch_size, compress=self.args.elastic
-        )
+        # a number of stages that the user chose says what a device can hold: no more than at the start
+        is_auto = self.args.pipeline_parallel_size == "auto" and self._memory_budget is not None
+        budget = self._memory_budget if is_auto else largest_stage_bytes(self._first_plan)
+        assert budget is not None
+        return replan(plan, num_frozen, budget, compression="fit" if self.args.elastic else "none")
+
+    @property
+    def _rows_to_time(self) -> int:
+        """Rows of a micro-batch that the model's parts are timed with."""
+        return min(self.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)
+
+    def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
+        """Of the model's parts on the slowest process; None where they do not matter or cannot be had.
+
+        What is chosen by them (split, K and M) may differ from run to run, which `full_determinism` forbids.
+        """
+        assert self._train_batches is not None
+        device = self.args.device
+        is_here = all(p.device.type == device.type for p in self.model.parameters())  # else it fits no device
+        if not self.args.uses_pipeline or self.args.full_determinism or not all(pipeline.mesh.gather_objects(is_here)):
+            return None
+        batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
+        per_byte = pipeline.mesh.seconds_per_reduced_byte(device)
+        with self.compute_loss_context_manager():
+            times = measure_times(pipeline.stack, batch, per_byte)
+        return slowest(pipeline.mesh.gather_objects(times))
 
     @property
     def _processes(self) -> ProcessMesh:
@@ -214,7 +240,7 @@ class PipeTransformerTrainer(Trainer):
             self._build_pipeline(rows, collate_fn)
         assert self.pipeline is not None
         if self._train_batches is not None:
-            self._study_loss(self.pipeline.stack, self._collate(rows, collate_fn))
+            self._study_loss(self.pipeline.stack, self._collate(rows[:LOSS_SAMPLE_ROWS], collate_fn))
         return self.pipeline
 
     def _build_pipeline(self, rows: list[Any], collate_fn: Any) -> None:
@@ -252,20 +278,22 @@ class PipeTransformerTrainer(Trainer):
             stack, self._loss_of_micro_batch, mesh, self.args.device, self._wrap_replicas, freezable
         )
 
-    def _make_plan(self, pipeline: ElasticPipeline) -> PipelinePlan:
+    def _make_plan(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> PipelinePlan:
         budgets = [
             b
             for b in pipeline.mesh.gather_objects(memory_budget(self.args.device, self.args.world_size))
             if b is not None
         ]
+        self._memory_budget = min(budgets, default=None)
         plan = make_plan(
             self._unit_costs,
             pipeline.mesh.world_size,
             self.args.pipeline_parallel_size,
             schedule=self.args.pipeline_schedule,
             num_microbatches=self.args.num_microbatches,
-            rows_per_pipeline_device=self.args.per_device_train_batch_size,
-            memory_budget_bytes=min(budgets, default=None),
+            rows_per_device=self.args.per_device_train_batch_size,
+            memory_budget_bytes=self._memory_budget,
+            times=times,
         )
         if self._reduction.kind == "whole" and self._train_batches is not None:
             self._refuse_coupled_rows(plan)

@@ -18,7 +18,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
 from hf_pipetransformer.frozen_prefix import FreezableLayers
 from hf_pipetransformer.layer_stack import LayerStack
-from hf_pipetransformer.plan import PipelinePlan, make_plan
+from hf_pipetransformer.plan import PipelinePlan
+from hf_pipetransformer.planner import make_plan
 
 RUNS = {
     "bert": Run(epochs=3),
@@ -84,7 +85,7 @@ def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> 
             plan.world_size,
             table[num_frozen],
             schedule=plan.schedule,
-            rows_per_pipeline_device=4,
+            rows_per_device=4,
             memory_budget_bytes=None,
             num_frozen_layers=num_frozen,
         )

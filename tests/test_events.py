@@ -8,20 +8,20 @@ from test_plan import unit
 
 from hf_pipetransformer import events
 from hf_pipetransformer.elastic_pipeline import Transformation
-from hf_pipetransformer.plan import make_plan
+from hf_pipetransformer.planner import make_plan
 
 UNITS = tuple(unit(k) for k in range(6))
 
 
 def plan(stages: int, frozen: int = 0):
-    return make_plan(UNITS, 4, stages, rows_per_pipeline_device=4, memory_budget_bytes=None, num_frozen_layers=frozen)
+    return make_plan(UNITS, 4, stages, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=frozen)
 
 
 def test_records_are_appended(tmp_path):
     events.record(tmp_path / "run", "start", plan(4), 0, 0.0)
     events.record(tmp_path / "run", "transform", plan(2, 2), 7, 1.5, 0.25, 1024, {"move": 0.2})
     first, second = map(json.loads, (tmp_path / "run" / events.FILE_NAME).read_text().splitlines())
-    assert (first["event"], first["pipeline_parallel_size"], first["num_microbatches"]) == ("start", 4, "auto")
+    assert (first["event"], first["pipeline_parallel_size"], first["num_microbatches"]) == ("start", 4, 8)
     assert (second["global_step"], second["epoch"], second["num_frozen_layers"]) == (7, 1.5, 2)
     assert (second["data_parallel_size"], second["bytes_moved"], second["phases"]) == (2, 1024, {"move": 0.2})
     assert len(second["stage_bounds"]) == 3 and second["num_layers"] == 6

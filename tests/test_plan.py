@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.costs import UnitCost
-from hf_pipetransformer.plan import MIB, PipelinePlan, make_plan, replan
+from hf_pipetransformer.plan import MIB, PipelinePlan
+from hf_pipetransformer.planner import make_plan
+from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds
 
 
 def unit(
@@ -31,8 +33,14 @@ def unit(
 UNITS = tuple(unit(i) for i in range(8))
 
 
+def times_of(units: int, fixed: float = 0.0) -> ModelTimes:
+    """A second a row forward, two backward."""
+    part = PartTimes(Seconds(fixed, 1.0), Seconds(2 * fixed, 2.0))
+    return ModelTimes(PartTimes(), (part,) * units, PartTimes())
+
+
 def plan_of(k: int, world_size: int = 8, units: tuple[UnitCost, ...] = UNITS, **changes: Any) -> PipelinePlan:
-    arguments: dict[str, Any] = {"rows_per_pipeline_device": 4, "memory_budget_bytes": None, **changes}
+    arguments: dict[str, Any] = {"rows_per_device": 4, "memory_budget_bytes": None, **changes}
     return make_plan(units, world_size, k, **arguments)
 
 
@@ -91,13 +99,6 @@ def test_one_process_is_told_how_to_start_more() -> None:
         plan_of(4, world_size=1)
 
 
-def test_bubble() -> None:
-    assert plan_of(4).bubble_fraction(16) == pytest.approx(3 / 19)
-    assert plan_of(1).bubble_fraction(1) == 0
-    with pytest.raises(ValueError, match="num_microbatches is 0"):
-        plan_of(4).bubble_fraction(0)
-
-
 def test_split_follows_the_flops() -> None:
     units = tuple(unit(i, flops) for i, flops in enumerate([1, 1, 1, 3]))
     assert plan_of(2, world_size=2, units=units).stage_bounds == (0, 3, 4)
@@ -149,44 +150,6 @@ def test_stage_bytes_refuses_uneven_microbatches(rows: int, m: int) -> None:
         plan_of(4).stage_bytes(0, rows=rows, num_microbatches=m)
 
 
-# -- auto ----------------------------------------------------------------------------------------------------
-
-
-def needed(k: int, units: tuple[UnitCost, ...] = UNITS) -> int:
-    plan = plan_of(k, units=units)
-    return max(plan.stage_bytes(stage, rows=4 * k, num_microbatches=4 * k) for stage in range(k))
-
-
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_auto_takes_the_smallest_pipeline_that_fits(k: int) -> None:
-    plan = make_plan(UNITS, 8, "auto", rows_per_pipeline_device=4, memory_budget_bytes=needed(k))
-    assert (plan.pipeline_parallel_size, plan.data_parallel_size) == (k, 8 // k)
-
-
-def test_auto_without_a_budget_is_one_stage() -> None:
-    plan = make_plan(UNITS, 8, "auto", rows_per_pipeline_device=4, memory_budget_bytes=None)
-    assert plan.pipeline_parallel_size == 1
-
-
-def test_auto_never_has_more_stages_than_units() -> None:
-    units = UNITS[:3]
-    plan = make_plan(units, 8, "auto", rows_per_pipeline_device=4, memory_budget_bytes=needed(2, units))
-    assert plan.pipeline_parallel_size == 2
-    with pytest.raises(ValueError, match="with 2 stages"):
-        make_plan(units, 8, "auto", rows_per_pipeline_device=4, memory_budget_bytes=1)
-
-
-def test_auto_says_what_is_missing() -> None:
-    units = tuple(unit(i, parameters={f"{i}": 10 * MIB}) for i in range(8))
-    with pytest.raises(ValueError, match="with 8 stages the largest still needs 40 MiB, and a device has 20 MiB"):
-        make_plan(units, 8, "auto", rows_per_pipeline_device=4, memory_budget_bytes=20 * MIB)
-
-
-def test_make_plan_refuses_no_rows() -> None:
-    with pytest.raises(ValueError, match=r"rows_per_pipeline_device is 0.*per_device_train_batch_size"):
-        plan_of(2, rows_per_pipeline_device=0)
-
-
 # -- text ----------------------------------------------------------------------------------------------------
 
 
@@ -196,59 +159,44 @@ def test_plan_prints_a_table() -> None:
     assert text == "\n".join(
         (
             "2 stages × 2 pipelines = 4 ranks, 4 units",
-            "stage  units  first unit  parameters MiB  activations MiB/row  FLOPs %",
-            "    0  0-1    layer.0                6.0                 2.00     50.0",
-            "    1  2-3    layer.2                6.0                 2.00     50.0",
-            "schedule 1f1b, up to 6 micro-batches; bubble 14.3 % at 6",
+            "stage  units  first unit  parameters MiB  training MiB  FLOPs %",
+            "    0  0-1    layer.0                6.0          32.0     50.0",
+            "    1  2-3    layer.2                6.0          28.0     50.0",
+            "8 rows a pipeline and step; schedule 1f1b with 4 micro-batches; bubble 20.0 % if stages are equal",
         )
     )
 
 
 def test_plan_of_one_stage_speaks_of_no_schedule() -> None:
-    assert str(plan_of(1, world_size=1)).endswith("no schedule, no bubble (one stage)")
+    assert str(plan_of(1, world_size=1)).endswith("4 rows a pipeline and step")
 
 
-# ------------------------------------------------------------------------------------------ after a freeze
-def start(k: int = 4) -> PipelinePlan:
-    return make_plan(UNITS, 4, k, num_microbatches=4, rows_per_pipeline_device=4, memory_budget_bytes=None)
+def test_plan_with_times_predicts_the_step() -> None:
+    """4 micro-batches, 2 rows each: stages of 4 units x (1 + 2) x 2 rows = 24 s a micro-batch, 5 of them in a row."""
+    plan = plan_of(2, times=times_of(8), num_microbatches=4)
+    assert str(plan).endswith("schedule 1f1b with 4 micro-batches; predicted 120 s (bubble 20.0 %)")
+    assert plan.predict(8, 4).seconds == 120
+    assert plan.predict(8, 1).seconds == pytest.approx(2 * 96)
+    with pytest.raises(ValueError, match="times is None"):
+        plan_of(2).predict(8, 4)
 
 
-def test_frozen_units_cost_a_third_in_the_split() -> None:
-    plan = make_plan(UNITS, 4, 2, rows_per_pipeline_device=4, memory_budget_bytes=None, num_frozen_layers=3)
-    assert plan.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
-    assert "3 frozen" in str(plan)
+def test_prediction_counts_reduction_and_update() -> None:
+    """8 ranks, 4 replicas: 400 trainable bytes a stage, 2 (4 - 1) / 4 of them sent instead of 2 (8 - 1) / 8."""
+    times = dataclasses.replace(times_of(8), update_seconds_per_byte=1.0, reduce_seconds_per_byte=7.0)
+    assert plan_of(2, times=times).predict(8, 4).seconds_at_end == pytest.approx(400 * (1 + 7 * (3 / 4) / (7 / 8)))
 
 
-def test_a_stage_may_hold_frozen_units_only() -> None:
-    plan = make_plan(UNITS, 4, 4, rows_per_pipeline_device=4, memory_budget_bytes=None, num_frozen_layers=6)
-    assert plan.stage_bounds == (0, 3, 6, 7, 8)
+def test_frozen_units_have_no_backward_in_the_prediction() -> None:
+    plan = plan_of(1, world_size=1, times=times_of(8), num_frozen_layers=5)
+    assert plan.predict(4, 1).seconds == 4 * (5 * 1 + 3 * 3)
 
 
-def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
-    """Its largest stage may need no more bytes than the largest did at the start."""
-
-    def largest(plan: PipelinePlan) -> int:
-        k = plan.pipeline_parallel_size
-        m = 1 if k == 1 else 4  # of the rows that a pipeline gets
-        return max(plan.stage_bytes(stage, rows=4 * k, num_microbatches=m) for stage in range(k))
-
-    plan, sizes = start(), []
-    for frozen in range(1, 9):
-        plan = replan(plan, frozen, start(), rows_per_pipeline_device=4)
-        sizes.append(plan.pipeline_parallel_size)
-        assert plan.num_frozen_layers == frozen
-        if plan.pipeline_parallel_size < 4:
-            assert largest(plan) <= largest(start())
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == 4 and sizes[-1] == 1
-
-
-def test_without_compression_only_the_split_changes() -> None:
-    plan = replan(start(), 4, start(), rows_per_pipeline_device=4, compress=False)
-    assert plan.pipeline_parallel_size == 4
-    assert plan.stage_bounds != start().stage_bounds
-
-
-def test_more_frozen_layers_than_there_are() -> None:
-    with pytest.raises(ValueError, match="num_frozen_layers is 9, but must be between 0 and 8"):
-        replan(start(), 9, start(), rows_per_pipeline_device=4)
+def test_fixed_costs_make_few_micro_batches_best() -> None:
+    cheap_calls, costly_calls = times_of(8), times_of(8, fixed=10.0)
+    assert plan_of(2, times=cheap_calls).num_microbatches_for(12) == 12
+    assert plan_of(2, times=costly_calls).num_microbatches_for(12) == 2
+    assert plan_of(2, times=costly_calls, num_microbatches=6).num_microbatches_for(12) == 6
+    assert plan_of(2).num_microbatches_for(12) == 4  # the rule: at most 2 K
+    candidates = plan_of(2, times=cheap_calls).promising_microbatches(12, within=0.25)
+    assert candidates == (12, 6, 4, 3)  # 156, 168, 180 and 192 s; 2 would take 216

@@ -1,0 +1,77 @@
+"""The number of micro-batches M, settled by trying the promising ones on real steps.
+
+A prediction does not know a device's caches, its kernels' favourite sizes or its network. So for each (rows, size of a
+row) the numbers of micro-batches that are predicted to be about as fast as the best take turns in the first training
+steps; then the one with the fastest step stays. Nothing is computed for the sake of measuring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .micro_batch import Batch, batch_rows
+
+MOST_CANDIDATES = 3
+TRIES = 2
+"""Steps with each candidate. The fastest counts: what disturbs a step only makes it slower."""
+
+
+class MicrobatchTrials:
+    """What has been tried in one pipeline under one plan. All its stages see the same batches, so they agree.
+
+    Args:
+        promising: rows of a batch -> numbers of micro-batches, the one with the best prospects first.
+        slowest: the largest of each number over the stages; collective over the pipeline.
+        synchronise: waits until the device has done its work.
+    """
+
+    def __init__(
+        self,
+        promising: Callable[[int], Sequence[int]],
+        slowest: Callable[[torch.Tensor], torch.Tensor],
+        synchronise: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._promising = promising
+        self._slowest = slowest
+        self._synchronise = synchronise
+        self._settled: dict[tuple[int, int], int] = {}
+        self._tried: dict[tuple[int, int], dict[int, list[float]]] = {}
+
+    @property
+    def settled(self) -> dict[tuple[int, int], int]:
+        """(rows, elements of a row, rounded up to a power of two) -> M."""
+        return dict(self._settled)
+
+    @contextmanager
+    def number_for(self, batch: Batch) -> Iterator[int]:
+        """Inside, the step of `batch` is run with the number of micro-batches given. Collective over the pipeline."""
+        rows, elements = batch_rows(batch), _elements_per_row(batch)
+        key = (rows, 1 << (elements - 1).bit_length())
+        tried = self._tried.get(key)
+        if tried is None:
+            candidates = tuple(self._promising(rows))[:MOST_CANDIDATES]
+            tried = self._tried[key] = {m: [] for m in candidates}
+            if len(candidates) == 1:
+                self._settled[key] = candidates[0]
+        if key in self._settled:
+            yield self._settled[key]
+            return
+        m = min(tried, key=lambda m: len(tried[m]))
+        self._synchronise()
+        began = time.perf_counter()
+        yield m
+        self._synchronise()
+        tried[m].append((time.perf_counter() - began) / elements)  # rows of other lengths fall under the same key
+        if all(len(seconds) == TRIES for seconds in tried.values()):
+            fastest = self._slowest(torch.tensor([min(seconds) for seconds in tried.values()], dtype=torch.float64))
+            self._settled[key] = list(tried)[int(fastest.argmin())]
+
+
+def _elements_per_row(batch: Batch) -> int:
+    rows = batch_rows(batch)
+    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0 and v.shape[0] == rows]
+    return max(tensor.numel() // rows for tensor in tensors) or 1

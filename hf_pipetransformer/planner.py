@@ -1,0 +1,204 @@
+"""AutoPipe: choose the split into stages, and how many stages there are (PipeTransformer, ICML 2021, section 3.2).
+
+    make_plan   before training: K as asked for, or the shortest pipeline that fits
+    replan      once more layers are frozen: pipeline compression, then the split
+
+Both are pure functions: the same arguments give the same plan on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from .partition import SPLITS, choose_num_microbatches
+from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
+
+if TYPE_CHECKING:
+    from .costs import UnitCost
+    from .unit_times import ModelTimes
+
+WORTH_A_LONGER_PIPELINE = 0.15
+"""A longer pipeline must be predicted to be faster by this share: predictions are that exact, and a short one has less
+that can go wrong."""
+
+PAPERS_FROZEN_SHARE = 1 / 6
+"""What the paper counts a frozen layer for in its split, lambda_frozen."""
+
+COMPRESSIONS = ("fit", "halve", "none")
+
+
+def make_plan(
+    unit_costs: Sequence[UnitCost],
+    world_size: int,
+    pipeline_parallel_size: int | Literal["auto"],
+    *,
+    schedule: str = "1f1b",
+    num_microbatches: int | Literal["auto"] = "auto",
+    rows_per_device: int,
+    memory_budget_bytes: int | None,
+    num_frozen_layers: int = 0,
+    times: ModelTimes | None = None,
+    split: str = "min-max",
+) -> PipelinePlan:
+    """Make the plan: choose K where that is asked for, and split the units by what they cost in a step.
+
+    `"auto"` takes, of the pipelines whose largest stage fits the memory of a device, the shortest that is predicted to
+    be about as fast as any: a shorter pipeline idles less and leaves more replicas. Without a known budget everything
+    is taken to fit, without measured times the shortest to be the fastest.
+
+    Args:
+        unit_costs: Cost of each unit in execution order.
+        world_size: Number of ranks.
+        pipeline_parallel_size: Number of stages K, or `"auto"`.
+        schedule: `"1f1b"` or `"gpipe"`.
+        num_microbatches: Micro-batches per step and pipeline, or `"auto"`.
+        rows_per_device: Rows per device and step; a pipeline's batch has K times as many.
+        memory_budget_bytes: Bytes that a device has for training, or None if unknown. Looked at for `"auto"` only.
+        num_frozen_layers: f, the units at the bottom that are frozen.
+        times: Measured on this machine; None: estimated by FLOPs.
+        split: `"min-max"`, or `"greedy"`, the paper's algorithm 1.
+
+    Raises:
+        ValueError: If K does not divide the world or exceeds the number of units, a number is too small, a name is
+            unknown, or `"auto"` finds no K that fits.
+    """
+    units = tuple(unit_costs)
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, but the splits are {', '.join(map(repr, SPLITS))}: choose one.")
+    whole = PipelinePlan(
+        world_size=world_size,
+        pipeline_parallel_size=1,
+        data_parallel_size=world_size,
+        stage_bounds=(0, len(units)),
+        schedule=schedule,
+        num_microbatches=None if num_microbatches == "auto" else num_microbatches,
+        unit_costs=units,
+        num_frozen_layers=num_frozen_layers,
+        rows_per_device=rows_per_device,
+        times=times,
+    )
+    if pipeline_parallel_size != "auto":
+        return _with_stages(whole, pipeline_parallel_size, split)
+    candidates = [_with_stages(whole, k, split) for k in _lengths(whole, min(world_size, len(units)))]
+    if memory_budget_bytes is None:
+        return _shortest_fast(candidates)
+    fitting = [plan for plan in candidates if largest_stage_bytes(plan) <= memory_budget_bytes]
+    if fitting:
+        return _shortest_fast(fitting)
+    raise ValueError(
+        f"pipeline_parallel_size is 'auto', but no pipeline fits: with {candidates[-1].pipeline_parallel_size} stages"
+        f" the largest still needs {largest_stage_bytes(candidates[-1]) / MIB:,.0f} MiB, and a device has"
+        f" {memory_budget_bytes / MIB:,.0f} MiB. Use more devices, a smaller per_device_train_batch_size (now"
+        f" {rows_per_device}), gradient checkpointing, or freeze parameters."
+    )
+
+
+def replan(
+    plan: PipelinePlan,
+    num_frozen_layers: int,
+    memory_budget_bytes: int,
+    *,
+    compression: Literal["fit", "halve", "none"] = "fit",
+    split: str = "min-max",
+) -> PipelinePlan:
+    """Make the plan that follows `plan` once more layers are frozen: pipeline compression, then the split.
+
+    K never grows. `"fit"` looks at every shorter pipeline whose largest stage fits, and takes the shortest that is
+    predicted to be about as fast as any; `"halve"` is the paper's rule: K / 2 as long as that fits.
+
+    Args:
+        plan: The plan in force.
+        num_frozen_layers: f from now on, not less than before.
+        memory_budget_bytes: What a stage may take. The paper's criterion is the largest stage at the start of
+            training, `largest_stage_bytes(start)`.
+        compression: `"fit"`, `"halve"`, or `"none"`: only the split changes.
+        split: `"min-max"`, or `"greedy"`, the paper's algorithm 1.
+
+    Raises:
+        ValueError: If a name is unknown or a number out of range.
+    """
+    if compression not in COMPRESSIONS:
+        raise ValueError(
+            f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}: choose one."
+        )
+    k = plan.pipeline_parallel_size
+    frozen = replace(plan, num_frozen_layers=num_frozen_layers)
+    same_length = _with_stages(frozen, k, split)
+    if compression == "none":
+        return same_length
+    if compression == "halve":
+        while k % 2 == 0 and largest_stage_bytes(_with_stages(frozen, k // 2, split)) <= memory_budget_bytes:
+            k //= 2
+        return _with_stages(frozen, k, split)
+    shorter = [_with_stages(frozen, length, split) for length in _lengths(plan, k - 1)]
+    fitting = [candidate for candidate in shorter if largest_stage_bytes(candidate) <= memory_budget_bytes]
+    return _shortest_fast([*fitting, same_length])
+
+
+def largest_stage_bytes(plan: PipelinePlan) -> int:
+    """Predict the bytes that the largest stage of a plan takes in training."""
+    rows = plan.rows_per_pipeline
+    m = plan.num_microbatches_for(rows)
+    return max(plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(plan.pipeline_parallel_size))
+
+
+def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
+    """Return the plan with K stages, balanced anew."""
+    check_pipeline_size(plan.world_size, k, plan.num_units)
+    costs = _papers_sizes(plan) if split == "greedy" else _step_costs(plan, k)
+    return replace(
+        plan,
+        pipeline_parallel_size=k,
+        data_parallel_size=plan.world_size // k,
+        stage_bounds=SPLITS[split](costs, k),
+    )
+
+
+def _step_costs(plan: PipelinePlan, k: int) -> list[float]:
+    """Return each unit's share of a step: seconds per micro-batch where they have been measured, else FLOPs.
+
+    What precedes the units costs every stage a forward and so does not matter for the split, but for its backward.
+    """
+    times = plan.times
+    if times is None:
+        return step_flops(plan.unit_costs, plan.num_frozen_layers)
+    rows = plan.rows_per_device * k
+    m = choose_num_microbatches(rows, k, plan.num_microbatches, plan.schedule)
+    costs = []
+    for unit, (part, cost) in enumerate(zip(times.units, plan.unit_costs, strict=True)):
+        seconds = part.forward.of(rows / m)
+        if unit >= plan.num_frozen_layers:
+            seconds += part.backward.of(rows / m)
+            seconds += cost.trainable_bytes * times.update_seconds_per_byte / m
+        costs.append(seconds)
+    if not plan.num_frozen_layers:
+        costs[0] += times.prologue.backward.of(rows / m)
+    costs[-1] += times.head.forward.of(rows / m) + times.head.backward.of(rows / m)
+    return costs
+
+
+def _papers_sizes(plan: PipelinePlan) -> list[float]:
+    """Return what the paper balances: parameters, a frozen layer's counted in part."""
+    return [
+        sum(unit.parameters.values()) * (PAPERS_FROZEN_SHARE if index < plan.num_frozen_layers else 1.0)
+        for index, unit in enumerate(plan.unit_costs)
+    ]
+
+
+def _lengths(plan: PipelinePlan, longest: int) -> Iterable[int]:
+    """Return the possible numbers of stages, ascending."""
+    return [k for k in range(1, longest + 1) if plan.world_size % k == 0]
+
+
+def _shortest_fast(candidates: Sequence[PipelinePlan]) -> PipelinePlan:
+    """Return the first (shortest) plan that is predicted to be about as fast as the fastest."""
+    if candidates[0].times is None:
+        return candidates[0]
+    seconds = []
+    for plan in candidates:
+        rows = plan.rows_per_pipeline
+        seconds.append(plan.predict(rows, plan.num_microbatches_for(rows)).seconds)
+    limit = min(seconds) * (1 + WORTH_A_LONGER_PIPELINE)
+    return next(plan for plan, predicted in zip(candidates, seconds, strict=True) if predicted <= limit)

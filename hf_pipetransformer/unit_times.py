@@ -1,0 +1,260 @@
+"""How long each unit of a model takes on this machine, measured on a few real rows.
+
+Operation counts split a model of equal layers well, but do not say how long a step takes, what a small micro-batch
+loses to the fixed cost of its calls, or what embeddings and the optimizer cost. So before the model is cut, each
+process runs it a few times, one unit with a graph at a time: no more memory is needed than the weights, one unit's
+activations and one unit's gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ghosts import evaluation_mode
+from .layer_range import Carry, Unit, tensors_of
+from .layer_stack import LayerStack, answers, output_tensors
+from .micro_batch import Batch, batch_rows, slice_rows
+
+REPETITIONS = 3
+"""Of each measurement; the median counts. The first run of all is thrown away."""
+UNITS_OF_A_KIND = 3
+"""Of units that are alike, so many are run with a graph; the others take as long."""
+UPDATE_SAMPLE_ELEMENTS = 2**22
+"""Too many for the caches."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time that grows with the rows of a micro-batch: `fixed + per_row * rows`."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def of(self, rows: float) -> float:
+        return self.fixed + self.per_row * rows
+
+    @classmethod
+    def through(cls, rows: tuple[int, int], seconds: tuple[float, float]) -> Seconds:
+        """The line through two measurements; without a negative part, which only noise can make."""
+        (few, many), (short, long) = rows, seconds
+        if few == many:
+            return cls(0.0, long / many)
+        per_row = min(max((long - short) / (many - few), 0.0), long / many)
+        return cls(max(long - per_row * many, 0.0), per_row)
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Times of one part of a model for one micro-batch.
+
+    Attributes:
+        forward: without a graph: what it costs when it is frozen.
+        backward: what training it costs beyond that.
+    """
+
+    forward: Seconds = Seconds()
+    backward: Seconds = Seconds()
+
+
+@dataclass(frozen=True)
+class ModelTimes:
+    """Times of a whole model on one device.
+
+    Attributes:
+        prologue: what precedes the units (embeddings, masks). Every stage repeats its forward; the first also has its
+            backward.
+        units: in the order of execution.
+        head: what follows them, the loss included.
+        update_seconds_per_byte: of trainable parameters, for an AdamW step.
+        reduce_seconds_per_byte: of an all-reduce over all processes; 0 for one process.
+    """
+
+    prologue: PartTimes
+    units: tuple[PartTimes, ...]
+    head: PartTimes
+    update_seconds_per_byte: float = 0.0
+    reduce_seconds_per_byte: float = 0.0
+
+
+def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: float = 0.0) -> ModelTimes:
+    """Time the parts of a complete model on the rows of `batch`, and on a quarter of them.
+
+    The model's weights, gradients, modes and the state of random numbers are as before when it returns.
+
+    Args:
+        stack: the units.
+        batch: keyword arguments of the model, on its device.
+        reduce_seconds_per_byte: measured by whoever knows the processes.
+    """
+    many = batch_rows(batch)
+    few = max(many // 4, 1)
+    device = next(tensor.device for tensor in batch.values() if isinstance(tensor, torch.Tensor))
+    clock = _Clock(device)
+    before = {name: stack.table[name].grad for name in stack.table.names}
+    stack.runner.install()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            measured = [_Measurement(stack, slice_rows(batch, 0, rows), clock) for rows in (few, many)]
+    finally:
+        stack.runner.remove()
+        for name, gradient in before.items():
+            stack.table[name].grad = gradient
+
+    def line(get: Callable[[_Measurement], float]) -> Seconds:
+        return Seconds.through((few, many), (get(measured[0]), get(measured[1])))
+
+    def part(get: Callable[[_Measurement], tuple[float, float]]) -> PartTimes:
+        return PartTimes(line(lambda m: get(m)[0]), line(lambda m: get(m)[1]))
+
+    return ModelTimes(
+        part(lambda m: m.prologue),
+        tuple(part(lambda m, k=k: m.units[k]) for k in range(stack.num_units)),  # type: ignore[misc]
+        part(lambda m: m.head),
+        _update_seconds_per_byte(device, clock),
+        reduce_seconds_per_byte,
+    )
+
+
+def slowest(everyone: Sequence[ModelTimes]) -> ModelTimes:
+    """The times of the slowest process for each part: so all processes go by one measure."""
+
+    def most(lines: Sequence[Seconds]) -> Seconds:
+        return max(lines, key=lambda line: (line.of(1), line.per_row))
+
+    def part(parts: Sequence[PartTimes]) -> PartTimes:
+        return PartTimes(most([p.forward for p in parts]), most([p.backward for p in parts]))
+
+    return ModelTimes(
+        part([times.prologue for times in everyone]),
+        tuple(part(units) for units in zip(*(times.units for times in everyone), strict=True)),
+        part([times.head for times in everyone]),
+        max(times.update_seconds_per_byte for times in everyone),
+        max(times.reduce_seconds_per_byte for times in everyone),
+    )
+
+
+class _Measurement:
+    """Forward and backward seconds of each part for one number of rows."""
+
+    prologue: tuple[float, float]
+    units: list[tuple[float, float]]
+    head: tuple[float, float]
+
+    def __init__(self, stack: LayerStack, batch: Batch, clock: _Clock) -> None:
+        self._stack, self._batch, self._clock = stack, batch, clock
+        last = stack.num_units
+        carries: list[Carry] = [{}]
+
+        def note(unit: Unit, output: Any) -> None:
+            tensors = tuple(t.detach() for t in tensors_of(output))
+            carries.append({**carries[-1], unit.stack: tensors})
+
+        with evaluation_mode(stack.model), torch.no_grad():
+            stack.runner.trace(batch, note)
+            passes = [self._forward_times() for _ in range(REPETITIONS)]
+        forward = [median(times) for times in zip(*passes, strict=True)]
+        prologue, of_units, head = forward[0], forward[1:-1], forward[-1]
+        alike: dict[Any, list[int]] = {}
+        for k, unit in enumerate(stack.units):
+            kind = (type(unit.module), tuple(parameter.shape for parameter in unit.module.parameters()))
+            alike.setdefault(kind, []).append(k)
+        whole_head = self._training_time(last, carries[last])  # with what precedes the units, without its backward
+        self.head = (head, max(whole_head - prologue - head, 0.0))
+        self.units = [(0.0, 0.0)] * last
+        for members in alike.values():
+            # not the first unit, whose graph may hold what precedes it; the last one brings the head along
+            chosen = [k for k in members if 0 < k < last - 1] or members
+            trained = [self._training_time(k, carries[k]) for k in chosen[:UNITS_OF_A_KIND]]
+            once = median(of_units[k] for k in members)
+            rest = max(median(trained) - once - (sum(self.head) if chosen == [last - 1] else 0.0), 0.0)
+            for k in members:
+                self.units[k] = (once, rest)
+        with_embeddings = self._training_time(0, {}) - sum(self.units[0]) - (sum(self.head) if last == 1 else 0.0)
+        self.prologue = (prologue, max(with_embeddings - prologue, 0.0))
+
+    def _forward_times(self) -> list[float]:
+        """Of a forward: prologue, each unit, head."""
+        marks = [self._clock.mark()]
+        mark = partial(_append, marks, self._clock)
+        with self._stack.runner.telling_entries(mark):
+            self._stack.runner.trace(self._batch, mark)
+        marks.append(self._clock.mark())
+        gaps = self._clock.gaps(marks)  # prologue, unit, between, unit, ..., head
+        return [gaps[0] + sum(gaps[2:-1:2]), *gaps[1:-1:2], gaps[-1]]
+
+    def _training_time(self, k: int, carry: Carry) -> float:
+        """Forward with a graph and backward of unit k alone, from where it is entered.
+
+        The first unit is timed with what precedes it, the last one with the head; k = L is the head with the forward
+        of what precedes the units.
+        """
+        stack, clock = self._stack, self._clock
+        times = []
+        for _ in range(REPETITIONS):
+            carry = {s: tuple(t.detach().requires_grad_(t.is_floating_point()) for t in ts) for s, ts in carry.items()}
+            with evaluation_mode(stack.model), torch.enable_grad():
+                stack.model.train()
+                marks = [clock.mark()]
+                with stack.runner.telling_entries(partial(_append, marks, clock)):
+                    if k < stack.num_units - 1:
+                        outputs = list(stack.runner.run(k, k + 1, carry, self._batch)[stack.units[k].stack])
+                    else:
+                        with stack.runner.to_the_end(k, carry):
+                            outputs = answers(output_tensors(stack.model(**self._batch)))
+                # of the marks the second is the unit's entry
+                begin = marks[1] if 0 < k < stack.num_units else marks[0]
+                scalars = [output.float().sum() for output in outputs if output.requires_grad]
+                if scalars:
+                    torch.stack(scalars).sum().backward()
+                times.append(clock.gaps([begin, clock.mark()])[0])
+            for parameter in stack.model.parameters():
+                parameter.grad = None
+        return median(times)
+
+
+def _append(marks: list[Any], clock: _Clock, *_: Any) -> None:
+    marks.append(clock.mark())
+
+
+class _Clock:
+    """Points in time on a device, whose work is not done when its call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def gaps(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds between the marks."""
+        if self._device.type != "cuda":
+            return [b - a for a, b in pairwise(marks)]
+        torch.cuda.synchronize(self._device)
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+
+def _update_seconds_per_byte(device: torch.device, clock: _Clock) -> float:
+    """Of an AdamW step, the Trainer's default."""
+    parameter = nn.Parameter(torch.zeros(UPDATE_SAMPLE_ELEMENTS, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    times = []
+    for _ in range(REPETITIONS + 1):
+        marks = [clock.mark()]
+        optimizer.step()
+        marks.append(clock.mark())
+        times.append(clock.gaps(marks)[0])
+    return median(times[1:]) / parameter.nbytes

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from test_plan import UNITS, plan_of, times_of, unit
+
+from hf_pipetransformer.costs import UnitCost
+from hf_pipetransformer.plan import MIB, PipelinePlan
+from hf_pipetransformer.planner import largest_stage_bytes, make_plan, replan
+from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds
+
+
+def needed(k: int, units: tuple[UnitCost, ...] = UNITS) -> int:
+    plan = plan_of(k, units=units)
+    return max(plan.stage_bytes(stage, rows=4 * k, num_microbatches=4 * k) for stage in range(k))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_auto_takes_the_smallest_pipeline_that_fits(k: int) -> None:
+    plan = make_plan(UNITS, 8, "auto", rows_per_device=4, memory_budget_bytes=needed(k))
+    assert (plan.pipeline_parallel_size, plan.data_parallel_size) == (k, 8 // k)
+
+
+def test_auto_without_a_budget_is_one_stage() -> None:
+    plan = make_plan(UNITS, 8, "auto", rows_per_device=4, memory_budget_bytes=None)
+    assert plan.pipeline_parallel_size == 1
+
+
+def test_auto_never_has_more_stages_than_units() -> None:
+    units = UNITS[:3]
+    plan = make_plan(units, 8, "auto", rows_per_device=4, memory_budget_bytes=needed(2, units))
+    assert plan.pipeline_parallel_size == 2
+    with pytest.raises(ValueError, match="with 2 stages"):
+        make_plan(units, 8, "auto", rows_per_device=4, memory_budget_bytes=1)
+
+
+def test_auto_says_what_is_missing() -> None:
+    units = tuple(unit(i, parameters={f"{i}": 10 * MIB}) for i in range(8))
+    with pytest.raises(ValueError, match="with 8 stages the largest still needs 40 MiB, and a device has 20 MiB"):
+        make_plan(units, 8, "auto", rows_per_device=4, memory_budget_bytes=20 * MIB)
+
+
+def test_make_plan_refuses_no_rows() -> None:
+    with pytest.raises(ValueError, match=r"rows_per_device is 0.*per_device_train_batch_size"):
+        plan_of(2, rows_per_device=0)
+
+
+# ------------------------------------------------------------------------------------------ after a freeze
+def start(k: int = 4) -> PipelinePlan:
+    return make_plan(UNITS, 4, k, num_microbatches=4, rows_per_device=4, memory_budget_bytes=None)
+
+
+def test_frozen_units_cost_a_third_in_the_split() -> None:
+    plan = make_plan(UNITS, 4, 2, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=3)
+    assert plan.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
+    assert "3 frozen" in str(plan)
+
+
+def test_a_stage_may_hold_frozen_units_only() -> None:
+    plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=6)
+    assert plan.stage_bounds == (0, 3, 6, 7, 8)
+
+
+def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
+    """Its largest stage may need no more bytes than the largest did at the start."""
+
+    plan, sizes, budget = start(), [], largest_stage_bytes(start())
+    for frozen in range(1, 9):
+        plan = replan(plan, frozen, budget)
+        sizes.append(plan.pipeline_parallel_size)
+        assert plan.num_frozen_layers == frozen
+        if plan.pipeline_parallel_size < 4:
+            assert largest_stage_bytes(plan) <= budget
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 4 and sizes[-1] == 1
+
+
+def test_without_compression_only_the_split_changes() -> None:
+    plan = replan(start(), 4, 0, compression="none")
+    assert plan.pipeline_parallel_size == 4
+    assert plan.stage_bounds != start().stage_bounds
+
+
+def test_more_frozen_layers_than_there_are() -> None:
+    with pytest.raises(ValueError, match="num_frozen_layers is 9, but must be between 0 and 8"):
+        replan(start(), 9, 0)
+
+
+def test_the_papers_rule_halves() -> None:
+    """Six ranks, K = 6: 3 stages, or with the whole model frozen but for the head 3 again, never 2 or 1."""
+    plan = make_plan(UNITS, 6, 6, num_microbatches=6, rows_per_device=6, memory_budget_bytes=None)
+    assert replan(plan, 7, 10**9, compression="halve").pipeline_parallel_size == 3
+    assert replan(plan, 7, 10**9, compression="fit").pipeline_parallel_size == 1
+    assert replan(plan, 7, 0, compression="halve").pipeline_parallel_size == 6
+
+
+def test_the_papers_split_counts_parameters() -> None:
+    """Parameters 6 1 1 1 | 1 1 1: greedily up to the mean; FLOPs are all the same."""
+    units = tuple(unit(i, parameters={f"{i}": size}) for i, size in enumerate([6, 1, 1, 1, 1, 1, 1]))
+    plan = make_plan(units, 2, 2, rows_per_device=1, memory_budget_bytes=None, split="greedy")
+    assert plan.stage_bounds == (0, 2, 7)  # mean 6, variance 3.06 / 2: 6 + 1 is within, 6 + 1 + 1 is not
+    assert make_plan(units, 2, 2, rows_per_device=1, memory_budget_bytes=None).stage_bounds == (0, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_of(2, split="even"), "split is 'even', but the splits are 'min-max', 'greedy'"),
+        (lambda: replan(plan_of(2), 1, 0, compression="most"), "compression is 'most'.*'fit', 'halve', 'none'"),
+    ],
+)
+def test_unknown_names(call: Callable[[], PipelinePlan], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ------------------------------------------------------------------------------------------ by measured times
+def test_measured_times_decide_the_split() -> None:
+    """FLOPs are equal; the embeddings' backward and the head are not to be seen in them."""
+    times = dataclasses.replace(times_of(8), head=PartTimes(Seconds(0.0, 3.0), Seconds(0.0, 6.0)))
+    assert plan_of(2, times=times_of(8)).stage_bounds == (0, 4, 8)
+    assert plan_of(2, times=times).stage_bounds == (0, 5, 8)  # a head of 3 units: 5 + 6 rather than 4 + 7
+    heavy = dataclasses.replace(times_of(8), prologue=PartTimes(Seconds(), Seconds(0.0, 9.0)))
+    assert plan_of(2, times=heavy).stage_bounds == (0, 2, 8)
+    frozen = plan_of(2, times=heavy, num_frozen_layers=3)  # and their backward is gone
+    assert frozen.stage_bounds == (0, 5, 8)
+
+
+def test_auto_prefers_what_is_predicted_to_be_faster() -> None:
+    """Everything fits. A slow network makes replicas dear and the pipeline of all ranks best."""
+    free = dataclasses.replace(times_of(8), reduce_seconds_per_byte=0.0)
+    slow = dataclasses.replace(times_of(8), reduce_seconds_per_byte=100.0)
+
+    def k(times: ModelTimes) -> int:
+        return plan_of("auto", times=times).pipeline_parallel_size
+
+    assert (k(free), k(slow)) == (1, 8)
+
+
+def test_a_little_faster_is_not_worth_a_longer_pipeline() -> None:
+    """At K = 1 a step takes 96 s and 4,800 s x 0.0055 for the update; at K = 2 a stage has half of the weights."""
+    times = dataclasses.replace(times_of(8), update_seconds_per_byte=0.05)
+    seconds = [plan_of(k, times=times).predict(4 * k, 4 if k == 2 else 1).seconds for k in (1, 2)]
+    assert seconds[1] > seconds[0] / 1.15
+    assert plan_of("auto", times=times).pipeline_parallel_size == 1

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hf_pipetransformer.timeline import order_of_work, simulate
+
+
+def drawn(timeline_of: list[tuple[str, int]]) -> str:
+    return " ".join(f"{kind[0].upper()}{i}" for kind, i in timeline_of)
+
+
+def test_order_is_as_drawn() -> None:
+    """1F1B, K = 4, M = 6, and GPipe."""
+    assert [drawn(order_of_work(stage, 4, 6, "1f1b")) for stage in range(4)] == [
+        "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
+    ]
+    assert drawn(order_of_work(1, 4, 3, "gpipe")) == "F0 F1 F2 B0 B1 B2"
+    assert order_of_work(0, 4, 3, "1f1b") == order_of_work(0, 4, 3, "gpipe")  # fewer micro-batches than stages
+    with pytest.raises(ValueError, match="schedule is 'zigzag'"):
+        order_of_work(0, 1, 1, "zigzag")
+
+
+@pytest.mark.parametrize(("k", "m"), list(itertools.product((1, 2, 4), (1, 2, 4, 8))))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_equal_stages_take_the_closed_form(k: int, m: int, schedule: str) -> None:
+    """(M + K - 1) micro-batches one after the other; the bubble is (K - 1) / (M + K - 1)."""
+    timeline = simulate([1.0] * k, [2.0] * k, m, schedule)
+    assert timeline.seconds == 3 * (m + k - 1)
+    assert timeline.bubble == pytest.approx((k - 1) / (m + k - 1))
+
+
+def test_one_slow_stage_sets_the_pace() -> None:
+    timeline = simulate([1.0, 2.0], [2.0, 4.0], 10)
+    assert timeline.seconds == 10 * 6 + 1 + 2  # the slow stage, its first input, and the fast stage's last backward
+
+
+def test_work_keeps_its_order_and_its_inputs() -> None:
+    timeline = simulate([1.0, 0.5, 2.0], [2.0, 1.5, 3.0], 5)
+    at = {(span.kind, span.stage, span.micro_batch): span for span in timeline.spans}
+    assert len(at) == 2 * 3 * 5
+    for (kind, stage, i), span in at.items():
+        if kind == "forward" and stage:
+            assert span.start >= at["forward", stage - 1, i].end
+        if kind == "backward" and stage < 2:
+            assert span.start >= at["backward", stage + 1, i].end
+    for stage in range(3):
+        mine = [span for span in timeline.spans if span.stage == stage]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+
+
+def test_frozen_stages_only_go_forward() -> None:
+    timeline = simulate([1.0, 1.0], [0.0, 2.0], 4)
+    assert {span.kind for span in timeline.spans if span.stage == 0} == {"forward"}
+    assert timeline.seconds == 1 + 4 * 3  # the second stage alone

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import MODELS
+from torch import nn
+
+from hf_pipetransformer import unit_times
+from hf_pipetransformer.layer_stack import LayerStack
+from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds, measure_times, slowest
+
+
+class _Slow(torch.autograd.Function):
+    """Sleeps in its forward, and twice as long in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class Sleeping(nn.Module):
+    """Waits for so many milliseconds a row."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.milliseconds = milliseconds
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Slow.apply(self.linear(x), self.milliseconds / 1e3 * len(x))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class SleepingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Sleeping(1.0)
+        self.layers = nn.ModuleList([Sleeping(2.0) for _ in range(3)])
+        self.head = Sleeping(1.5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x)}
+
+
+def test_times_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_times, "UPDATE_SAMPLE_ELEMENTS", 16)
+    model, batch = SleepingModel(), {"x": torch.randn(8, 4)}
+    times = measure_times(LayerStack.discover(model, {"x": batch["x"][:2]}), batch, 0.5)
+    for part, milliseconds in [(times.prologue, 1.0), *((unit, 2.0) for unit in times.units), (times.head, 1.5)]:
+        assert part.forward.of(8) == pytest.approx(8e-3 * milliseconds, rel=0.3, abs=2e-3)
+        assert part.backward.of(8) == pytest.approx(16e-3 * milliseconds, rel=0.3, abs=4e-3)
+    assert len(set(times.units)) == 1  # alike
+    assert times.reduce_seconds_per_byte == 0.5
+
+
+KEEP_STATISTICS = ("resnet",)  # of batches: refused before anything is timed
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in KEEP_STATISTICS])
+def test_nothing_is_left_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_times, "UPDATE_SAMPLE_ELEMENTS", 16)
+    model, batch = MODELS[name].build(), MODELS[name].batch(rows=2)
+    stack = LayerStack.discover(model, batch)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    times = measure_times(stack, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+    assert not stack.runner.installed
+    assert len(times.units) == stack.num_units
+    assert all(unit.forward.of(2) > 0 for unit in times.units)
+
+
+def test_a_line_through_two_measurements() -> None:
+    assert Seconds.through((1, 4), (2.0, 8.0)) == Seconds(0.0, 2.0)
+    assert Seconds.through((1, 4), (5.0, 8.0)) == Seconds(4.0, 1.0)
+    assert Seconds.through((1, 4), (9.0, 8.0)) == Seconds(8.0, 0.0)  # noise
+    assert Seconds.through((1, 4), (1.0, 8.0)) == Seconds(0.0, 2.0)
+    assert Seconds.through((2, 2), (3.0, 3.0)) == Seconds(0.0, 1.5)
+
+
+def test_all_go_by_the_slowest() -> None:
+    quick, slow = (PartTimes(Seconds(1.0, s), Seconds(0.0, 2 * s)) for s in (1.0, 2.0))
+    everyone = [
+        ModelTimes(a, (b,), c, update, 3.0 - update)
+        for (a, b, c), update in zip(itertools.permutations([quick, slow, quick]), itertools.cycle([1.0, 2.0]))
+    ]
+    assert slowest(everyone) == ModelTimes(slow, (slow,), slow, 2.0, 2.0)
