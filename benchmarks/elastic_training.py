@@ -6,9 +6,11 @@
 
 All variants run one after the other in the same processes, with the same data, seed, epochs and trainer:
 
+    ddp        transformers.Trainer
     static     K stages to the end
     frozen     K stages to the end, layers freeze              elastic=False
     elastic    layers freeze, K shrinks, freed processes become replicas
+    cached     the same, and what frozen layers give is kept
 
 Files hold one JSON object a line, with "sentence" and "label". What is compared is the time of training (without
 evaluation) and the accuracy at the end.
@@ -36,7 +38,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
+    Trainer,
     TrainerCallback,
+    TrainingArguments,
     set_seed,
 )
 from transformers.utils import logging as transformers_logging
@@ -44,9 +48,11 @@ from transformers.utils import logging as transformers_logging
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
     "static": {},
-    "frozen": {"freeze_policy": "alpha", "elastic": False},
-    "elastic": {"freeze_policy": "alpha"},
+    "frozen": {"freeze_policy": "alpha", "elastic": False, "activation_cache": "off"},
+    "elastic": {"freeze_policy": "alpha", "activation_cache": "off"},
+    "cached": {"freeze_policy": "alpha"},
 }
 
 
@@ -57,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--validation_file", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=2048, help="of the training file, chosen at random")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--cache_dtype", default="auto", help="activation_cache_dtype")
     parser.add_argument("--alpha", type=float, default=1 / 3)
     parser.add_argument("--stages", type=int, default=0, help="K at the start; 0: one for each process")
     parser.add_argument("--num_microbatches", default="4")
@@ -103,24 +110,36 @@ def run(
     set_seed(options.seed)
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = PipeTransformerTrainingArguments(
-            folder,
-            pipeline_parallel_size=options.stages or world,
-            num_microbatches=options.num_microbatches,
-            per_device_train_batch_size=options.batch // world,
-            per_device_eval_batch_size=64,
-            num_train_epochs=options.epochs,
-            learning_rate=options.learning_rate,
-            freeze_alpha=options.alpha,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_strategy="epoch",
-            seed=options.seed,
-            **VARIANTS[name],
-        )
+        common: dict[str, Any] = {
+            "output_dir": folder,
+            "per_device_train_batch_size": options.batch // world,
+            "per_device_eval_batch_size": 64,
+            "num_train_epochs": options.epochs,
+            "learning_rate": options.learning_rate,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_strategy": "epoch",
+            "seed": options.seed,
+        }
+        trainer_class: type[Trainer]
+        if name == "ddp":
+            trainer_class, arguments = (
+                Trainer,
+                TrainingArguments(**common, use_cpu=not torch.accelerator.is_available()),
+            )
+        else:
+            trainer_class = PipeTransformerTrainer
+            arguments = PipeTransformerTrainingArguments(
+                **common,
+                pipeline_parallel_size=options.stages or world,
+                num_microbatches=options.num_microbatches,
+                freeze_alpha=options.alpha,
+                activation_cache_dtype=options.cache_dtype,
+                **VARIANTS[name],
+            )
         clock = EpochClock()
-        trainer = PipeTransformerTrainer(
+        trainer = trainer_class(
             model=model,
             args=arguments,
             train_dataset=train,
@@ -131,11 +150,14 @@ def run(
         )
         trainer.train()
         changes = [entry for entry in trainer.state.log_history if "transform_seconds" in entry]
+        events = Path(folder, "pipeline_events.jsonl")
         return {
             "seconds": sum(clock.seconds),
             "epoch_seconds": clock.seconds,
             "accuracy": trainer.evaluate()["eval_accuracy"],
             "changes": changes,
+            "events": [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else [],
+            "cache": [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry],
         }
 
 

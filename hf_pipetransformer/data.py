@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from .content_keys import KEYS_NAME
 
 Collator = Callable[[list[Any]], Any]
 
@@ -36,6 +38,7 @@ class BatchSlice:
 
     rows: int  # of this pipeline; 0: it got one row that must not count
     global_rows: int
+    keys: torch.Tensor | None = None  # of the rows in the activation cache, on the CPU
 
 
 def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
@@ -111,6 +114,7 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: samples in one batch, over all pipelines.
         drop_last: leave out a last batch that is not full.
         seed: of everything that is drawn while data is read.
+        keying_collate_fn: the same, with keys for the activation cache; None: no keys.
         agree: gives every process rank 0's value; collective.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
@@ -123,11 +127,13 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: int,
         drop_last: bool = False,
         seed: int = 0,
+        keying_collate_fn: Collator | None = None,
         agree: Callable[[list[int]], list[int]] = lambda order: order,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
+        self._keying_collate_fn = keying_collate_fn or collate_fn
         self.global_batch_size = global_batch_size
         self.last_slice = BatchSlice(0, 0)
         self._sampler = sampler
@@ -152,7 +158,10 @@ class NumberedBatches(Dataset[Any]):
             )
         else:
             self._loader = DataLoader(
-                _SeededDataset(dataset), batch_sampler=_Slices(self), collate_fn=collate_fn, **loader_options
+                _SeededDataset(dataset),
+                batch_sampler=_Slices(self),
+                collate_fn=self._keying_collate_fn,
+                **loader_options,
             )
 
     def __len__(self) -> int:
@@ -196,9 +205,11 @@ class NumberedBatches(Dataset[Any]):
         start, stop = part_of(global_rows, self._parts, self._index)
         if self.is_iterable:
             with seeded(self._slice_seed(number, start)):
-                batch = self.collate_fn(batch[start:stop] or batch[:1])
+                batch = self._keying_collate_fn(batch[start:stop] or batch[:1])
         self.next_number = number + 1
-        self.last_slice = BatchSlice(stop - start, global_rows)
+        # apart from the batch: the Trainer would move them to the device, and a model does not know them
+        keys = batch.pop(KEYS_NAME, None) if isinstance(batch, MutableMapping) else None
+        self.last_slice = BatchSlice(stop - start, global_rows, keys)
         return batch
 
     def slice_of(self, number: int) -> list[int]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from .activation_cache import ActivationCache
 from .frozen_prefix import FreezableLayers, squared_norms
 from .layer_range import tensors_of
 from .layer_stack import LayerStack
@@ -94,6 +95,7 @@ class ElasticPipeline(nn.Module):
         self._loss_of = loss_of
         self._wrap_replicas = wrap_replicas
         self.freezable = freezable
+        self.cache: ActivationCache | None = None
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
@@ -204,6 +206,7 @@ class ElasticPipeline(nn.Module):
         """This process's stage of a plan whose parameters are here. Collective over all processes."""
         start, stop = plan.stage_bounds[self.stage_index : self.stage_index + 2]
         self.stage = StageModule(self.stack, start, stop, self._loss_of, self.device)
+        self.stage.cache = self.cache
         self.stack.runner.restrict_to(range(start, stop) if self.num_stages > 1 else None)
         self.stack.runner.freeze(plan.num_frozen_layers)
         if self._optimizer is not None and takes_optimizer:
@@ -296,6 +299,12 @@ class ElasticPipeline(nn.Module):
             if self.weights.is_trainable(name):
                 by_stages.setdefault(stages, []).append(name)
         return by_stages
+
+    def use_cache(self, cache: ActivationCache | None) -> None:
+        """From now on take frozen layers' outputs from a cache, or no longer."""
+        self.cache = cache
+        if self.stage is not None:
+            self.stage.cache = cache
 
     # ------------------------------------------------------------------------------------ the module's face
     def train(self, mode: bool = True) -> ElasticPipeline:
@@ -456,8 +465,8 @@ class ElasticPipeline(nn.Module):
             if self.stage_index < last:
                 pending += self._send_values(stage, stage.carry_on(values, prepare(rows)))
             else:
-                with stage.running_to_the_end(values):
-                    results.append(head(rows))
+                with stage.running_to_the_end(values, rows) as inputs:
+                    results.append(head(inputs))
         # only now: gloo's send waits for its receiver, and before this all were busy handing on
         if self.stage_index < last:
             mine = self._receive_tree(last)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .activation_cache import CacheCounts
 from .elastic_pipeline import Transformation
 from .plan import PipelinePlan
 
@@ -18,6 +19,7 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
     return {
         "num_layers": plan.num_units,
         "num_frozen_layers": plan.num_frozen_layers,
+        "num_cached_layers": plan.num_cached_layers,
         "pipeline_parallel_size": plan.pipeline_parallel_size,
         "data_parallel_size": plan.data_parallel_size,
         "num_microbatches": plan.num_microbatches_for(plan.rows_per_pipeline),
@@ -39,7 +41,7 @@ def record(
 
     Args:
         folder: the run's `output_dir`.
-        event: "start", "resume" or "transform".
+        event: "start", "resume", "transform", or "cache": other layers count as cached, and nothing moves.
         plan: in force from now on.
         global_step: optimizer steps done.
         epoch: epochs done.
@@ -60,6 +62,24 @@ def record(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
+    """What the activation cache did in an epoch, as metrics for whoever logs.
+
+    Args:
+        counts: of all processes.
+        nbytes: size of the store.
+    """
+    rows = max(counts.rows, 1)
+    return {
+        "cache_hit_rate": round(counts.hits / rows, 4),
+        "cache_older_hit_rate": round(counts.older_hits / rows, 4),
+        "cache_rows_stored": counts.stored,
+        "cache_rows_dropped": counts.dropped,
+        "cache_load_seconds": round(counts.load_seconds, 3),
+        "cache_bytes": nbytes,
+    }
 
 
 def describe(change: Transformation, seconds: float, bytes_moved: int) -> str:

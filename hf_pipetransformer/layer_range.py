@@ -44,6 +44,10 @@ class Unit:
     stack: int
 
 
+Observer = Callable[[Unit, Any], None]
+"""Called with a unit that has computed, and its output."""
+
+
 @dataclass(frozen=True)
 class _OutputStructure:
     """How to put a unit's output together again from its tensors."""
@@ -84,7 +88,7 @@ class _Pass:
     position: int = 0  # the unit that is called next
     outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
     calls: list[Unit] | None = None  # filled by `trace`
-    observer: Callable[[Unit, Any], None] | None = None  # told of each unit that computed
+    observer: Observer | None = None  # told of each unit that computed
     switched: list[nn.Module] = field(default_factory=list)  # in eval mode until the frozen units are through
 
 
@@ -174,7 +178,7 @@ class LayerRangeRunner:
             self._on_entry = None
 
     # ------------------------------------------------------------------------------------ running
-    def trace(self, batch: dict[str, Any], observer: Callable[[Unit, Any], None] | None = None) -> Any:
+    def trace(self, batch: dict[str, Any], observer: Observer | None = None) -> Any:
         """Run the whole model once, note which units it calls in which order, and return its output.
 
         Args:
@@ -192,7 +196,9 @@ class LayerRangeRunner:
         """For each tensor in an output of this stack: is it floating point (can it have a gradient)?"""
         return self._structures[stack].is_floating
 
-    def run(self, start: int, stop: int, carry: Carry | None, batch: dict[str, Any]) -> Carry:
+    def run(
+        self, start: int, stop: int, carry: Carry | None, batch: dict[str, Any], observer: Observer | None = None
+    ) -> Carry:
         """Run units [start, stop), where `stop` is less than the number of units.
 
         Args:
@@ -200,12 +206,13 @@ class LayerRangeRunner:
             stop: first unit that does not.
             carry: what the units before `start` would have returned (nothing for `start` = 0).
             batch: the model's keyword arguments.
+            observer: called with each unit that computes and its output.
 
         Returns:
             The outputs after unit `stop - 1`, for every stack that has run so far.
         """
         assert 0 <= start < stop < len(self.units)
-        current = _Pass(start, stop, carry or {})
+        current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
                 self.model(**batch)
@@ -220,12 +227,12 @@ class LayerRangeRunner:
         )
 
     @contextmanager
-    def to_the_end(self, start: int, carry: Carry | None) -> Iterator[None]:
+    def to_the_end(self, start: int, carry: Carry | None, observer: Observer | None = None) -> Iterator[None]:
         """Inside, one call `model(**batch)` runs units [start, end) and the head.
 
         Whatever calls the model (a Trainer's `compute_loss`, `prediction_step`) so runs the last stage unchanged.
         """
-        current = _Pass(start, None, carry or {})
+        current = _Pass(start, None, carry or {}, observer=observer)
         with self._running(current):
             yield
         if current.position != len(self.units):

@@ -55,3 +55,17 @@ def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
         return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
     return tuple((key, of(value)) for key, value in sorted(batch.items()))
+
+
+def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
+    """Some rows of every tensor, list or tuple that has one entry per row; the rest as it is."""
+    count = batch_rows(batch)
+
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[rows] if value.dim() > 0 and value.shape[0] == count else value
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            return type(value)(value[row] for row in rows)
+        return value
+
+    return {key: part(value) for key, value in batch.items()}

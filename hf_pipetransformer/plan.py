@@ -44,6 +44,8 @@ class PipelinePlan:
         unit_costs: Cost of each of the L units, in execution order.
         num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
             optimizer state. A stage may consist of frozen units alone.
+        num_cached_layers: c <= f; what the first c units give is in the activation cache, and they cost nothing. The
+            first stage holds them all, for samples that the cache has not.
         rows_per_device: Rows of the global batch per rank; a pipeline's batch has K times as many.
         times: How long the model's parts take on a device, where it has been measured.
 
@@ -59,6 +61,7 @@ class PipelinePlan:
     num_microbatches: int | None
     unit_costs: tuple[UnitCost, ...] = field(repr=False, hash=False)
     num_frozen_layers: int = 0
+    num_cached_layers: int = 0
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
 
@@ -91,6 +94,11 @@ class PipelinePlan:
             raise ValueError(
                 f"num_frozen_layers is {self.num_frozen_layers}, but must be between 0 and {num_units}, the number of"
                 " units."
+            )
+        if not 0 <= self.num_cached_layers <= min(self.num_frozen_layers, bounds[1]):
+            raise ValueError(
+                f"num_cached_layers is {self.num_cached_layers}, but must be between 0 and num_frozen_layers"
+                f" ({self.num_frozen_layers}), and the first stage, of {bounds[1]} units, holds them all."
             )
 
     # -- who is where ----------------------------------------------------------------------------------------
@@ -178,7 +186,8 @@ class PipelinePlan:
         assert times is not None
         forward, backward = times.prologue.forward.of(rows), 0.0
         for unit in self.units_of(stage):
-            forward += times.units[unit].forward.of(rows)
+            if unit >= self.num_cached_layers:
+                forward += times.units[unit].forward.of(rows)
             if unit >= self.num_frozen_layers:
                 backward += times.units[unit].backward.of(rows)
         if stage == 0 and not self.num_frozen_layers:
@@ -204,7 +213,8 @@ class PipelinePlan:
 
     def step_flops_of(self, stage: int) -> float:
         """Return the FLOPs of one row in a stage in a training step: frozen units run forward only."""
-        return sum(step_flops(self.unit_costs, self.num_frozen_layers)[unit] for unit in self.units_of(stage))
+        flops = step_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
+        return sum(flops[unit] for unit in self.units_of(stage))
 
     def forward_flops_of(self, stage: int) -> float:
         """Return the forward FLOPs of one row in a stage."""
@@ -278,7 +288,7 @@ class PipelinePlan:
         """Return a table of the stages (units, memory, share of the work) and what a step is predicted to take."""
         k, r = self.pipeline_parallel_size, self.data_parallel_size
         rows, m = self.rows_per_pipeline, self.num_microbatches_for(self.rows_per_pipeline)
-        flops = step_flops(self.unit_costs, self.num_frozen_layers)
+        flops = step_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
         table = [("stage", "units", "first unit", "parameters MiB", "training MiB", "FLOPs %")]
         for stage in range(k):
             units = self.units_of(stage)
@@ -297,6 +307,7 @@ class PipelinePlan:
             f"{k} stage{_s(k)} × {r} pipeline{_s(r)} = {self.world_size} rank{_s(self.world_size)}, "
             f"{self.num_units} unit{_s(self.num_units)}"
             + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
+            + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
         )
         return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 
@@ -341,9 +352,14 @@ class StepPrediction:
         return self.timeline.seconds + self.seconds_at_end
 
 
-def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int) -> list[float]:
-    """Return the FLOPs of each unit in a training step: a backward costs two forwards, a frozen unit has none."""
-    return [unit.forward_flops * (1 if index < num_frozen_layers else 3) for index, unit in enumerate(unit_costs)]
+def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
+    """Return the FLOPs of each unit in a training step.
+
+    A backward costs two forwards; a frozen unit has none, and a cached one is not run.
+    """
+    forwards = [0] * num_cached_layers + [1] * (num_frozen_layers - num_cached_layers)
+    forwards += [3] * (len(unit_costs) - num_frozen_layers)
+    return [unit.forward_flops * count for unit, count in zip(unit_costs, forwards, strict=True)]
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

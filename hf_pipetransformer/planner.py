@@ -39,6 +39,7 @@ def make_plan(
     rows_per_device: int,
     memory_budget_bytes: int | None,
     num_frozen_layers: int = 0,
+    num_cached_layers: int = 0,
     times: ModelTimes | None = None,
     split: str = "min-max",
 ) -> PipelinePlan:
@@ -57,6 +58,7 @@ def make_plan(
         rows_per_device: Rows per device and step; a pipeline's batch has K times as many.
         memory_budget_bytes: Bytes that a device has for training, or None if unknown. Looked at for `"auto"` only.
         num_frozen_layers: f, the units at the bottom that are frozen.
+        num_cached_layers: c <= f, those of them whose outputs are cached.
         times: Measured on this machine; None: estimated by FLOPs.
         split: `"min-max"`, or `"greedy"`, the paper's algorithm 1.
 
@@ -76,6 +78,7 @@ def make_plan(
         num_microbatches=None if num_microbatches == "auto" else num_microbatches,
         unit_costs=units,
         num_frozen_layers=num_frozen_layers,
+        num_cached_layers=num_cached_layers,
         rows_per_device=rows_per_device,
         times=times,
     )
@@ -100,6 +103,7 @@ def replan(
     num_frozen_layers: int,
     memory_budget_bytes: int,
     *,
+    num_cached_layers: int = 0,
     compression: Literal["fit", "halve", "none"] = "fit",
     split: str = "min-max",
 ) -> PipelinePlan:
@@ -113,6 +117,7 @@ def replan(
         num_frozen_layers: f from now on, not less than before.
         memory_budget_bytes: What a stage may take. The paper's criterion is the largest stage at the start of
             training, `largest_stage_bytes(start)`.
+        num_cached_layers: c from now on; it may also fall, when the cache is given up.
         compression: `"fit"`, `"halve"`, or `"none"`: only the split changes.
         split: `"min-max"`, or `"greedy"`, the paper's algorithm 1.
 
@@ -124,7 +129,15 @@ def replan(
             f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}: choose one."
         )
     k = plan.pipeline_parallel_size
-    frozen = replace(plan, num_frozen_layers=num_frozen_layers)
+    # on one stage, where any number of layers may be cached; then cut
+    frozen = replace(
+        plan,
+        pipeline_parallel_size=1,
+        data_parallel_size=plan.world_size,
+        stage_bounds=(0, plan.num_units),
+        num_frozen_layers=num_frozen_layers,
+        num_cached_layers=num_cached_layers,
+    )
     same_length = _with_stages(frozen, k, split)
     if compression == "none":
         return same_length
@@ -148,11 +161,15 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     """Return the plan with K stages, balanced anew."""
     check_pipeline_size(plan.world_size, k, plan.num_units)
     costs = _papers_sizes(plan) if split == "greedy" else _step_costs(plan, k)
+    # cached units are the first stage's, whatever else it gets; where too few others are left, fewer count as cached
+    cached = min(plan.num_cached_layers, plan.num_units - k)
+    bounds = SPLITS[split](costs[cached:], k)
     return replace(
         plan,
         pipeline_parallel_size=k,
         data_parallel_size=plan.world_size // k,
-        stage_bounds=SPLITS[split](costs, k),
+        stage_bounds=(0, *(cached + bound for bound in bounds[1:])),
+        num_cached_layers=cached,
     )
 
 
@@ -163,12 +180,12 @@ def _step_costs(plan: PipelinePlan, k: int) -> list[float]:
     """
     times = plan.times
     if times is None:
-        return step_flops(plan.unit_costs, plan.num_frozen_layers)
+        return step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
     rows = plan.rows_per_device * k
     m = choose_num_microbatches(rows, k, plan.num_microbatches, plan.schedule)
     costs = []
     for unit, (part, cost) in enumerate(zip(times.units, plan.unit_costs, strict=True)):
-        seconds = part.forward.of(rows / m)
+        seconds = part.forward.of(rows / m) if unit >= plan.num_cached_layers else 0.0
         if unit >= plan.num_frozen_layers:
             seconds += part.backward.of(rows / m)
             seconds += cost.trainable_bytes * times.update_seconds_per_byte / m

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .layer_range import Carry
+from .activation_cache import ActivationCache
+from .content_keys import KEYS_NAME, pop_keys
+from .layer_range import Carry, Observer
 from .layer_stack import CarrySlot, LayerStack
 from .micro_batch import Batch, batch_rows, shape_signature, slice_rows
 
@@ -66,6 +68,7 @@ class StageModule(nn.Module):
         self.is_last = stop == stack.num_units
         self.device = device
         self._loss_of = loss_of
+        self.cache: ActivationCache | None = None
         self.micro_batches: Sequence[Batch] = ()
         self.shapes = StageShapes((), ())
         owned = stack.owned(start, stop)
@@ -105,11 +108,11 @@ class StageModule(nn.Module):
             for slot, carried in zip(self.slots_in, self.shapes.incoming, strict=True)
         ]
         if self.is_last:
-            with self.running_to_the_end(values):
-                return self._loss_of(self.stack.model, batch).reshape(1)
+            with self.running_to_the_end(values, batch) as inputs:
+                return self._loss_of(self.stack.model, inputs).reshape(1)
         outputs = self.carry_on(values, batch)
         for slot, tensor, expected in zip(self.slots_out, outputs, self.shapes.outgoing, strict=True):
-            if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+            if slot.is_used and (tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype):
                 raise RuntimeError(
                     f"layer {self.stack.units[self.stop - 1].name!r} returned {tuple(tensor.shape)} {tensor.dtype} in"
                     f" slot {slot}, where {expected.shape} {expected.dtype} was expected for inputs of this shape:"
@@ -124,24 +127,46 @@ class StageModule(nn.Module):
     # ------------------------------------------------------------------------------------ values at the boundaries
     def carry_on(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, ...]:
         """From the tensors of the incoming boundary compute those of the outgoing one; not on the last stage."""
-        carry = self.stack.runner.run(self.start, self.stop, _as_carry(self.slots_in, values), batch)
+        inputs, start, carry, observer = self._begin(values, batch)
+        if start < self.stop:
+            carry = self.stack.runner.run(start, self.stop, carry, inputs, observer)
+        assert carry is not None
         return tuple(carry[slot.stack][slot.position] for slot in self.slots_out)
 
     @contextmanager
-    def running_to_the_end(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, on the last stage, one call of the model runs this stage on the incoming tensors."""
-        if self.start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
-            yield
+    def running_to_the_end(self, values: Sequence[torch.Tensor], batch: Batch) -> Iterator[Batch]:
+        """Inside, on the last stage, one call of the model runs this stage on the incoming tensors.
+
+        Yields the inputs of the model.
+        """
+        inputs, start, carry, observer = self._begin(values, batch)
+        if start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
+            yield inputs
             return
-        with self.stack.runner.to_the_end(self.start, _as_carry(self.slots_in, values)):
-            yield
+        with self.stack.runner.to_the_end(start, carry, observer):
+            yield inputs
+
+    def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None, Observer | None]:
+        """The model's inputs, the unit to begin with and what the ones before it give; who watches the pass.
+
+        Where frozen layers' outputs are in the cache, the first stage begins behind them.
+        """
+        inputs = dict(batch)
+        keys = pop_keys(inputs)
+        start: int = self.start
+        carry: Carry | None = _as_carry(self.slots_in, values)
+        if self.cache is None or keys is None:
+            return inputs, start, carry, None
+        if start == 0:
+            start, carry = self.cache.fetch(inputs, keys, min(self.stop, self.stack.num_units - 1))
+        return inputs, start, carry, self.cache.watch(inputs, keys, start, self.stop)
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
         """What this stage hands on when it receives `incoming`; costs one forward of `batch` through the stage."""
         if self.is_last:
             return ()
         values = [carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming]
-        outputs = self.carry_on(values, batch)
+        outputs = self.carry_on(values, {name: value for name, value in batch.items() if name != KEYS_NAME})
         return tuple(
             CarriedTensor(tuple(out.shape), out.dtype, slot.needs_gradient and out.requires_grad)
             for slot, out in zip(self.slots_out, outputs, strict=True)

@@ -16,11 +16,14 @@ by name when one of them changes.
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +37,10 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import events
 from .agreement import check_same_everywhere, check_same_size
+from .auto_cache import AutoCache, ReadAhead, store_folder
+from .cache_probe import probe_boundaries, varied_samples
 from .callbacks import LayerFreezeCallback
+from .content_keys import KEYS_NAME, KeyingCollator
 from .costs import UnitCost, cost_of_whole, measure_costs
 from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
 from .devices import fits, memory_budget
@@ -51,7 +57,7 @@ from .plan import PipelinePlan
 from .planner import largest_stage_bytes, make_plan, replan
 from .stage import StageModule
 from .state import synchronise_weights
-from .training_args import PipeTransformerTrainingArguments
+from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
 from .unit_times import ModelTimes, measure_times, slowest
 
 logger = logging.getLogger(__name__)
@@ -60,6 +66,10 @@ SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
 LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found."""
+SAMPLES_TO_PROBE = 32
+"""Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
+UNKNOWN_SIZE = 2**20
+"""Samples that are expected of a stream."""
 MOST_ROWS_TO_TIME = 8
 """Rows on which the model's parts are timed; more of them take as much longer."""
 
@@ -114,12 +124,15 @@ class PipeTransformerTrainer(Trainer):
         self._slice = BatchSlice(0, 0)
         self._micro_losses: list[torch.Tensor] = []
         self._train_batches: NumberedBatches | None = None
+        self._auto_cache: AutoCache | None = None
+        self._num_cached = 0  # that the plan was made for
+        self._epoch_begins = False
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         # first, so that loggers which save the model at the end see all of it
-        self.callback_handler.callbacks.insert(0, _WholeModelAtTrainEnd(self))
+        self.callback_handler.callbacks.insert(0, _Hooks(self))
 
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
@@ -136,9 +149,16 @@ class PipeTransformerTrainer(Trainer):
 
     def train(self, *positional: Any, **keywords: Any) -> TrainOutput:
         self.make_model_whole()  # an earlier train() may have been interrupted
+        has_ended = False
         try:
-            return super().train(*positional, **keywords)
+            output = super().train(*positional, **keywords)
+            has_ended = True
+            return output
         finally:
+            if self._auto_cache is not None:
+                # what another run cannot use goes; a run that was interrupted will go on with it
+                self._auto_cache.close(deletes=has_ended and self.args.activation_cache_dir is None)
+                self._auto_cache = None
             if self._train_batches is not None:
                 self._train_batches.close()  # its workers wait for the next epoch
                 self._train_batches = None
@@ -164,7 +184,10 @@ class PipeTransformerTrainer(Trainer):
         pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
-        plan = self._make_plan(pipeline, self._measure_times(pipeline, rows))
+        times = self._measure_times(pipeline, rows)
+        plan = self._make_plan(pipeline, times)
+        self._num_cached = 0
+        self._auto_cache = self._make_auto_cache(pipeline, times)
         callback = self._freeze_callback
         if callback is not None:
             freezable = pipeline.freezable
@@ -178,6 +201,8 @@ class PipeTransformerTrainer(Trainer):
         logger.info("%s", plan)
         self._record("resume" if self.state.global_step else "start", plan)
         self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
+        if self._auto_cache is not None and plan.num_frozen_layers:
+            self._auto_cache.freeze(plan.num_frozen_layers)
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 optimizer = super().create_optimizer()
@@ -204,7 +229,8 @@ class PipeTransformerTrainer(Trainer):
         is_auto = self.args.pipeline_parallel_size == "auto" and self._memory_budget is not None
         budget = self._memory_budget if is_auto else largest_stage_bytes(self._first_plan)
         assert budget is not None
-        return replan(plan, num_frozen, budget, compression="fit" if self.args.elastic else "none")
+        compression: Literal["fit", "none"] = "fit" if self.args.elastic else "none"
+        return replan(plan, num_frozen, budget, num_cached_layers=self._num_cached, compression=compression)
 
     @property
     def _rows_to_time(self) -> int:
@@ -226,6 +252,53 @@ class PipeTransformerTrainer(Trainer):
         with self.compute_loss_context_manager():
             times = measure_times(pipeline.stack, batch, per_byte)
         return slowest(pipeline.mesh.gather_objects(times))
+
+    def _make_auto_cache(self, pipeline: ElasticPipeline, times: ModelTimes | None) -> AutoCache | None:
+        """The cache, if layers are going to be frozen; it finds out itself whether the model allows it."""
+        args, batches = self.args, self._train_batches
+        if args.activation_cache == "off" or self._freeze_callback is None:
+            return None
+        assert batches is not None and pipeline.freezable is not None
+
+        def collate(samples: list[Any]) -> Batch:
+            return self._collate(samples, batches.collate_fn)
+
+        def loss_of(batch: Batch) -> torch.Tensor:
+            loss = self.compute_loss(self.model, dict(batch))
+            assert isinstance(loss, torch.Tensor)
+            return loss.mean()
+
+        samples = varied_samples(batches.sample_rows(SAMPLES_TO_PROBE), collate)
+        with self.compute_loss_context_manager():
+            verdicts = probe_boundaries(pipeline.stack, pipeline.freezable, samples, collate, loss_of=loss_of)
+        seconds = [unit.forward.per_row for unit in times.units] if times is not None else None
+        return AutoCache.make(
+            pipeline,
+            verdicts,
+            folder=self._cache_folder,
+            max_gib=args.activation_cache_max_gib,
+            storage_dtype=CACHE_DTYPES[args.activation_cache_dtype],
+            capacity=sum(len(data) if isinstance(data, Sized) else UNKNOWN_SIZE for data in self._datasets()),
+            is_forced=args.activation_cache == "on",
+            seconds_per_row=seconds,
+            precision=self.accelerator.mixed_precision,
+        )
+
+    @cached_property
+    def _cache_folder(self) -> Path:
+        """Collective over all processes the first time."""
+        folder = self.args.activation_cache_dir or os.path.join(self.args.output_dir or ".", "activation_cache")
+        return store_folder(folder, self._processes)
+
+    def _datasets(self) -> list[Any]:
+        evaluated = self.eval_dataset
+        return [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+
+    def _key_samples(self, dataloader: DataLoader) -> None:
+        """Let an evaluation's batches have keys, too."""
+        base = getattr(dataloader, "base_dataloader", dataloader)
+        if self._auto_cache is not None and not isinstance(base.collate_fn, KeyingCollator):
+            base.collate_fn = KeyingCollator(base.collate_fn, ReadAhead(self._cache_folder))
 
     @property
     def _processes(self) -> ProcessMesh:
@@ -356,6 +429,7 @@ class PipeTransformerTrainer(Trainer):
             self._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
+            keying_collate_fn=self._keying_collator(stock.collate_fn),
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
@@ -365,6 +439,11 @@ class PipeTransformerTrainer(Trainer):
             multiprocessing_context=stock.multiprocessing_context,
         )
         return NumberedLoader(self._train_batches)
+
+    def _keying_collator(self, collate_fn: Any) -> KeyingCollator | None:
+        if self.args.activation_cache == "off" or self._freeze_callback is None:
+            return None
+        return KeyingCollator(collate_fn, ReadAhead(self._cache_folder))
 
     def _same_order(self, order: list[int]) -> list[int]:
         """Rank 0's order: a sampler may draw what it likes."""
@@ -378,7 +457,7 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         assert self._train_batches is not None and self.pipeline is not None
-        self._transform_if_proposed()
+        self._adapt()
         batches: list[Any] = []
         self._slices.clear()
         items = 0
@@ -401,19 +480,43 @@ class PipeTransformerTrainer(Trainer):
         return batches, self._num_items
 
     # ------------------------------------------------------------------------------------ transformation
-    def _transform_if_proposed(self) -> None:
-        """The one safe point: no gradient is alive, no batch is under way. Collective where a decision was made."""
-        callback, pipeline = self._freeze_callback, self.pipeline
+    def _adapt(self) -> None:
+        """The one safe point: no gradient is alive, no batch is under way. Collective where a decision is made."""
+        callback, pipeline, cache = self._freeze_callback, self.pipeline, self._auto_cache
+        assert pipeline is not None and self._train_batches is not None
+        if cache is not None:
+            self._look_at_cache(cache)
+        plan = pipeline.current_plan
+        num_frozen = plan.num_frozen_layers
         proposal = callback.take_proposal() if callback is not None else None
-        if callback is None or pipeline is None or proposal is None:
+        if proposal is not None:
+            num_frozen = max(num_frozen, agreed_num_frozen(pipeline.mesh.gather_objects(proposal)))
+        num_cached = cache.num_cached if cache is not None else 0
+        if (num_frozen, num_cached) != (plan.num_frozen_layers, self._num_cached):
+            self._num_cached = num_cached
+            new = self._plan_after_freezing(plan, num_frozen)
+            if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
+                pipeline.plan = new  # the same work at the same place, or none
+                self._record("cache", new)
+            else:
+                change = pipeline.transform(new)
+                self._train_batches.reslice(pipeline.num_replicas, pipeline.replica_index)
+                self._tell(change)
+            if cache is not None:
+                cache.freeze(num_frozen)
+        if proposal is not None:
+            assert callback is not None
+            callback.confirm(num_frozen)
+
+    def _look_at_cache(self, cache: AutoCache) -> None:
+        if not self._epoch_begins:
+            cache.begin_step()
             return
-        num_frozen = agreed_num_frozen(pipeline.mesh.gather_objects(proposal))
-        if num_frozen > callback.num_frozen:
-            assert self._train_batches is not None
-            change = pipeline.transform(self._plan_after_freezing(pipeline.current_plan, num_frozen))
-            self._train_batches.reslice(pipeline.num_replicas, pipeline.replica_index)
-            self._tell(change)
-        callback.confirm(num_frozen)
+        self._epoch_begins = False
+        epochs_left = self.state.num_train_epochs - 1 - math.floor((self.state.epoch or 0.0) + 1e-6)
+        report = cache.begin_epoch(epochs_left)
+        if report is not None:
+            self.log(events.cache_metrics(report.counts, report.nbytes))
 
     def _tell(self, change: Transformation) -> None:
         """One line in the log, one record in the run's file, and metrics for whoever logs."""
@@ -449,7 +552,10 @@ class PipeTransformerTrainer(Trainer):
             # a scaler is set up by its first use, and the stages without the loss would not use it
             self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
         self._micro_losses.clear()
-        pipeline.step(dict(self._prepare_inputs(inputs)))
+        batch = dict(self._prepare_inputs(inputs))
+        if self._slice.rows and self._slice.keys is not None and pipeline.cache is not None:
+            batch[KEYS_NAME] = self._slice.keys
+        pipeline.step(batch)
         empty_every = self.args.torch_empty_cache_steps
         if empty_every is not None and self.state.global_step % empty_every == 0:
             clear_device_cache()
@@ -530,7 +636,10 @@ class PipeTransformerTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ evaluation
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
-        if self._is_stock or (self.pipeline is not None and self.pipeline.is_placed):
+        if not self._is_stock and self.pipeline is not None and self.pipeline.is_placed:
+            self._key_samples(dataloader)
+            return super().evaluation_loop(dataloader, *positional, **keywords)
+        if self._is_stock:
             return super().evaluation_loop(dataloader, *positional, **keywords)
         check_same_size(self._processes, dataloader.dataset)
         if self.pipeline is None or self.pipeline.model is not self.model:
@@ -559,11 +668,17 @@ class PipeTransformerTrainer(Trainer):
         stock = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
         if self._is_stock:
             return stock(model, inputs)
-        assert self.pipeline is not None
-        if self.pipeline.num_stages == 1:
-            return stock(self.model, inputs)
+        pipeline = self.pipeline
+        assert pipeline is not None and pipeline.stage is not None
+        if pipeline.cache is None:
+            inputs.pop(KEYS_NAME, None)
+        if pipeline.num_stages == 1:
+            if KEYS_NAME not in inputs:
+                return stock(self.model, inputs)
+            with pipeline.stage.running_to_the_end([], self._prepare_inputs(inputs)) as batch:
+                return stock(self.model, batch)
         prepare = lambda batch: dict(self._prepare_inputs(batch))  # noqa: E731
-        return self.pipeline.predict(dict(inputs), prepare, lambda batch: stock(self.model, batch))
+        return pipeline.predict(dict(inputs), prepare, lambda batch: stock(self.model, batch))
 
     # ------------------------------------------------------------------------------------ saving and loading
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -599,9 +714,12 @@ class PipeTransformerTrainer(Trainer):
             self.pipeline.gather(self.args.device if fits(size, self.args.device) else torch.device("cpu"))
 
 
-class _WholeModelAtTrainEnd(TrainerCallback):
+class _Hooks(TrainerCallback):
     def __init__(self, trainer: PipeTransformerTrainer) -> None:
         self._trainer = trainer
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._epoch_begins = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer.make_model_whole()

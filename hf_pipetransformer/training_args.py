@@ -20,6 +20,11 @@ FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Their step is taken inside the backward, before gradients are complete."""
 
 
+CACHE_MODES = ("auto", "on", "off")
+CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""Name -> how states are stored; None: as they are computed."""
+
+
 def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
@@ -62,8 +67,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     Args:
         pipeline_parallel_size (`int` or `"auto"`, *optional*, defaults to 1):
             Number of stages K that the model is cut into, one per process. It must divide the number of processes;
-            world size / K pipelines run side by side. `"auto"`: the shortest that fits the devices' memory, or a longer
-            one that is predicted to be faster by 15%.
+            world size / K pipelines run side by side. `"auto"`: the shortest that fits the devices' memory, or a
+            longer one that is predicted to be faster by 15%.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
             Order of the micro-batches' forwards and backwards: `"1f1b"` or `"gpipe"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
@@ -90,6 +95,21 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Never freeze more layers than this.
         elastic (`bool`, *optional*, defaults to `True`):
             After a freeze, pack the layers into fewer stages where they fit, and use the freed devices as replicas.
+
+    > Parameters that control the cache of frozen layers' outputs
+
+    Args:
+        activation_cache (`str`, *optional*, defaults to `"auto"`):
+            Keep what frozen layers give for each sample, and do not compute it again in the next epoch: `"auto"` (if
+            it is measured to pay), `"on"` or `"off"`. Models whose frozen layers do not give the same in another
+            batch train without, and say why.
+        activation_cache_dir (`str`, *optional*):
+            Where to keep it, on a local disk; best where the page cache can hold it. Defaults to `activation_cache` in
+            `output_dir`, which is removed when training has ended.
+        activation_cache_dtype (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`: as it is computed. `"bf16"` takes half of the space of fp32, and costs some digits; `"fp32"`.
+        activation_cache_max_gib (`float`, *optional*):
+            Size limit on each node, and never more than 80% of the disk's free space. What does not fit is computed.
 
     > Defaults that differ from `TrainingArguments`
 
@@ -141,7 +161,20 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default=True, metadata={"help": "Use the devices that freezing leaves free as data-parallel replicas."}
     )
 
+    activation_cache: str = field(
+        default="auto",
+        metadata={"help": "Keep frozen layers' outputs from epoch to epoch.", "choices": list(CACHE_MODES)},
+    )
+    activation_cache_dir: str | None = field(
+        default=None, metadata={"help": "Where to keep them. Defaults to activation_cache in output_dir."}
+    )
+    activation_cache_dtype: str = field(
+        default="auto", metadata={"help": "How to keep them.", "choices": list(CACHE_DTYPES)}
+    )
+    activation_cache_max_gib: float | None = field(default=None, metadata={"help": "Size limit on each node."})
+
     def __post_init__(self) -> None:
+        self._check_cache()
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         check_schedule(self.pipeline_schedule)
@@ -165,6 +198,16 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 if dist.is_initialized():
                     dist.barrier()  # a process that left now would leave others waiting for it to connect
                 raise
+
+    def _check_cache(self) -> None:
+        for name, values in (("activation_cache", CACHE_MODES), ("activation_cache_dtype", tuple(CACHE_DTYPES))):
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, values))}.")
+        limit = self.activation_cache_max_gib
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            raise ValueError(
+                f"activation_cache_max_gib={limit!r}: give a size above 0, or activation_cache='off' for no cache."
+            )
 
     def make_freeze_policy(self) -> FreezePolicy:
         """The policy that the fields ask for.

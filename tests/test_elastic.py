@@ -88,6 +88,7 @@ def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> 
             rows_per_device=4,
             memory_budget_bytes=None,
             num_frozen_layers=num_frozen,
+            num_cached_layers=trainer._num_cached,
         )
 
     trainer._plan_after_freezing = plan_after_freezing  # type: ignore[method-assign]
@@ -196,13 +197,16 @@ def test_events_are_recorded(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------ resuming
 class StopAfter(TrainerCallback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= 4
+        control.should_training_stop = state.global_step >= self.steps
 
 
 def train_some(rank: int, world_size: int, run: Run, folder: str) -> None:
     trainer = _scheduled(run, folder, save_strategy="steps", save_steps=2)
-    trainer.add_callback(StopAfter())
+    trainer.add_callback(StopAfter(4))
     trainer.train()
 
 

@@ -145,3 +145,24 @@ def test_a_little_faster_is_not_worth_a_longer_pipeline() -> None:
     seconds = [plan_of(k, times=times).predict(4 * k, 4 if k == 2 else 1).seconds for k in (1, 2)]
     assert seconds[1] > seconds[0] / 1.15
     assert plan_of("auto", times=times).pipeline_parallel_size == 1
+
+
+# ------------------------------------------------------------------------------------------ with cached layers
+def test_cached_layers_cost_nothing_and_are_the_first_stages() -> None:
+    plan = replan(start(2), 4, 10**9, num_cached_layers=4, compression="none")
+    assert plan.stage_bounds == (0, 6, 8)  # two active units each
+    assert "4 frozen, 4 cached" in str(plan)
+    plan = replan(plan, 6, 10**9, num_cached_layers=4, compression="none")
+    assert plan.stage_bounds == (0, 7, 8)  # 0 x 4 + 1 x 2 + 3 | 3
+    plan = replan(plan, 6, 10**9, num_cached_layers=0, compression="none")
+    assert plan.stage_bounds == (0, 6, 8)  # 1 x 6 | 3 x 2
+
+
+def test_a_pipeline_too_long_for_what_is_left_counts_fewer_as_cached() -> None:
+    plan = replan(start(4), 7, 10**9, num_cached_layers=7, compression="none")
+    assert (plan.stage_bounds, plan.num_cached_layers) == ((0, 5, 6, 7, 8), 4)
+
+
+def test_cached_layers_are_not_in_the_prediction() -> None:
+    plan = plan_of(1, world_size=1, times=times_of(8), num_frozen_layers=5)
+    assert replan(plan, 5, 0, num_cached_layers=5).predict(4, 1).seconds == 4 * 3 * 3

@@ -1,0 +1,425 @@
+"""AutoCache on one process: take the frozen layers' outputs from the store, compute what it lacks, put that there.
+
+    rows of a micro-batch        a    b    c    d           f = 4 layers are frozen, before it were 2
+    in the store                 4    2    -    4           fetch() looks for 4, then for 2
+    run                         2-4  0-4                    c from the start, b from where it is, without a graph
+    go on together from 4        a    b    c    d
+    put                               b    c
+
+Where all rows are found at one place nothing is run twice: the stage's own pass begins there, and what it computes at
+the frozen layers' end is put into the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from .activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
+from .content_keys import spans_of
+from .layer_range import Carry, Observer, Unit, tensors_of
+from .layer_stack import CarrySlot, LayerStack
+from .micro_batch import Batch, select_rows
+
+logger = logging.getLogger(__name__)
+
+PENDING_BATCHES = 2
+"""That may wait to be written. What comes when as many wait is dropped, and is a miss in the next epoch."""
+
+
+@dataclass
+class CacheCounts:
+    """What a process has done with the cache since it was last asked."""
+
+    rows: int = 0
+    """Rows whose states were needed."""
+    hits: int = 0
+    """Of them found where the frozen layers end now."""
+    older_hits: int = 0
+    """Found where they ended before."""
+    stored: int = 0
+    dropped: int = 0
+    """Not written, because the writer was busy."""
+    load_seconds: float = 0.0
+    """For all rows that were found."""
+
+    def __add__(self, other: CacheCounts) -> CacheCounts:
+        return CacheCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """Where the store has the output of the first `num_frozen` units."""
+
+    num_frozen: int
+    fingerprint: str
+    reader: GenerationReader
+
+
+class ActivationCache:
+    """One process's way to the store, for one model.
+
+    Args:
+        stack: the model's units.
+        store: of this node.
+        writer: number of this process.
+        capacity: samples that are expected.
+        storage_dtype: of what is kept; None: as it is computed.
+        device: of this process.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        store: ActivationStore,
+        writer: int,
+        capacity: int,
+        storage_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self.counts = CacheCounts()
+        self.failure: OSError | None = None
+        """Why nothing is written any more."""
+        self._stack = stack
+        self._store = store
+        self._writer_number = writer
+        self._capacity = capacity
+        self._storage_dtype = storage_dtype
+        self._device = device
+        self._generations: list[_Generation] = []  # the newest first
+        self._writes = False
+        self._writer = _Writer(self)
+
+    # ------------------------------------------------------------------------------------ generations
+    def advance(self, num_frozen: int, fingerprint: str) -> None:
+        """From now on look for, and put, the output of the first `num_frozen` units; look for earlier ones, too."""
+        self.flush()
+        if (num_frozen, fingerprint) not in [(g.num_frozen, g.fingerprint) for g in self._generations]:
+            reader = self._store.reader(num_frozen, fingerprint)
+            self._generations.insert(0, _Generation(num_frozen, fingerprint, reader))
+        self._writer.close_generation()
+        self.failure = None
+
+    def forget_older(self) -> list[tuple[int, str]]:
+        """Look for the newest generation only; return the others, which may be deleted."""
+        older, self._generations = self._generations[1:], self._generations[:1]
+        for generation in older:
+            generation.reader.close()
+        return [(generation.num_frozen, generation.fingerprint) for generation in older]
+
+    @property
+    def generations(self) -> list[tuple[int, str]]:
+        """(number of units, fingerprint) of what is looked for, the newest first."""
+        return [(generation.num_frozen, generation.fingerprint) for generation in self._generations]
+
+    def write(self, writes: bool) -> None:
+        """Say whether anybody will read what is put from now on."""
+        self._writes = writes
+
+    # ------------------------------------------------------------------------------------ reading
+    def time_reading(self) -> float | None:
+        """Seconds a row that it takes to read back what was put last; None if nothing was put here."""
+        self.flush()
+        last = self._writer.last
+        if last is None or not self._generations:
+            return None
+        began = time.perf_counter()
+        states, places = last.layout.empty(last.spans, last.states.shape[1], pinned=False)
+        self._generations[0].reader.read_into(last.keys, places)
+        states.to(last.layout.computed_dtype)
+        return (time.perf_counter() - began) / len(last.keys)
+
+    def fetch(self, batch: Batch, keys: Sequence[bytes], stop: int) -> tuple[int, Carry | None]:
+        """Find the rows' states as far up as the store has them, and bring all to one place.
+
+        Args:
+            batch: the model's inputs on its device, without keys.
+            keys: of its rows.
+            stop: the first unit that is not this stage's.
+
+        Returns:
+            The unit to go on with, and what the units before it would have given; 0 and None if no row was found.
+        """
+        found = self._find(batch, keys, stop)
+        if not found:
+            return 0, None
+        level = max(found)
+        if list(found) == [level] and len(found[level][0]) == len(keys):
+            return level, self._as_carry(level, found[level][1])
+        missing = sorted(set(range(len(keys))) - {row for rows, _ in found.values() for row in rows})
+        states: list[tuple[list[int], torch.Tensor]] = [found.pop(level)]
+        for start, rows, state in [*((f, *value) for f, value in found.items()), (0, missing, None)]:
+            if rows:
+                states.append(
+                    (rows, self._run(start, level, state, select_rows(batch, rows), [keys[r] for r in rows]))
+                )
+        whole = states[0][1].new_empty(len(keys), *states[0][1].shape[1:])
+        for rows, state in states:
+            whole[rows] = state.to(whole.dtype)
+        return level, self._as_carry(level, whole)
+
+    def _find(self, batch: Batch, keys: Sequence[bytes], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
+        """Number of units -> the rows that were found behind so many, and their states on the device."""
+        self.counts.rows += len(keys)
+        spans = spans_of(batch)
+        found: dict[int, tuple[list[int], torch.Tensor]] = {}
+        missing = list(range(len(keys)))
+        for index, generation in enumerate(self._generations):
+            layout = _Layout.from_facts(generation.reader.facts)
+            if spans is None or layout is None or generation.num_frozen > stop or not missing:
+                continue
+            began = time.perf_counter()
+            states, places = layout.empty([spans[row] for row in missing], _tokens(batch), self._device.type == "cuda")
+            hits = generation.reader.read_into([keys[row] for row in missing], places)
+            here = [position for position, hit in enumerate(hits) if hit]
+            if here:
+                rows = [missing[position] for position in here]
+                if len(here) < len(missing):
+                    states = states[here]
+                _clear_padding(states, [spans[row] for row in rows])
+                states = states.to(self._device, layout.computed_dtype, non_blocking=True)
+                found[generation.num_frozen] = (rows, states)
+                missing = sorted(set(missing) - set(rows))
+                self.counts.load_seconds += time.perf_counter() - began
+            if index == 0:
+                self.counts.hits += len(here)
+            else:
+                self.counts.older_hits += len(here)
+        return found
+
+    def _run(
+        self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[bytes]
+    ) -> torch.Tensor:
+        """Bring a few rows from one boundary to the next; put them if that is where the frozen layers end."""
+        carry = None if state is None else self._as_carry(start, state)
+        with torch.no_grad():
+            reached = self._stack.runner.run(start, stop, carry, batch, self.watch(batch, keys, start, stop))
+        slot = self._slot(stop)
+        return reached[slot.stack][slot.position]
+
+    def _slot(self, boundary: int) -> CarrySlot:
+        """Of the tensor that is kept: the only one there that later units read."""
+        (used,) = (slot for slot in self._stack.boundaries[boundary] if slot.is_used)
+        return used
+
+    def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
+        slots = self._stack.boundaries[boundary]
+        return {slots[0].stack: tuple(state if slot.is_used else state.new_zeros(1) for slot in slots)}
+
+    # ------------------------------------------------------------------------------------ writing
+    def watch(self, batch: Batch, keys: Sequence[bytes], start: int, stop: int) -> Observer | None:
+        """What is to be told of the units of a pass over [start, stop), if the frozen layers end in it."""
+        if not self._generations or not self._writes or self.failure is not None:
+            return None
+        end = self._generations[0].num_frozen
+        if not start < end <= stop:
+            return None
+        slot = self._slot(end)
+        position = start
+
+        def observer(unit: Unit, output: Any) -> None:
+            nonlocal position
+            position += 1
+            if position == end:
+                self._put(keys, tensors_of(output)[slot.position], batch)
+
+        return observer
+
+    def _put(self, keys: Sequence[bytes], state: torch.Tensor, batch: Batch) -> None:
+        spans = spans_of(batch)
+        if spans is None:
+            return
+        if self._writer.is_busy:
+            self.counts.dropped += len(keys)
+            return
+        dtype = self._storage_dtype or state.dtype
+        copy = torch.empty(state.shape, dtype=dtype, pin_memory=state.is_cuda)
+        copy.copy_(state.detach(), non_blocking=True)
+        copied = None
+        if state.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        layout = _Layout.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
+        self._writer.put(_Entries(self._generations[0], list(keys), copy, spans, layout, copied))
+
+    def open_writer(self, generation: _Generation, layout: _Layout) -> GenerationWriter:
+        """The first one to write decides what the generation's facts say."""
+        return self._store.writer(
+            generation.num_frozen,
+            generation.fingerprint,
+            writer=self._writer_number,
+            capacity=self._capacity,
+            facts=layout.facts(),
+        )
+
+    def stop_writing(self, error: OSError) -> None:
+        """Say once why frozen layers are computed from here on."""
+        if self.failure is None:
+            self.failure = error
+            why = error.strerror or str(error) if isinstance(error, StoreFull) else str(error)
+            logger.warning(
+                "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", why
+            )
+
+    def flush(self) -> None:
+        """Wait until all that was put is written."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+        self.forget_older()
+        for generation in self._generations:
+            generation.reader.close()
+        self._generations = []
+
+    def take_counts(self) -> CacheCounts:
+        """What has been counted since the last call."""
+        counts, self.counts = self.counts, CacheCounts()
+        return counts
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a row's bytes become a state.
+
+    Attributes:
+        features: shape of a token's state; without an attention mask of a row's.
+        has_mask: rows are cut at their own tokens.
+        stored_dtype: of the bytes.
+        computed_dtype: of the state that the model goes on with.
+    """
+
+    features: tuple[int, ...]
+    has_mask: bool
+    stored_dtype: torch.dtype
+    computed_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, state: torch.Tensor, computed_dtype: torch.dtype, has_mask: bool) -> _Layout:
+        return cls(tuple(state.shape[2 if has_mask else 1 :]), has_mask, state.dtype, computed_dtype)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "features": list(self.features),
+            "has_mask": self.has_mask,
+            "stored_dtype": str(self.stored_dtype).removeprefix("torch."),
+            "computed_dtype": str(self.computed_dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any] | None) -> _Layout | None:
+        """None where there are none, or they are damaged."""
+        try:
+            dtypes = [getattr(torch, facts[name]) for name in ("stored_dtype", "computed_dtype")]  # type: ignore[index]
+            layout = cls(tuple(map(int, facts["features"])), bool(facts["has_mask"]), *dtypes)  # type: ignore[index]
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return None
+        return layout if all(isinstance(dtype, torch.dtype) for dtype in dtypes) else None
+
+    def empty(self, spans: Sequence[slice], tokens: int | None, pinned: bool) -> tuple[torch.Tensor, list[memoryview]]:
+        """States to be read into, and for each row the bytes of its own tokens."""
+        shape = (len(spans), tokens, *self.features) if self.has_mask else (len(spans), *self.features)
+        states = torch.empty(tuple(size or 0 for size in shape), dtype=self.stored_dtype, pin_memory=pinned)
+        return states, [_bytes_of(row[span]) for row, span in zip(states, spans, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """A batch on its way to the store."""
+
+    generation: _Generation
+    keys: list[bytes]
+    states: torch.Tensor
+    spans: list[slice]
+    layout: _Layout
+    copied: Any  # the event after which the states are here
+
+
+class _Writer:
+    """Writes behind the training's back, in a thread of its own."""
+
+    def __init__(self, cache: ActivationCache) -> None:
+        self._cache = cache
+        self._queue: queue.Queue[_Entries | None] = queue.Queue(PENDING_BATCHES)
+        self._thread: threading.Thread | None = None
+        self._open: tuple[_Generation, GenerationWriter] | None = None
+        self.last: _Entries | None = None  # that was written
+
+    @property
+    def is_busy(self) -> bool:
+        return self._queue.full()
+
+    def put(self, entries: _Entries) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="activation-cache-writer", daemon=True)
+            self._thread.start()
+        self._queue.put(entries)
+
+    def flush(self) -> None:
+        self._queue.join()
+
+    def close_generation(self) -> None:
+        """Nothing may be pending."""
+        self.last = None
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self.close_generation()
+
+    def _work(self) -> None:
+        while (entries := self._queue.get()) is not None:
+            try:
+                if self._cache.failure is None:
+                    self._write(entries)
+            except OSError as error:
+                self._cache.stop_writing(error)
+            except Exception as error:  # a bug of ours must not stop the training
+                logger.exception("Writing to the activation cache failed.")
+                self._cache.stop_writing(OSError(str(error)))
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _write(self, entries: _Entries) -> None:
+        if entries.copied is not None:
+            entries.copied.synchronize()
+        if self._open is None or self._open[0] is not entries.generation:
+            self.close_generation()
+            self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
+        rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
+        self._cache.counts.stored += self._open[1].put(entries.keys, rows)
+        self.last = entries
+
+
+def _tokens(batch: Batch) -> int | None:
+    """The padded length; None where there is no attention mask."""
+    mask = batch.get("attention_mask")
+    return None if mask is None else int(mask.shape[1])
+
+
+def _bytes_of(row: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    flat: Any = row.view(math.prod(row.shape)).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _clear_padding(states: torch.Tensor, spans: Sequence[slice]) -> None:
+    """What is not a row's own token is not kept, and nothing reads it; but it must be finite."""
+    for state, span in zip(states, spans, strict=True):
+        if span.start is not None:
+            state[: span.start] = 0
+            state[span.stop :] = 0

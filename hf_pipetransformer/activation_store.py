@@ -1,0 +1,430 @@
+"""Activations of frozen layers on disk: the storage of AutoCache.
+
+    folder/
+      003-<fingerprint>/    a generation: what the first 3 layers, frozen with these weights, make of each sample
+      005-<fingerprint>/    the next one, after a freeze
+
+    store = ActivationStore(folder, max_bytes=...)
+    writer = store.writer(3, fingerprint, writer=rank, capacity=len(dataset))    one in each process that computes
+    writer.put(keys, rows)
+    store.reader(3, fingerprint).read_into(keys, rows)                           anywhere, also in a loader's workers
+
+All processes of a node read and write one folder at once, without a lock. Whoever loses a race or finds a damaged file
+gets a miss, never wrong bytes (`activation_files.py` says why) and never an exception from a reader. For that,
+
+1. a payload is written before its record: a writer that is killed leaves bytes that no record points to;
+2. a generation appears and vanishes by one rename of its folder: the first to make it decides what `meta.json` says,
+   and nobody sees half of one.
+
+Nothing is synchronised to the disk: after a power failure there are misses. The page cache is the tier in memory.
+The store knows bytes only; keys and fingerprints are made elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .activation_files import (
+    HEADER_BYTES,
+    KEY_BYTES,
+    MAX_BUCKETS,
+    MAX_PAYLOAD_BYTES,
+    MAX_WRITER,
+    META,
+    RECORDS_PER_BUCKET,
+    SEGMENT,
+    TABLE,
+    GenerationFiles,
+    Meta,
+    Record,
+    entry_header,
+    transfer,
+)
+
+Row: TypeAlias = npt.NDArray[np.uint8] | memoryview
+"""The bytes of one row's activations: contiguous and not empty."""
+
+RECORDS_PER_ROW = 4
+"""Size of the table. Filled to a quarter, a bucket has 4 records on average, and 1 in a million would need over 16."""
+
+_GENERATION = re.compile(r"(\d{3,})-([\w-]+)", re.ASCII)
+_NEW, _DOUBTFUL, _DELETED = ".new-", ".doubtful-", ".deleted-"
+
+
+class StoreFull(OSError):
+    """The store has reached the size that it was allowed. What it holds stays readable."""
+
+
+class GenerationReader:
+    """Looks up rows in one generation, which may appear, vanish and appear again meanwhile.
+
+    What cannot be read, for whatever reason, is a miss. Works in children that were forked; a pickled copy opens the
+    files for itself. One thread at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: GenerationFiles | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_path": self._path, "_files": None}  # descriptors mean nothing in another process
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """What the process that made the generation noted about it; None where there is no generation."""
+        files = self._current_files()
+        return None if files is None else files.meta.facts
+
+    def read_into(self, keys: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
+        """Read payloads to their places.
+
+        Args:
+            keys: 16 bytes each.
+            rows: where to, writable; a payload of another length than its row is a miss.
+
+        Returns:
+            For each key whether its row now holds the payload. If not, the row's bytes are undefined.
+
+        Raises:
+            ValueError: A key has not 16 bytes, or there are not as many rows as keys.
+        """
+        _check_keys(keys, rows)
+        files = self._current_files()
+        if files is None:
+            return [False] * len(keys)
+        return [files.read_into(key, _flat(row)) for key, row in zip(keys, rows, strict=True)]
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether the table has it. The entry is not read: it may still turn out to be damaged.
+
+        Raises:
+            ValueError: A key has not 16 bytes.
+        """
+        _check_keys(keys)
+        files = self._current_files()
+        return [files is not None and files.find(key) is not None for key in keys]
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Ask the kernel to read the entries into the page cache, where the platform has a call for it. Does not wait.
+
+        Raises:
+            ValueError: A key has not 16 bytes.
+        """
+        _check_keys(keys)
+        files = self._current_files()
+        if files is not None:
+            for key in keys:
+                files.prefetch(key)
+
+    def close(self) -> None:
+        """Close the files. The next call opens them again."""
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+
+    def _current_files(self) -> GenerationFiles | None:
+        if self._files is not None and self._files.are_deleted():
+            self.close()
+        if self._files is None:
+            with suppress(OSError, ValueError):
+                self._files = GenerationFiles(self._path, os.O_RDONLY)
+        return self._files
+
+
+class GenerationWriter:
+    """Appends rows to a segment of one generation. Made by `ActivationStore.writer`. One thread at a time.
+
+    May be used on after a `StoreFull` or another `OSError`: there may be room again.
+
+    Attributes:
+        num_entries: entries that this object has written.
+        nbytes: bytes that this object has appended, the entries' headers included.
+    """
+
+    def __init__(self, path: Path, writer: int, max_bytes: int | None) -> None:
+        self.num_entries = 0
+        self.nbytes = 0
+        self._path = path
+        self._writer = writer
+        self._max_bytes = max_bytes
+        self._files = GenerationFiles(path, os.O_RDWR | os.O_CREAT)
+        try:
+            self._segment = self._files.open_file(f"{SEGMENT}{writer}", os.O_WRONLY | os.O_CREAT)
+        except OSError:
+            self._files.close()
+            raise
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A GenerationWriter stays in the process that made it: send the ActivationStore instead.")
+
+    def put(self, keys: Sequence[bytes], rows: Sequence[Row]) -> int:
+        """Store rows, so that the readers of all processes find them.
+
+        1. Leave out what a reader would hit already, and what the table has no room for (it stays a miss). A damaged
+           entry is no hit: it is stored again.
+        2. Claim space at the end of the segment: a process of another job may append to the same segment.
+        3. Write all entries.
+        4. Write their records.
+
+        Args:
+            keys: 16 bytes each, evenly distributed (a hash).
+            rows: the payloads.
+
+        Returns:
+            The number of entries written.
+
+        Raises:
+            StoreFull: All generations together would exceed `max_bytes`. Nothing was written.
+            OSError: The disk is full or broken, or the generation has been deleted. What was not completed is taken
+                back.
+            ValueError: A key has not 16 bytes, a row has 4 GiB or more, or there are not as many rows as keys.
+        """
+        _check_keys(keys, rows)
+        if self._files.are_deleted() or os.fstat(self._segment).st_nlink == 0:
+            raise OSError(errno.ESTALE, "the generation has been deleted", str(self._path))
+        payloads: dict[bytes, memoryview] = {}
+        for key, row in zip(keys, rows, strict=True):  # (1)
+            payload = _flat(row)
+            if payload.nbytes > MAX_PAYLOAD_BYTES:
+                raise ValueError(f"A row has {payload.nbytes} bytes, but at most {MAX_PAYLOAD_BYTES} can be stored.")
+            if key not in payloads and not self._is_hit(key, payload.nbytes) and self._files.slot_for(key) is not None:
+                payloads[key] = payload
+        if not payloads:
+            return 0
+
+        size = sum(HEADER_BYTES + payload.nbytes for payload in payloads.values())
+        start = self._claim(size)  # (2)
+        try:
+            buffers = [part for key, payload in payloads.items() for part in (entry_header(key, payload), payload)]
+            if transfer(os.pwritev, self._segment, buffers, start) < size:  # (3)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        except OSError:
+            self._give_back(start, size)
+            raise
+        self.nbytes += size
+
+        before = self.num_entries
+        offset = start
+        for key, payload in payloads.items():  # (4)
+            self.num_entries += self._files.insert(key, Record(offset, payload.nbytes, self._writer))
+            offset += HEADER_BYTES + payload.nbytes
+        return self.num_entries - before
+
+    def close(self) -> None:
+        """Close the files. A later `put` fails."""
+        self._files.close()
+        self._segment = -1  # the old number may soon be another file's
+
+    def _is_hit(self, key: bytes, nbytes: int) -> bool:
+        record = self._files.find(key)
+        if record is None or record.nbytes != nbytes:
+            return False
+        return self._files.read_into(key, memoryview(bytearray(nbytes)))
+
+    def _claim(self, size: int) -> int:
+        """Extend the segment by `size` bytes, zeros for now; return the offset where they begin."""
+        if self._max_bytes is not None:
+            used = _segments_nbytes(self._path.parent)
+            if used + size > self._max_bytes:
+                raise StoreFull(
+                    errno.ENOSPC,
+                    f"{used} bytes are stored and max_bytes is {self._max_bytes}, so {size} more do not fit: raise it",
+                    str(self._path.parent),
+                )
+        start = os.fstat(self._segment).st_size
+        os.ftruncate(self._segment, start + size)
+        return start
+
+    def _give_back(self, start: int, size: int) -> None:
+        with suppress(OSError):  # what cannot be given back is lost space, not a wrong entry
+            if os.fstat(self._segment).st_size == start + size:  # nobody has appended meanwhile
+                os.ftruncate(self._segment, start)
+
+
+class ActivationStore:
+    """A folder of generations, shared by the processes of a node, by jobs, and by models.
+
+    Holds nothing open; may be pickled.
+
+    Args:
+        folder: made by the first writer, with mode 0700.
+        max_bytes: bound on the segments of all generations together, whoever wrote them. None: the disk's.
+
+    Raises:
+        ValueError: `max_bytes` is negative.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(
+                f"max_bytes is {max_bytes}: give the bytes that the store may take, or None for no bound."
+            )
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+
+    def reader(self, num_frozen: int, fingerprint: str) -> GenerationReader:
+        """Look up in a generation, whether it exists yet or not.
+
+        Args:
+            num_frozen: f, the frozen layers.
+            fingerprint: of all that activations depend on besides the sample: letters, digits, `-` and `_`.
+
+        Raises:
+            ValueError: No generation can have this number and fingerprint.
+        """
+        return GenerationReader(self._path(num_frozen, fingerprint))
+
+    def writer(
+        self,
+        num_frozen: int,
+        fingerprint: str,
+        *,
+        writer: int,
+        capacity: int,
+        facts: Mapping[str, Any] | None = None,
+    ) -> GenerationWriter:
+        """Append to a generation. One that does not exist, or cannot be read, is made anew.
+
+        Args:
+            num_frozen: f, the frozen layers.
+            fingerprint: of all that activations depend on besides the sample: letters, digits, `-` and `_`.
+            writer: the number of this process, its global rank.
+            capacity: rows that are expected; the table has room for four times as many. Counts, as `facts` do, only
+                where the generation is made.
+            facts: what to note about the generation, as for JSON.
+
+        Raises:
+            OSError: The folder cannot be written to.
+            ValueError: No generation can have this number and fingerprint, or `writer` is not between 0 and 65535, or
+                `capacity` not between 1 and 2^33.
+        """
+        path = self._path(num_frozen, fingerprint)
+        if not 0 <= writer <= MAX_WRITER:
+            raise ValueError(f"writer is {writer}, but writers are numbered from 0 to {MAX_WRITER}.")
+        num_buckets = -(-capacity * RECORDS_PER_ROW // RECORDS_PER_BUCKET)
+        if not 1 <= num_buckets <= MAX_BUCKETS:
+            raise ValueError(f"capacity is {capacity}: give the number of rows that are expected, from 1 to 2^33.")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remove_deleted()
+        for _ in range(10):  # others may make and delete it at the same time
+            try:
+                return GenerationWriter(path, writer, self.max_bytes)
+            except FileNotFoundError:
+                self._create(path, Meta(num_buckets, dict(facts or {})))
+            except ValueError:
+                self._discard_damaged(path)
+        raise OSError(errno.ESTALE, "other processes keep deleting the generation", str(path))
+
+    def delete(self, num_frozen: int, fingerprint: str) -> None:
+        """Delete a generation, if it exists. Its readers get misses from then on, its writers an `OSError`.
+
+        Raises:
+            OSError: The folder cannot be written to.
+            ValueError: No generation can have this number and fingerprint.
+        """
+        path = self._path(num_frozen, fingerprint)
+        with suppress(FileNotFoundError):
+            path.rename(self._unique(_DELETED))
+        self._remove_deleted()
+
+    def generations(self) -> list[tuple[int, str]]:
+        """`(num_frozen, fingerprint)` of all generations in the folder, those of other models too, in order."""
+        names = [_GENERATION.fullmatch(entry.name) for entry in _scan(self.folder)]
+        return sorted((int(name[1]), name[2]) for name in names if name is not None)
+
+    def nbytes(self) -> int:
+        """Bytes of the segments of all generations. Tables are left out: sparse, and at most 128 bytes a row."""
+        return _segments_nbytes(self.folder)
+
+    def _path(self, num_frozen: int, fingerprint: str) -> Path:
+        name = f"{num_frozen:03d}-{fingerprint}"
+        if _GENERATION.fullmatch(name) is None:
+            raise ValueError(
+                f"num_frozen is {num_frozen} and fingerprint {fingerprint!r}: give a number that is not negative, and"
+                " letters, digits, '-' and '_'."
+            )
+        return self.folder / name
+
+    def _unique(self, prefix: str) -> Path:
+        return self.folder / f"{prefix}{uuid.uuid4().hex}"
+
+    def _create(self, path: Path, meta: Meta) -> None:
+        """Make a generation, unless another process is quicker: then all use what that one has made."""
+        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.folder))  # with mode 0700
+        try:
+            for name, content in ((META, meta.to_json()), (TABLE, "")):
+                with open(new / name, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                    file.write(content)
+            new.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def _discard_damaged(self, path: Path) -> None:
+        """Delete a generation that cannot be read. All processes of a job may find it so at once.
+
+        A quicker one may meanwhile have made a new one in its place. So it is first moved to where nobody else deletes
+        or replaces it, looked at again, and moved back if it is sound; those who have it open do not notice.
+        """
+        doubtful = self._unique(_DOUBTFUL)
+        with suppress(FileNotFoundError):
+            path.rename(doubtful)
+            try:
+                GenerationFiles(doubtful, os.O_RDONLY).close()
+                doubtful.rename(path)
+            except (OSError, ValueError):
+                doubtful.rename(self._unique(_DELETED))
+        self._remove_deleted()
+
+    def _remove_deleted(self) -> None:
+        """Remove what was deleted, also by a process that was killed before it had finished."""
+        for entry in _scan(self.folder):
+            if entry.name.startswith(_DELETED):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _check_keys(keys: Sequence[bytes], rows: Sequence[Row] | None = None) -> None:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"A key has {len(key)} bytes, but keys have {KEY_BYTES}.")
+    if rows is not None and len(rows) != len(keys):
+        raise ValueError(f"There are {len(keys)} keys and {len(rows)} rows: give one row for each key.")
+
+
+def _flat(row: Row) -> memoryview:
+    return (row.data if isinstance(row, np.ndarray) else row).cast("B")
+
+
+def _segments_nbytes(folder: Path) -> int:
+    """Bytes of all segments, also of those about to be removed: they still take up space."""
+    total = 0
+    for generation in _scan(folder):
+        if _GENERATION.fullmatch(generation.name) or generation.name.startswith((_DOUBTFUL, _DELETED)):
+            for file in _scan(generation.path):
+                if file.name.startswith(SEGMENT):
+                    with suppress(OSError):  # removed meanwhile
+                        total += file.stat().st_size
+    return total
+
+
+def _scan(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:  # does not exist, or is a file
+        return []

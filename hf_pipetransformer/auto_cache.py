@@ -1,0 +1,346 @@
+"""AutoCache: when frozen layers are cached, and how far up (PipeTransformer, ICML 2021, section 3.4).
+
+    epoch           1           2           3           4           5
+    frozen          0           4           4           7           7
+    put             -           4           -           7           -        what the first so many layers give
+    read            -           -           4           4           7
+    cached          0           0           4           4           7        `PipelinePlan.num_cached_layers`
+
+While an epoch fills the store, the frozen layers run spread over the pipeline. Once nearly all of an epoch's rows are
+in the store, the layers count as cached: they cost nothing, and the others are balanced anew. All decisions are made
+between two steps, over the control group, from the numbers of all processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from .activation_cache import ActivationCache, CacheCounts
+from .activation_store import ActivationStore, GenerationReader
+from .cache_probe import CacheVerdict
+from .elastic_pipeline import ElasticPipeline
+from .mesh import ProcessMesh
+
+logger = logging.getLogger(__name__)
+
+ENOUGH = 0.9
+"""Share of an epoch's rows in the store, from which on the layers count as cached."""
+HARDLY_ANY = 0.05
+"""Share of the rows found, below which the inputs change from epoch to epoch."""
+EARLY_STEPS = 16
+"""After so many steps of the first epoch that reads, it is looked whether anything is found at all."""
+WORTH_LOADING = 0.9
+"""Loading must take less than this share of the time that computing takes."""
+USABLE_DISK = 0.8
+"""Share of the free disk that the store may fill, where no limit is given."""
+CURRENT = "current.json"
+"""Names the generations that are read now, for the loaders' workers."""
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What became of the cache in an epoch, over all processes.
+
+    Attributes:
+        counts: of rows.
+        nbytes: size of the store on this node.
+    """
+
+    counts: CacheCounts
+    nbytes: int
+
+
+class AutoCache:
+    """Decides for all processes together. Every method but `keys_arrive` is collective over all processes.
+
+    Args:
+        pipeline: the model.
+        cache: this process's way to the store.
+        store: of this node.
+        reasons: for each number of layers why their output must not be kept; None: it may.
+        is_forced: do not ask whether it pays.
+        seconds_per_row: of computing, for each unit, where it has been measured.
+        description: whatever the states depend on besides the weights.
+    """
+
+    def __init__(
+        self,
+        pipeline: ElasticPipeline,
+        cache: ActivationCache,
+        store: ActivationStore,
+        reasons: Mapping[int, str | None],
+        is_forced: bool,
+        seconds_per_row: Sequence[float] | None,
+        description: str,
+    ) -> None:
+        self.cache = cache
+        self.num_cached = 0
+        """Layers that count as cached."""
+        self.reason_off: str | None = None
+        self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
+        last = pipeline.stack.num_units - 1  # behind the last unit there is nothing to go on with
+        self._allowed = [f for f, reason in reasons.items() if reason is None and f <= last]
+        self._reasons = reasons
+        self._is_forced = is_forced
+        self._seconds_per_row = seconds_per_row
+        self._description = description
+        self._digests: dict[str, str] = {}
+        self._boundary = 0  # that is filled
+        self._steps = 0
+        self._reads_first = False  # this epoch is the first one that reads
+
+    @classmethod
+    def make(
+        cls,
+        pipeline: ElasticPipeline,
+        verdicts: Sequence[CacheVerdict],
+        *,
+        folder: Path,
+        max_gib: float | None,
+        storage_dtype: torch.dtype | None,
+        capacity: int,
+        is_forced: bool,
+        seconds_per_row: Sequence[float] | None,
+        precision: str,
+    ) -> AutoCache:
+        """The cache of a training that begins. Collective over all processes.
+
+        Args:
+            pipeline: the model, complete.
+            verdicts: of this process, on which boundaries may be cached.
+            folder: of the store.
+            max_gib: limit on its size.
+            storage_dtype: None: as computed.
+            capacity: samples that are expected.
+            is_forced: do not ask whether it pays.
+            seconds_per_row: of computing, for each unit; None: not known.
+            precision: name of the mixed precision.
+        """
+        reasons: dict[int, str | None] = {}
+        for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
+            reasons = {f: reasons.get(f) or reason[f] for f in reason}
+        store = ActivationStore(folder, max_bytes=size_limit(folder, max_gib))
+        rank = pipeline.mesh.rank
+        cache = ActivationCache(pipeline.stack, store, rank, capacity, storage_dtype, pipeline.device)
+        description = describe_model(pipeline.model, precision)
+        return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description)
+
+    @property
+    def is_on(self) -> bool:
+        return self.reason_off is None
+
+    # ------------------------------------------------------------------------------------ decisions
+    def freeze(self, num_frozen: int) -> None:
+        """The first layers have been frozen: fill the store with what they give from now on."""
+        boundary = max((f for f in self._allowed if f <= num_frozen), default=0)
+        if not self.is_on:
+            return
+        if boundary == 0:
+            self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(num_frozen)}")
+        elif boundary > self._boundary:
+            self._boundary = boundary
+            self.cache.advance(boundary, self._fingerprint(boundary))
+            self._publish()
+            self._pipeline.use_cache(self.cache)
+
+    def begin_epoch(self, epochs_left: float) -> EpochReport | None:
+        """Look back on the epoch that has ended, and decide for the one that begins.
+
+        Args:
+            epochs_left: that follow after the one that begins; without any, nothing is put.
+
+        Returns:
+            What the last epoch brought; None where the cache was not in use.
+        """
+        self._steps = 0
+        self._reads_first = False
+        self.cache.write(epochs_left >= 1)
+        if not self.is_on or not self._boundary:
+            return None
+        report = self._look_back()
+        counts = report.counts
+        if self.num_cached == self._boundary:
+            if counts.rows and counts.hits < HARDLY_ANY * counts.rows:
+                self._turn_off(_changing(counts))
+        elif counts.rows and counts.hits + counts.stored >= ENOUGH * counts.rows:
+            self._count_as_cached()
+        return report
+
+    def begin_step(self) -> None:
+        """Look early whether the first epoch that reads finds anything."""
+        self._steps += 1
+        if self._reads_first and self._steps == EARLY_STEPS + 1:
+            self._reads_first = False
+            everyone = self._mesh.gather_objects(self.cache.counts)
+            counts = reduce(add, everyone)
+            if counts.rows and not counts.hits:
+                self._turn_off(_changing(counts))
+
+    def _look_back(self) -> EpochReport:
+        self.cache.flush()
+        everyone = self._mesh.gather_objects(self.cache.take_counts())
+        return EpochReport(reduce(add, everyone), self._store.nbytes())
+
+    def _count_as_cached(self) -> None:
+        if not self._is_forced and not self._pays():
+            return
+        self.num_cached = self._boundary
+        self._reads_first = True
+        older = self.cache.forget_older()
+        self._publish()
+        if _is_first_here():
+            for generation in older:
+                self._store.delete(*generation)
+
+    def _pays(self) -> bool:
+        loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
+        if self._seconds_per_row is None or not loading:
+            return True
+        computing = sum(self._seconds_per_row[: self._boundary])
+        if max(loading) < WORTH_LOADING * computing:
+            return True
+        self._turn_off(
+            f"loading takes {1e3 * max(loading):.3g} ms a row, computing the {self._boundary} frozen layers"
+            f" {1e3 * computing:.3g} ms"
+        )
+        return False
+
+    def _turn_off(self, reason: str) -> None:
+        self.reason_off = reason
+        self.num_cached = 0
+        self._pipeline.use_cache(None)
+        if self._mesh.rank == 0:
+            logger.warning("The activation cache is off: %s.", reason)
+
+    # ------------------------------------------------------------------------------------ names
+    def _fingerprint(self, boundary: int) -> str:
+        """Of the first units' weights, wherever they are, and of all else that their outputs depend on."""
+        table, stage = self._pipeline.stack.table, self._pipeline.stage
+        assert stage is not None
+        names = self._pipeline.stack.owned(0, boundary)
+        mine = {name: self._digests.get(name) or _digest(table[name]) for name in stage.names if name in names}
+        for theirs in self._mesh.gather_objects(mine):
+            self._digests.update(theirs)
+        digests = [f"{name} {self._digests[name]}" for name in sorted(names)]
+        return xxhash.xxh3_128_hexdigest("\n".join([self._description, str(boundary), *digests]).encode())
+
+    def _publish(self) -> None:
+        if _is_first_here():
+            try:
+                publish(self._store.folder, self.cache.generations)
+            except OSError as error:
+                self.cache.stop_writing(error)
+
+    def close(self, deletes: bool) -> None:
+        """End the use of the cache. Not collective.
+
+        Args:
+            deletes: remove the store, which only this training could use.
+        """
+        self._pipeline.use_cache(None)
+        self.cache.close()
+        if deletes and _is_first_here():
+            shutil.rmtree(self._store.folder, ignore_errors=True)
+
+
+class ReadAhead:
+    """In a loader's worker: asks the kernel to read what the step will need. Follows the generations in use.
+
+    Args:
+        folder: of the store.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._stamp: tuple[int, int] | None = None
+        self._readers: list[GenerationReader] = []
+
+    def __call__(self, keys: list[bytes]) -> None:
+        if get_worker_info() is None:
+            return  # the step comes at once
+        path = self._folder / CURRENT
+        status = os.stat(path)
+        if self._stamp != (status.st_mtime_ns, status.st_ino):
+            store = ActivationStore(self._folder)
+            self._readers = [store.reader(*generation) for generation in json.loads(path.read_text())]
+            self._stamp = (status.st_mtime_ns, status.st_ino)
+        for reader in self._readers:
+            reader.prefetch(keys)
+
+
+def publish(folder: Path, generations: Sequence[tuple[int, str]]) -> None:
+    """Tell the loaders' workers which generations are read now."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = folder / f"{CURRENT}.new"
+    new.write_text(json.dumps(generations))
+    os.replace(new, folder / CURRENT)
+
+
+def store_folder(folder: str | os.PathLike[str], mesh: ProcessMesh) -> Path:
+    """One folder for all processes of a host, that of the first. Collective over all processes.
+
+    Hosts may share a file system, but they do not share a page cache: each has its own.
+    """
+    host = socket.gethostname()
+    everyone = mesh.gather_objects((host, os.path.abspath(folder)))
+    first = next(theirs for name, theirs in everyone if name == host)
+    return Path(first, host) if len({name for name, _ in everyone}) > 1 else Path(first)
+
+
+def size_limit(folder: Path, max_gib: float | None) -> int:
+    """Bytes that the store may take: as given, and not more than the disk has."""
+    while not folder.exists():
+        folder = folder.parent
+    free = int(shutil.disk_usage(folder).free * USABLE_DISK)
+    return free if max_gib is None else min(int(max_gib * 2**30), free)
+
+
+def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
+    """Whatever a model's states depend on besides its weights."""
+    config: Any = getattr(model, "config", None)
+    values: Mapping[str, Any] = config.to_dict() if config is not None else {}
+    buffers = {name: _digest(buffer) for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return json.dumps(
+        {
+            "class": type(model).__qualname__,
+            "config": {key: value for key, value in values.items() if key not in ignored},
+            "attention": getattr(config, "_attn_implementation", None),
+            "precision": precision,
+            "buffers": buffers,
+            "versions": [torch.__version__, transformers.__version__],
+        },
+        sort_keys=True,
+        default=str,
+    )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
+
+
+def _changing(counts: CacheCounts) -> str:
+    return (
+        f"of {counts.rows} rows {counts.hits} were found; the inputs of a sample change from epoch to epoch (random"
+        " augmentation, masking by the collator?)"
+    )
+
+
+def _is_first_here() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -1,0 +1,524 @@
+"""May the output of frozen layers be kept for each sample, to be used again in other batches?
+
+Only if a row's real tokens have one state, whatever stands beside them in the batch and however far it is padded, and
+if nothing above reads the padding, which is not kept. No list of model families says so: it is tried, on a few real
+rows, for all boundaries between layers at once.
+
+    1  what is read above           one tensor of [rows, tokens, ...]
+    2  parameters below             all of them frozen
+                                    compared with the states of rows a, b, c, d in one batch (a is the shortest):
+    3  a b c d  again               no random numbers
+    4  a b c d  other labels        what is left out of a row's key does not change its state
+    5  a b c d  other padded ids    neither does this
+    6  b d b d                      nor do neighbours
+       a c a c, a b, b c            nor the padded length
+       a, b, c, d                   nor is it another one without padding
+    7  a b c d  noise as padding,   no unit reads it, nor the head, nor the loss
+                after each unit
+
+Each batch is one forward for all boundaries. What the sample does not show is not found, such as a leak of padding
+with rows of one length: `varied_samples` picks rows that differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
+from .frozen_prefix import FreezableLayers
+from .ghosts import evaluation_mode, reachable_leaves
+from .layer_range import Carry, Unit, tensors_of
+from .layer_stack import CarrySlot, LayerStack, answers, output_tensors
+from .micro_batch import Batch
+
+SAME = 1e-6
+"""Relative to the largest value: where the same kernels run on the same shapes, nothing may move."""
+
+TOLERANCES: Mapping[torch.dtype, float] = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Likewise, in other batches: other shapes, and other kernels that add up in another order."""
+
+FLOAT32_TOLERANCE = 1e-5
+
+Collator = Callable[[list[Any]], Any]
+LossOf = Callable[[Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CacheVerdict:
+    """Whether the output of the first `num_frozen` units may be kept for each sample.
+
+    Attributes:
+        num_frozen: number of units.
+        reason: why not; None: it may.
+        slot: the tensor to keep, if it may.
+        errors: the largest difference that each check has found, relative to the largest value: "repeat" (3 above),
+            "ignored" (4), "padded ids" (5), "neighbours", "padded length" and "alone" (6), "padding" and "loss" (7).
+            A check that had nothing to compare (no padding, no labels), or that came too late, is missing.
+    """
+
+    num_frozen: int
+    reason: str | None
+    slot: CarrySlot | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+def probe_boundaries(
+    stack: LayerStack,
+    freezable: FreezableLayers,
+    samples: Sequence[Any],
+    collate: Collator,
+    *,
+    ignored: Collection[str] = NOT_IN_KEYS,
+    loss_of: LossOf | None = None,
+) -> tuple[CacheVerdict, ...]:
+    """Examine every number of frozen units on a complete model, and leave it as it was.
+
+    Costs about ten forwards of four rows, whatever the number of units, and the memory of their states. One of a
+    single row has an autograd graph. To be called under the autocast that training uses. Not collective; a difference
+    close to its bound may be judged otherwise by another process.
+
+    Args:
+        stack: the units of the complete model.
+        freezable: what freezing them means.
+        samples: about four of the dataset, of different lengths where it has them.
+        collate: the user's collator.
+        ignored: inputs that are no part of a sample's key (`content_keys`).
+        loss_of: the loss of a batch as the Trainer computes it, if not the model's own.
+
+    Returns:
+        A verdict for each number of frozen units from 1 to all of them.
+    """
+    probe = _Probe(stack, samples, collate, ignored)
+    if not stack.units:
+        probe.refuse_all("the model has no layers that can be run one by one")
+    else:
+        with _left_as_found(stack):
+            try:
+                probe.run(freezable, loss_of)
+            except _Refusal as refusal:
+                probe.refuse_all(str(refusal))
+            except Exception as error:  # whatever they say to a part of the rows: training goes on without a cache
+                what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
+    return tuple(
+        CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.errors.get(f, {}))
+        for f in range(1, stack.num_units + 1)
+    )
+
+
+def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) -> list[Any]:
+    """The shortest of the samples, the longest, and some between, by their number of tokens."""
+    lengths = []
+    for sample in samples:
+        (span,) = spans_of(collate([copy.copy(sample)])) or [slice(None)]
+        lengths.append(_num_tokens(span))
+    order = sorted(range(len(samples)), key=lengths.__getitem__)
+    count = min(count, len(samples))
+    return [samples[order[i * (len(samples) - 1) // max(count - 1, 1)]] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A batch of some of the samples, on the model's device."""
+
+    batch: Batch
+    indices: Sequence[int]  # which samples
+    spans: Sequence[slice]
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """[B, T], true at real tokens; None if nothing says which these are."""
+        mask = self.batch.get("attention_mask")
+        return None if mask is None else mask.bool()
+
+    def fits(self, state: torch.Tensor) -> bool:
+        """Whether a tensor is [B, T, ...]. Without a mask any T will do."""
+        if self.mask is None:
+            return state.dim() > 1 and state.shape[0] == len(self.indices)
+        return state.shape[:2] == self.mask.shape
+
+
+class _Refusal(Exception):
+    """What speaks against every boundary."""
+
+
+class _Probe:
+    """The checks, and what they found at each boundary (the number of units below it).
+
+    Attributes:
+        open: boundaries that nothing speaks against so far -> the one tensor that crosses them.
+        reasons: what speaks against the others.
+        errors: what was measured, by the name of the check.
+    """
+
+    def __init__(self, stack: LayerStack, samples: Sequence[Any], collate: Collator, ignored: Collection[str]) -> None:
+        self.open: dict[int, CarrySlot] = {}
+        self.reasons: dict[int, str] = {}
+        self.errors: dict[int, dict[str, float]] = {}
+        self._stack = stack
+        self._samples = samples
+        self._collate = collate
+        self._ignored = ignored
+        self._device = next(stack.model.parameters()).device
+        self._keys: dict[int, bytes] = {}  # of each sample
+        self._states: dict[int, list[torch.Tensor]] = {}  # at each boundary, of each sample, real tokens alone
+
+    def refuse(self, boundary: int, reason: str) -> None:
+        self.open.pop(boundary, None)
+        self.reasons.setdefault(boundary, reason)
+
+    def refuse_all(self, reason: str) -> None:
+        for boundary in range(1, self._stack.num_units + 1):
+            self.refuse(boundary, reason)
+
+    def run(self, freezable: FreezableLayers, loss_of: LossOf | None) -> None:
+        """All checks; each leaves out the boundaries that an earlier one has refused."""
+        sample = self._rows(range(len(self._samples)))
+        order = sorted(sample.indices, key=lambda i: _num_tokens(sample.spans[i]))
+        shortest = self._rows(order[:1])
+        self._choose_tensors(shortest)  # 1
+        output = self._record(sample)
+        self._check_parameters(freezable, shortest)  # 2
+        self._compare("repeat", sample, "random numbers change the hidden state in evaluation mode, too", SAME)  # 3
+        others = _with_other_values(sample, self._ignored)  # 4
+        self._compare("ignored", others, "labels or a decoder's inputs change the hidden state", SAME)
+        others = _with_other_padding(sample)  # 5
+        self._compare("padded ids", others, "ids of padding change the hidden state of real tokens", SAME)
+        for group in _groups(order):  # 6
+            rows = self._rows(group)
+            if len(group) == 1:
+                self._compare("alone", rows, "a row alone has another hidden state than in a batch")
+            elif _width(rows) == _width(sample):
+                self._compare("neighbours", rows, "a row depends on its neighbours in the batch")
+            else:
+                self._compare("padded length", rows, "a row depends on the padded length")
+        self._check_padding(sample, output, loss_of)  # 7
+
+    # ------------------------------------------------------------------------------------ the checks
+    def _choose_tensors(self, rows: _Rows) -> None:
+        """At each boundary there must be one tensor that is read above it."""
+        boundaries = [*self._stack.boundaries[1:], self._read_by_the_head(rows)]
+        for boundary, slots in enumerate(boundaries, start=1):
+            read = [slot for slot in slots if slot.is_used]
+            if len(read) != 1:
+                self.refuse(
+                    boundary, f"{len(read)} tensors are read above the frozen layers, and only one can be kept"
+                )
+            elif not self._stack.runner.floating_outputs(read[0].stack)[read[0].position]:
+                self.refuse(boundary, "whole numbers are read above the frozen layers")
+            else:
+                self.open[boundary] = read[0]
+
+    def _read_by_the_head(self, rows: _Rows) -> list[CarrySlot]:
+        """What crosses the boundary above all units, which `LayerStack.boundaries` does not have."""
+        _, carry = self._forward(rows, lambda boundary, state: None)
+        leaves = {
+            stack: tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+            for stack, tensors in carry.items()
+        }
+        with torch.enable_grad():
+            output = self._above_all_units(leaves, rows, lambda batch: self._stack.model(**batch))
+            reached = {id(leaf) for leaf in reachable_leaves(answers(output_tensors(output)))}
+        return [
+            CarrySlot(stack, position, id(leaf) in reached or not leaf.requires_grad, id(leaf) in reached)
+            for stack, tensors in leaves.items()
+            for position, leaf in enumerate(tensors)
+        ]
+
+    def _record(self, sample: _Rows) -> Any:
+        """Note the states that all others are compared with. Returns the model's output."""
+
+        def visit(boundary: int, state: torch.Tensor) -> None:
+            if sample.fits(state):  # copies: a layer may write into its input
+                self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
+            else:
+                expected = f"[{len(sample.indices)} rows, {_width(sample) or 'some'} tokens, ...]"
+                self.refuse(boundary, f"the hidden state is {list(state.shape)}, not {expected}")
+
+        output, _ = self._forward(sample, visit)
+        return output
+
+    def _check_parameters(self, freezable: FreezableLayers, rows: _Rows) -> None:
+        """Nothing that a state depends on may go on changing once its layers are frozen."""
+        if not self.open:
+            return
+        table = self._stack.table
+
+        def visit(boundary: int, state: torch.Tensor) -> None:
+            leaves = {id(leaf) for leaf in reachable_leaves([state])}
+            still_trained = freezable.trainable - freezable.frozen(boundary)
+            moving = [name for name in table.names if name in still_trained and id(table[name]) in leaves]
+            if moving:
+                self.refuse(boundary, f"the hidden state depends on {moving[0]!r}, which is not frozen with it")
+
+        with torch.enable_grad(), table.all_trainable():
+            self._forward(rows, visit)
+
+    def _compare(self, check: str, rows: _Rows | None, reason: str, tolerance: float | None = None) -> None:
+        """Compare the states of rows in another batch with those in the sample.
+
+        Args:
+            check: name of the check.
+            rows: None: there is nothing to compare.
+            reason: what it means if they differ.
+            tolerance: None: what rounding explains.
+        """
+        if not self.open or rows is None:
+            return
+
+        def visit(boundary: int, state: torch.Tensor) -> None:
+            error = self._error(boundary, state, rows)
+            self._judge(boundary, check, error, _tolerance(state) if tolerance is None else tolerance, reason)
+
+        self._forward(rows, visit)
+
+    def _check_padding(self, sample: _Rows, expected: Any, loss_of: LossOf | None) -> None:
+        """Put noise and zeros in the place of padding after each unit: no unit, head or loss may read it.
+
+        A leak below a boundary makes its states wrong in other batches, and one above it would miss the padding,
+        which is not kept. So one leak speaks against all boundaries.
+        """
+        mask = sample.mask
+        if not self.open or mask is None or bool(mask.all()):
+            return
+        generator = torch.Generator(mask.device).manual_seed(0)  # the same verdict on every process
+        moved: dict[int, float] = {}
+
+        def visit(boundary: int, state: torch.Tensor) -> None:
+            moved[boundary] = self._error(boundary, state, sample)
+            state.copy_(_with_noise(state, mask, generator))  # in place: the next unit reads this very tensor
+
+        output, carry = self._forward(sample, visit)
+        first = next((boundary for boundary, error in moved.items() if not error <= SAME), None)
+        where = "" if first is None else f" in layer {self._stack.units[first - 1].name!r}"
+        self._judge_all("padding", max(moved.values()), f"padding reaches real tokens{where}")
+        pairs = zip(_results(output, mask, loss_of is None), _results(expected, mask, loss_of is None), strict=True)
+        errors = [_difference([actual], [result]) for actual, result in pairs]
+        if loss_of is not None and self.open:
+            other_noise = dict(carry)
+            for slot in set(self.open.values()):
+                tensors = list(carry[slot.stack])
+                tensors[slot.position] = _with_noise(tensors[slot.position], mask, generator)
+                other_noise[slot.stack] = tuple(tensors)
+            losses = [[self._above_all_units(values, sample, loss_of)] for values in (carry, other_noise)]
+            errors.append(_difference(*losses))
+        self._judge_all("loss", max(errors), "the loss depends on the hidden state of padding")
+
+    # ------------------------------------------------------------------------------------ running and judging
+    def _rows(self, indices: Sequence[int]) -> _Rows:
+        """Collate some of the samples.
+
+        Raises:
+            _Refusal: they have no keys, or not those that they had in another batch.
+        """
+        # copies: some collators take the labels out of the samples
+        batch = dict(self._collate([copy.copy(self._samples[i]) for i in indices]))
+        spans, keys = spans_of(batch), content_keys(batch, self._ignored)
+        if spans is None:
+            raise _Refusal("the attention mask is not [rows, tokens] of 0 and 1, padded at the ends of rows only")
+        if keys is None:
+            raise _Refusal("the batch has inputs other than tensors and plain values")
+        if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, keys, strict=True)):
+            raise _Refusal(
+                "a sample has other inputs in another batch, so that its state would not be found again (random"
+                " masking or augmentation, padding without an attention mask, images beside text)"
+            )
+        on_device = {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        return _Rows(on_device, tuple(indices), spans)
+
+    def _forward(self, rows: _Rows, visit: Callable[[int, torch.Tensor], None]) -> tuple[Any, Carry]:
+        """Run the whole model and show `visit` the tensor that crosses each open boundary.
+
+        Returns:
+            The model's output, and the last output of each stack's units.
+        """
+        carry: Carry = {}
+        num_done = itertools.count(1)
+
+        def observer(unit: Unit, output: Any) -> None:
+            carry[unit.stack] = tensors_of(output)
+            boundary = next(num_done)
+            slot = self.open.get(boundary)
+            if slot is not None:
+                visit(boundary, carry[slot.stack][slot.position])
+
+        with _attributes_kept(self._stack.model):
+            output = self._stack.runner.trace(rows.batch, observer)
+        if self._stack.runner.units != self._stack.units:
+            raise _Refusal("which layers run depends on the input")
+        return output, carry
+
+    def _above_all_units(self, carry: Carry, rows: _Rows, call: Callable[[Batch], Any]) -> Any:
+        """What `call` returns where the units return what they have returned before."""
+        with _attributes_kept(self._stack.model), self._stack.runner.to_the_end(self._stack.num_units, carry):
+            return call(dict(rows.batch))
+
+    def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
+        """How far real tokens are from where they are in the sample, relative to the largest value."""
+        if not rows.fits(state):
+            return math.inf
+        expected = [self._states[boundary][i] for i in rows.indices]
+        return _difference([state[row, span] for row, span in enumerate(rows.spans)], expected)
+
+    def _judge(self, boundary: int, check: str, error: float, tolerance: float, reason: str) -> None:
+        measured = self.errors.setdefault(boundary, {})
+        measured[check] = max(measured.get(check, 0.0), error)
+        if error > tolerance:
+            self.refuse(boundary, f"{reason} ({error:.0e})")
+
+    def _judge_all(self, check: str, error: float, reason: str) -> None:
+        for boundary in list(self.open):
+            self._judge(boundary, check, error, SAME, reason)
+
+
+# ------------------------------------------------------------------------------------ batches
+def _groups(order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Which samples to put into one batch, given all of them from the shortest to the longest: a b c d.
+
+    b d b d: as far padded as the sample, other neighbours; a c a c, a b, b c: padded less; each one alone.
+    """
+    every = tuple(order)
+    groups = [every[1::2] * 2, every[::2] * 2, every[:2], every[1:3], *((i,) for i in every)]
+    return [group for group in dict.fromkeys(groups) if group]
+
+
+def _with_other_values(rows: _Rows, names: Collection[str]) -> _Rows | None:
+    """The values of some inputs exchanged among rows and places; None if that changes nothing."""
+    others = {
+        name: value.roll((1,) * value.dim(), tuple(range(value.dim())))
+        for name, value in rows.batch.items()
+        if name in names and isinstance(value, torch.Tensor) and value.dim() > 0
+    }
+    return _changed(rows, others)
+
+
+def _with_other_padding(rows: _Rows) -> _Rows | None:
+    """The row's first token in place of all padding; None if there is none."""
+    if rows.mask is None:
+        return None
+    number = torch.arange(len(rows.indices), device=rows.mask.device)
+    first = torch.tensor([span.start for span in rows.spans], device=rows.mask.device)
+    others = {
+        name: torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
+        for name, value in rows.batch.items()
+        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape
+    }
+    return _changed(rows, others)
+
+
+def _changed(rows: _Rows, others: Batch) -> _Rows | None:
+    if all(torch.equal(value, rows.batch[name]) for name, value in others.items()):
+        return None
+    return replace(rows, batch={**rows.batch, **others})
+
+
+def _width(rows: _Rows) -> int | None:
+    return None if rows.mask is None else rows.mask.shape[1]
+
+
+def _num_tokens(span: slice) -> int:
+    return 0 if span.stop is None else span.stop - span.start
+
+
+# ------------------------------------------------------------------------------------ numbers
+def _with_noise(state: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Noise as large as the state in half of the padding, zeros in the other half."""
+    real = _aligned(mask, state)
+    noise = torch.empty_like(state).normal_(generator=generator) * state[mask].abs().max()
+    half = torch.empty_like(real, dtype=state.dtype).bernoulli_(0.5, generator=generator)
+    return torch.where(real, state, noise * half)
+
+
+def _aligned(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """[B, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
+    return mask.view(*mask.shape, *[1] * (tensor.dim() - 2))
+
+
+def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Tensor]:
+    """What a loss is made of, at real tokens, and the model's own loss if it is to count or there is nothing else."""
+    tensors = output_tensors(output)
+    loss = tensors.pop("loss", None)
+    of_tokens = [tensor[mask] if tensor.shape[:2] == mask.shape else tensor for tensor in answers(tensors)]
+    return [loss, *of_tokens] if loss is not None and (with_loss or not of_tokens) else of_tokens
+
+
+def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest one, relative to the largest value expected; infinite if shapes differ or it is not a number."""
+    if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
+        return math.inf
+    differences = [(a.float() - b.float()).abs().max() for a, b in zip(actual, expected, strict=True)]
+    largest = torch.stack([b.float().abs().max() for b in expected]).max().clamp(min=1e-30)
+    error = float(torch.stack(differences).max() / largest)
+    return math.inf if math.isnan(error) else error
+
+
+def _tolerance(state: torch.Tensor) -> float:
+    """What rounding explains when other kernels run: that of the state's type, or of what computes it."""
+    device = state.device.type
+    dtypes = [state.dtype]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    if device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtypes.append(torch.float16)  # as many digits
+    return max(TOLERANCES.get(dtype, FLOAT32_TOLERANCE) for dtype in dtypes)
+
+
+# ------------------------------------------------------------------------------------ the model, as it was
+@contextmanager
+def _left_as_found(stack: LayerStack) -> Iterator[None]:
+    """Inside, the runner is installed, the model in evaluation mode and nothing builds a graph.
+
+    Afterwards all is as before, random numbers, too.
+    """
+    runner, model = stack.runner, stack.model
+    was_installed, units = runner.installed, runner.units
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    device = next(model.parameters()).device
+    runner.install()
+    try:
+        with (
+            evaluation_mode(model),
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
+        ):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        runner.units = units
+        if not was_installed:
+            runner.remove()
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module has the attributes, parameters, buffers and children that it had.
+
+    For forwards that must not see what an earlier one left behind: BigBird turns its sparse attention off for good
+    when it meets a short batch.
+    """
+    registries = ("_parameters", "_buffers", "_modules")
+    before = [
+        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in registries})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, members in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, entries in members.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(entries)

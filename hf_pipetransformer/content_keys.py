@@ -1,0 +1,212 @@
+"""A key for each row of a batch, made of the model's inputs for this row: what its activations are kept under.
+
+    input_ids       7 8 9 0 0    attention_mask  1 1 1 0 0    labels  1        -> 16 bytes of  7 8 9, 1 1 1
+    input_ids       7 8 9        attention_mask  1 1 1        labels  0        -> the same key
+    input_ids       7 8 6 0 0    attention_mask  1 1 1 0 0    labels  1        -> another key
+
+A key is of the contents, not of an index: a shuffled, streamed or augmented dataset needs nothing else, and inputs
+that differ never meet. What is left out of a key must not matter for the frozen layers: padding, which no model should
+see, and the labels. `cache_probe` tries both on the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import xxhash
+
+from .micro_batch import batch_rows
+
+KEYS_NAME = "activation_cache_keys"
+"""Under this name a batch carries its keys, an int64 tensor [B, 2] like any other: it can be cut, pinned and moved."""
+
+NOT_IN_KEYS: frozenset[str] = frozenset(
+    {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
+)
+"""Inputs that only the loss and the decoder of an encoder-decoder read."""
+
+TOKEN_INPUTS: frozenset[str] = frozenset(
+    {"attention_mask", "bbox", "input_ids", "inputs_embeds", "position_ids", "token_type_ids"}
+)
+"""Inputs that have one entry per token whatever the model, so that padding can be cut off them.
+
+Of another tensor that is as long as the attention mask this cannot be known: five features beside five tokens. Cut,
+two rows that differ in their features only could get one key.
+"""
+
+
+def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
+    """For each row where its own tokens are, first to last + 1; a whole row where there is no attention mask.
+
+    Args:
+        batch: the model's inputs. A mask must be [B, T] of zeros and ones, padding on either side.
+
+    Returns:
+        B slices, or None where the rows cannot be told apart from padding: a mask of another shape (4-D, packed) or
+        with other values, a row with holes or without tokens; without a mask, tensors with different numbers of rows.
+    """
+    mask = batch.get("attention_mask")
+    if mask is None:
+        rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
+        return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
+        return None
+    valid = mask.bool()
+    if not torch.equal(valid.to(mask.dtype), mask):
+        return None
+    ones = valid.int()
+    counts = ones.sum(1)
+    starts = ones.argmax(1)  # the first of them
+    stops = ones.shape[1] - ones.flip(1).argmax(1)
+    if not bool(((stops - starts == counts) & (counts > 0)).all()):
+        return None
+    return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+
+def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS) -> list[bytes] | None:
+    """16 bytes for each row, a hash of names, dtypes, shapes and values of the inputs that the row depends on.
+
+    1. `TOKEN_INPUTS` count without padding, if what is cut off repeats one value, and else as they are.
+    2. A row's own are also its entry in a tensor [B] or in whole numbers [B, T], and its part of the only input that
+       there is besides. The latter two bind the key to the padded length.
+    3. Any other tensor counts as a whole for each row, and so do plain values: of two images beside two texts, both
+       may belong to the first.
+
+    Args:
+        batch: the model's inputs.
+        ignored: names of those that are no part of the key.
+
+    Returns:
+        One key per row, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor nor
+        None, a bool, a number or a string.
+    """
+    spans = spans_of(batch)
+    if spans is None:
+        return None
+    inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
+    tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    plain = {name: value for name, value in inputs.items() if name not in tensors}
+    if not all(value is None or isinstance(value, (bool, int, float, str)) for value in plain.values()):
+        return None
+
+    rows = len(spans)
+    length = next(
+        (tensor.shape[1] for name, tensor in tensors.items() if name in TOKEN_INPUTS and tensor.dim() > 1), 0
+    )
+    large = [name for name, tensor in tensors.items() if tensor.dim() > 1 and name != "attention_mask"]
+
+    def belongs_to_rows(name: str, tensor: torch.Tensor) -> bool:
+        if tensor.shape[:1] != (rows,):
+            return False
+        is_of_tokens = tensor.shape == (rows, length) and not tensor.is_floating_point()
+        return tensor.dim() == 1 or is_of_tokens or large == [name]
+
+    by_token = {n: t for n, t in tensors.items() if n in TOKEN_INPUTS and t.shape[:2] == (rows, length)}
+    by_row = {n: t for n, t in tensors.items() if n not in by_token and belongs_to_rows(n, t)}
+    whole = {n: t for n, t in tensors.items() if n not in by_token and n not in by_row}
+    described = [
+        [(name, tensor.dtype, tensor.shape[dim:]) for name, tensor in group.items()]
+        for group, dim in ((by_token, 2), (by_row, 1), (whole, 0))
+    ]
+    shared = xxhash.xxh3_128(repr((plain, described)).encode())
+    for tensor in whole.values():
+        shared.update(_bytes_of(tensor))
+    prefix = shared.digest()
+
+    of_tokens = [_Parts(tensor, rows * length) for tensor in by_token.values()]
+    of_rows = [_Parts(tensor, rows) for tensor in by_row.values()]
+    keys = []
+    for row, span in enumerate(spans):
+        first = row * length
+        start, stop, _ = span.indices(length)
+        if not all(parts.repeat_outside(first, first + start, first + stop, first + length) for parts in of_tokens):
+            start, stop = 0, length
+        # the other tensors may speak of a token by its place in the padded row
+        offset = start if by_row or whole else 0
+        key = xxhash.xxh3_128(prefix)
+        key.update(b"%d,%d;" % (stop - start, offset))
+        for parts in of_tokens:
+            key.update(parts.between(first + start, first + stop))
+        for parts in of_rows:
+            key.update(parts.between(row, row + 1))
+        keys.append(key.digest())
+    return keys
+
+
+class KeyingCollator:
+    """The user's collator, and then the keys of the batch that it made.
+
+    It can be pickled for the workers of a loader if the two that it is made of can.
+
+    Args:
+        inner: the user's collator.
+        on_keys: told of each batch's keys, where the batch is collated: it may ask the kernel to read ahead.
+        ignored: inputs that are no part of a key.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[list[Any]], Any],
+        on_keys: Callable[[list[bytes]], None] | None = None,
+        ignored: Collection[str] = NOT_IN_KEYS,
+    ) -> None:
+        self.inner = inner
+        self.on_keys = on_keys
+        self.ignored = ignored
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The user's batch, with its keys if it is a mapping that can have some.
+
+        Raises:
+            ValueError: the user's batch has an input of the reserved name.
+        """
+        batch = self.inner(samples)
+        if not isinstance(batch, Mapping):
+            return batch
+        if KEYS_NAME in batch:
+            raise ValueError(
+                f"the data collator returns an input {KEYS_NAME!r}, a name that the activation cache needs for its"
+                " own: rename this input."
+            )
+        keys = content_keys(batch, self.ignored)
+        if keys is None:
+            return batch
+        if self.on_keys is not None:
+            with suppress(OSError):  # whoever needs the entry reads it, or finds that it cannot be read
+                self.on_keys(keys)
+        tensor = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(len(keys), 2)
+        if not isinstance(batch, MutableMapping):
+            return {**batch, KEYS_NAME: tensor}
+        keyed = copy.copy(batch)  # a dataset of whole batches gives the same object in each epoch
+        keyed[KEYS_NAME] = tensor
+        return keyed
+
+
+def pop_keys(batch: MutableMapping[str, Any]) -> list[bytes] | None:
+    """Take the keys out of a batch, which the model does not know; None if it has none."""
+    keys = batch.pop(KEYS_NAME, None)
+    return None if keys is None else [row.tobytes() for row in keys.cpu().numpy()]
+
+
+class _Parts:
+    """The bytes of a tensor as so many equal parts: its rows, or its tokens."""
+
+    def __init__(self, tensor: torch.Tensor, count: int) -> None:
+        self._data = _bytes_of(tensor)
+        self._size = len(self._data) // max(count, 1)
+
+    def between(self, start: int, stop: int) -> memoryview:
+        return self._data[start * self._size : stop * self._size]
+
+    def repeat_outside(self, first: int, start: int, stop: int, last: int) -> bool:
+        """Whether the parts in [first, start) and [stop, last) are all alike, as padding is."""
+        outside = bytes(self.between(first, start)) + bytes(self.between(stop, last))
+        return outside == outside[: self._size] * (start - first + last - stop)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,234 @@
+"""Trainings with cached layers: as without a cache, and as one process with the same freeze points."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from test_elastic import StopAfter, reference, stages_by_frozen
+from training_data import TrainingData
+from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
+
+from hf_pipetransformer import PipeTransformerTrainer
+
+EPOCH_START = {3: 1, 6: 2, 9: 3}
+"""Steps done -> frozen layers. An epoch has three steps."""
+MID_EPOCH = {2: 1, 7: 2}
+SHRINK = {0: 4, 1: 2, 2: 2, 3: 1}
+"""Frozen layers -> stages."""
+RUNS = {
+    "bert": Run(epochs=6),
+    "llama": Run("causal-lm", model="llama", epochs=6),
+    "gpt2-tied": Run("causal-lm", model="gpt2", epochs=6),
+    "vit": Run("image-classification", epochs=6),
+}
+
+
+def trainer_of(
+    run: Run, stages: dict[int, int], table: dict[int, int], folder: str = "cached", **options: Any
+) -> PipeTransformerTrainer:
+    trainer = pipeline_trainer(
+        run,
+        stages[0],
+        folder,
+        freeze_policy="schedule",
+        freeze_strategy="steps",
+        freeze_steps=1,
+        freeze_schedule=table,
+        **{"activation_cache": "on", **options},
+    )
+    stages_by_frozen(trainer, stages)
+    return trainer
+
+
+def cached(
+    rank: int, world_size: int, run: Run, stages: dict[int, int], table: dict[int, int], **options: Any
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    trainer = trainer_of(run, stages, table, **options)
+    outcome = outcome_of(trainer)
+    return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+
+
+@pytest.mark.parametrize("stages", [SHRINK, {0: 1, 1: 1, 2: 1, 3: 1}], ids=["shrink", "replicas"])
+@pytest.mark.parametrize("name", list(RUNS))
+def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -> None:
+    """Epoch 2 fills the store, epoch 3 reads it and fills it anew, ..., epochs 5 and 6 only read."""
+    run = RUNS[name]
+    results = run_ranks(cached, WORLD, run, stages, EPOCH_START)
+    (expected,) = run_ranks(reference, 1, run, EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    epochs = results[0][1]
+    assert [(e["cache_hit_rate"], e["cache_older_hit_rate"]) for e in epochs] == [(0, 0), (0, 1), (0, 1), (1, 0)]
+    assert [e["cache_rows_stored"] for e in epochs] == [run.samples, run.samples, run.samples, 0]
+
+
+@pytest.mark.parametrize("stages", [SHRINK, {0: 2, 1: 2, 2: 2}], ids=["shrink", "same"])
+def test_frozen_in_the_middle_of_an_epoch(stages: dict[int, int]) -> None:
+    """Half of an epoch is in the store when the next begins: rows are found at several places, or not at all."""
+    run = RUNS["bert"]
+    results = run_ranks(cached, WORLD, run, stages, MID_EPOCH)
+    (expected,) = run_ranks(reference, 1, run, MID_EPOCH)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    hits = [e["cache_hit_rate"] for e in results[0][1]]
+    assert hits[0] == 0 and 0 < hits[1] < 1 and hits[-1] == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_loader_workers(method: str) -> None:
+    """They compute the keys; persistent ones follow the generations."""
+    options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    results = run_ranks(with_workers, 2, RUNS["bert"], method, options, timeout=180)
+    (expected,) = run_ranks(reference, 1, RUNS["bert"], EPOCH_START)
+    assert results[0][1][-1]["cache_hit_rate"] == 1
+    assert largest_difference(results[0][0].weights, expected.weights)[0] > 0  # half of the rows a step: other steps
+    assert results[0][0].losses == results[1][0].losses
+
+
+def with_workers(
+    rank: int, world_size: int, run: Run, method: str, options: dict[str, Any]
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    torch.multiprocessing.set_start_method(method, force=True)
+    return cached(rank, world_size, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START, **options)
+
+
+# ------------------------------------------------------------------------------------------ right or absent
+class NoisyImages(TrainingData):
+    """Other pixels each time they are read, drawn from what the loader has seeded."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        noise = random.random() + float(torch.rand(()))
+        return {**sample, "pixel_values": (torch.tensor(sample["pixel_values"]) + noise).tolist()}
+
+
+class WithNoise:
+    """A Trainer's mixin."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        keywords["train_dataset"] = NoisyImages("image-classification", 83)
+        super().__init__(*positional, **keywords)
+
+
+def augmented(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[dict[str, Any]], str | None]:
+    reasons: list[str | None] = []
+
+    class Watching(WithNoise):
+        def _adapt(self) -> None:
+            super()._adapt()  # type: ignore[misc]
+            reasons.append(self._auto_cache and self._auto_cache.reason_off)  # type: ignore[attr-defined]
+
+    run = Run("image-classification", epochs=5, trainer=Watching)
+    outcome, epochs = cached(rank, world_size, run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
+    return outcome, epochs, reasons[-1]
+
+
+def test_augmented_images_miss_and_the_cache_goes_off() -> None:
+    with_cache = run_ranks(augmented, WORLD, "on")
+    without = run_ranks(augmented, WORLD, "off")
+    assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
+    assert [e["cache_hit_rate"] for e in with_cache[0][1]] == [0, 0]  # filled, then read in vain
+    assert all("0 were found" in str(reason) for *_, reason in with_cache)
+
+
+def test_a_refused_model_trains_uncached() -> None:
+    """T5's layers hand on a position bias beside the hidden state."""
+    run = Run("seq2seq", epochs=4)
+    results = run_ranks(cached, WORLD, run, {0: 2, 1: 2, 2: 1, 3: 1}, EPOCH_START)
+    (expected,) = run_ranks(reference, 1, run, EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    assert results[0][1] == []
+
+
+def test_bf16_storage_costs_some_digits() -> None:
+    run = RUNS["bert"]
+    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dtype="bf16")
+    (expected,) = run_ranks(reference, 1, run, EPOCH_START)
+    difference, _ = largest_difference(results[0][0].weights, expected.weights)
+    assert 1e-5 < difference < 3e-2
+
+
+# ------------------------------------------------------------------------------------------ the store's troubles
+def test_a_full_store_costs_time_only() -> None:
+    """A row of 64 bytes a token: 20 KiB hold some of them."""
+    run = RUNS["bert"]
+    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_max_gib=20 / 2**20)
+    (expected,) = run_ranks(reference, 1, run, EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    stored = [e["cache_rows_stored"] for e in results[0][1]]
+    assert 0 < stored[0] < run.samples
+
+
+def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    run = RUNS["bert"]
+    folder = str(tmp_path / "file" / "cache")
+    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dir=folder)
+    (expected,) = run_ranks(reference, 1, run, EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+
+
+def train_some(rank: int, world_size: int, run: Run, folder: str) -> None:
+    trainer = trainer_of(run, SHRINK, {3: 1}, folder, save_strategy="steps", save_steps=7)
+    trainer.add_callback(StopAfter(7))
+    trainer.train()
+
+
+def resume(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
+    trainer = trainer_of(run, SHRINK, {3: 1}, folder)
+    outcome = outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-7")
+    return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+
+
+def test_resuming_finds_the_store_warm(tmp_path: Path) -> None:
+    """Stopped in the third epoch: what the second has put is found again, by the weights' fingerprint."""
+    run = Run(epochs=4)
+    cache = str(tmp_path / "cache")
+    run = run.with_options(activation_cache_dir=cache)
+    run_ranks(train_some, WORLD, run, str(tmp_path / "run"))
+    results = run_ranks(resume, WORLD, run, str(tmp_path / "run"))
+    (expected,) = run_ranks(reference, 1, Run(epochs=4), {3: 1})
+    assert_same_training([outcome for outcome, _ in results], expected)
+    new = [e for e in results[0][1] if e["step"] > 7]
+    assert new and all(e["cache_hit_rate"] == 1 and e["cache_rows_stored"] == 0 for e in new)
+
+
+# ------------------------------------------------------------------------------------------ evaluation, traces
+def evaluating(rank: int, world_size: int, mode: str, folder: str) -> tuple[list[float], list[dict[str, Any]], bool]:
+    run = Run(epochs=5).with_options(eval_strategy="epoch")
+    trainer = trainer_of(run, {0: 2, 1: 2, 2: 1}, {3: 1}, folder, activation_cache=mode)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    left = (Path(folder) / "activation_cache").exists()
+    return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], left
+
+
+def test_evaluation_sets_are_cached_too(tmp_path: Path) -> None:
+    with_cache = run_ranks(evaluating, WORLD, "on", str(tmp_path / "on"))
+    without = run_ranks(evaluating, WORLD, "off", str(tmp_path / "off"))
+    assert len(without[0][0]) == 5
+    torch.testing.assert_close(with_cache[0][0], without[0][0], rtol=0, atol=1e-5)
+    first, *rest = with_cache[0][1]
+    assert first["cache_rows_stored"] == 83 + 29
+    assert all(e["cache_hit_rate"] == 1 for e in rest)
+    assert not with_cache[0][2]  # of no use to another run
+
+
+def test_events_say_what_is_cached(tmp_path: Path) -> None:
+    run_ranks(recorded, WORLD, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["num_frozen_layers"], e["num_cached_layers"]) for e in lines] == [
+        ("start", 0, 0),
+        ("transform", 1, 0),
+        ("transform", 2, 1),
+        ("transform", 3, 2),
+        ("cache", 3, 3),
+    ]
+
+
+def recorded(rank: int, world_size: int, folder: str) -> None:
+    cached(rank, world_size, RUNS["bert"], SHRINK, EPOCH_START, folder=folder)

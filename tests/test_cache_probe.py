@@ -1,0 +1,552 @@
+"""Which models may have the states of their frozen layers kept, and that asking leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from model_zoo import DECODER, ENCODER, MODELS, without_dropout
+from torch import Tensor, nn
+
+from hf_pipetransformer.cache_probe import FLOAT32_TOLERANCE, CacheVerdict, probe_boundaries, varied_samples
+from hf_pipetransformer.frozen_prefix import FreezableLayers
+from hf_pipetransformer.layer_stack import LayerStack, output_tensors
+
+Sample = dict[str, Any]
+Collate = Callable[[list[Sample]], dict[str, Any]]
+
+LENGTHS = (7, 3, 9, 5)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Samples, and batches of them
+# ---------------------------------------------------------------------------------------------------------
+
+
+def text(lengths: Sequence[int] = LENGTHS, *, label_tokens: bool = False) -> list[Sample]:
+    """Sentences with a class each, or with a label for each token."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for row, length in enumerate(lengths):
+        ids = torch.randint(5, 59, (length,), generator=generator)
+        samples.append({"input_ids": ids, "labels": ids if label_tokens else torch.tensor(row % 2)})
+    return samples
+
+
+def questions() -> list[Sample]:
+    """Each with its answer's first and last token."""
+    place = torch.tensor(1)
+    return [{"input_ids": row["input_ids"], "start_positions": place, "end_positions": place} for row in text()]
+
+
+def images() -> list[Sample]:
+    batch = MODELS["vit"].batch(rows=4)
+    return [{name: value[row] for name, value in batch.items()} for row in range(4)]
+
+
+def samples_for(name: str) -> list[Sample]:
+    batch = MODELS[name].batch()
+    return images() if "pixel_values" in batch else text(label_tokens=batch["labels"].dim() == 2)
+
+
+def padding(side: str = "right", *, with_mask: bool = True, dtype: torch.dtype = torch.float32) -> Collate:
+    """A collator that pads to the longest row of the batch."""
+
+    def column(values: list[Tensor], fill: int) -> Tensor:
+        if values[0].dim() == 1:
+            padded = [torch.full((max(map(len, values)) - len(value),), fill) for value in values]
+            pairs = zip(values, padded, strict=True)
+            values = [torch.cat(pair if side == "right" else pair[::-1]) for pair in pairs]
+        stacked = torch.stack(values)
+        return stacked.to(dtype) if stacked.is_floating_point() else stacked
+
+    def collate(samples: list[Sample]) -> dict[str, Any]:
+        batch = {
+            name: column([sample[name] for sample in samples], -100 if name == "labels" else 0) for name in samples[0]
+        }
+        if with_mask and "input_ids" in batch:
+            batch["attention_mask"] = column([torch.ones_like(sample["input_ids"]) for sample in samples], 0)
+        return batch
+
+    return collate
+
+
+def taken_apart(model: nn.Module, samples: list[Sample], collate: Collate) -> tuple[LayerStack, FreezableLayers]:
+    batch = collate([dict(sample) for sample in samples[:2]])
+    stack = LayerStack.discover(model, batch)
+    return stack, FreezableLayers.of(stack, batch)
+
+
+def probe(model: nn.Module, samples: list[Sample], collate: Collate, **options: Any) -> tuple[CacheVerdict, ...]:
+    verdicts = probe_boundaries(*taken_apart(model, samples, collate), samples, collate, **options)
+    assert [verdict.num_frozen for verdict in verdicts] == list(range(1, len(verdicts) + 1))
+    assert all((verdict.slot is None) == (verdict.reason is not None) for verdict in verdicts)
+    return verdicts
+
+
+def accepted(verdicts: Sequence[CacheVerdict]) -> list[int]:
+    return [verdict.num_frozen for verdict in verdicts if verdict.reason is None]
+
+
+def assert_refused(verdicts: Sequence[CacheVerdict], reason: str) -> None:
+    """For every number of layers."""
+    for verdict in verdicts:
+        assert verdict.reason and re.search(reason, verdict.reason), f"{verdict.num_frozen} layers: {verdict.reason}"
+
+
+def tiny(model_class: str, **sizes: Any) -> nn.Module:
+    cls = getattr(hf, model_class)
+    return without_dropout(cls(cls.config_class(**{**ENCODER, **sizes})))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which models
+# ---------------------------------------------------------------------------------------------------------
+
+ACCEPTED = [
+    "bert-classification",
+    "bert-masked-lm",
+    "roberta",
+    "distilbert",
+    "mpnet",
+    "deberta-v2",
+    "electra",
+    "modernbert",
+    "albert",  # its one layer freezes with the first unit, for all of them
+    "gpt2",
+    "gpt2-classification",
+    "llama-tied",  # the head freezes with the embeddings
+    "opt",
+    "bloom",
+    "mixtral",
+    "mamba",
+    "vit",
+    "swin",
+    "convnext",
+]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name):
+    verdicts = probe(MODELS[name].build(), samples_for(name), padding())
+    assert [verdict.reason for verdict in verdicts] == [None] * len(verdicts)
+    for verdict in verdicts:
+        assert max(verdict.errors.values()) < FLOAT32_TOLERANCE
+        assert all(verdict.errors[check] == 0 for check in ("padding", "loss", "ignored") if check in verdict.errors)
+
+
+@pytest.mark.parametrize("name", ["bert-classification", "modernbert", "gpt2", "llama", "opt", "mixtral", "vit"])
+def test_accepted_in_bfloat16(name):
+    verdicts = probe(MODELS[name].build().to(torch.bfloat16), samples_for(name), padding(dtype=torch.bfloat16))
+    assert [verdict.reason for verdict in verdicts] == [None] * len(verdicts)
+
+
+def test_the_rounding_of_autocast_is_no_reason():
+    """States are in float32 there, and what computes them is not."""
+    model, samples = tiny("BertForSequenceClassification", hidden_size=64), text((7, 3, 30, 12))
+    stack, freezable = taken_apart(model, samples, padding())
+    with torch.autocast("cpu", torch.bfloat16):
+        verdicts = probe_boundaries(stack, freezable, samples, padding())
+    assert [verdict.reason for verdict in verdicts] == [None] * len(verdicts)
+    assert max(max(verdict.errors.values()) for verdict in verdicts) > FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("xlnet", r"hidden state is \[9, 4, 16\], not \[4 rows, 9 tokens"),
+        ("longformer", r"hidden state is \[4, 12, 16\], not \[4 rows, 9 tokens"),
+        ("squeezebert", r"hidden state is \[4, 16, 9\], not \[4 rows, 9 tokens"),
+        (
+            "mobilebert",
+            "ids of padding change the hidden state",
+        ),  # a token's embedding is made of its neighbours', too
+    ],
+)
+def test_refused(name, reason, dtype):
+    assert_refused(probe(MODELS[name].build().to(dtype), text(), padding(dtype=dtype)), reason)
+
+
+def test_a_state_that_is_padded_further_than_the_batch_is_refused():
+    """Longformer's, to a multiple of its window: the longest row happens to be one."""
+    verdicts = probe(MODELS["longformer"].build(), text((7, 3, 8, 5)), padding())
+    assert_refused(verdicts, "a row depends on the padded length")
+
+
+def test_convolution_over_tokens_is_refused():
+    model = tiny("ConvBertForSequenceClassification", embedding_size=16, head_ratio=1, conv_kernel_size=3)
+    assert_refused(probe(model, text(), padding()), "ids of padding change the hidden state")
+
+
+def test_mixing_without_a_mask_is_refused():
+    config = hf.FNetConfig(**{name: size for name, size in ENCODER.items() if name != "num_attention_heads"})
+    model = without_dropout(hf.FNetForSequenceClassification(config))
+    assert_refused(probe(model, text(), padding()), "ids of padding change the hidden state")
+    assert_refused(probe(model, text(), padding(with_mask=False)), "a sample has other inputs in another batch")
+    assert accepted(probe(model, text((6, 6, 6, 6)), padding(with_mask=False))) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("lengths", [(52, 60, 45, 40), (52, 60, 45, 8)])
+def test_attention_by_blocks_is_refused_and_stays_as_it_is(lengths):
+    """A short batch turns it off for good by other modules, which hides that it was ever there."""
+    blocks = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+    model = tiny("BigBirdForSequenceClassification", **blocks, max_position_embeddings=80)
+    stack, freezable = taken_apart(model, text(lengths), padding())
+    modules = dict(model.named_modules())
+    assert_refused(probe_boundaries(stack, freezable, text(lengths), padding()), "depends on the padded length")
+    assert dict(model.named_modules()) == modules
+    assert model.bert.attention_type == "block_sparse"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bert-classification", "a row depends on the padded length"),  # absolute positions
+        ("gpt2-classification", "a row depends on the padded length"),
+        ("roberta", "ids of padding change the hidden state"),  # it counts positions by them
+        ("modernbert", "the loss depends on the hidden state of padding"),  # which is where it looks for [CLS]
+        ("llama", "the loss depends on the hidden state of padding"),  # which predicts the first token
+    ],
+)
+def test_padding_on_the_left_is_refused_where_it_matters(name, reason):
+    assert_refused(probe(MODELS[name].build(), samples_for(name), padding("left")), reason)
+
+
+def test_padding_on_the_left_is_accepted_where_it_does_not_matter():
+    verdicts = probe(MODELS["llama-classification"].build(), text(), padding("left"))
+    assert accepted(verdicts) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("bart", [1, 2, 3]), ("t5", [3])])
+def test_of_an_encoder_decoder_the_encoder_is_accepted_where_one_tensor_leaves_it(name, numbers):
+    """T5's layers also hand on their position bias; its decoder does not take the encoder's."""
+    verdicts = probe(MODELS[name].build(), text(label_tokens=True), padding())
+    assert accepted(verdicts) == numbers
+    assert {(verdict.slot.stack, verdict.slot.position) for verdict in verdicts if verdict.slot} == {(0, 0)}
+    for verdict in verdicts[3:5]:
+        assert re.search(r"[24] tensors are read above the frozen layers", verdict.reason)
+    assert re.search("labels or a decoder's inputs change the hidden state", verdicts[5].reason)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Each check alone
+# ---------------------------------------------------------------------------------------------------------
+
+
+def drop_always(hidden: Tensor) -> Tensor:
+    return nn.functional.dropout(hidden, 0.5, training=True)
+
+
+def center_the_batch(hidden: Tensor) -> Tensor:
+    return hidden - hidden[:, :1].mean(0)
+
+
+def average_tokens(hidden: Tensor) -> Tensor:
+    return hidden + hidden.mean(1, keepdim=True)
+
+
+def count_rows(hidden: Tensor) -> Tensor:
+    return hidden * (1 if len(hidden) > 1 else 2)
+
+
+def need_two_rows(hidden: Tensor) -> Tensor:
+    if len(hidden) < 2:
+        raise ValueError("one row is not enough\nfor this layer")
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("change", "below", "above"),
+    [
+        (drop_always, "random numbers change the hidden state in evaluation mode", None),
+        (center_the_batch, "a row depends on its neighbours", None),
+        (count_rows, "a row alone has another hidden state than in a batch", None),
+        # above the layers, too: it would read padding, which is not kept
+        (average_tokens, "ids of padding change the hidden state", "the loss depends on the hidden state of padding"),
+        (need_two_rows, *[r"fails on a part of the sample \(ValueError: one row is not enough\)$"] * 2),
+    ],
+)
+def test_a_layer_that_does_what_it_should_not(change, below, above):
+    """The third of four: whatever number of layers is frozen, it is among them or above them."""
+    stack, freezable = taken_apart(MODELS["bert-classification"].build(), text(), padding())
+    stack.units[2].module.attention.output.register_forward_hook(lambda module, inputs, output: change(output))
+    verdicts = probe_boundaries(stack, freezable, text(), padding())
+    assert_refused(verdicts[2:], below)
+    if above is not None:
+        assert_refused(verdicts[:2], above)
+    else:
+        assert accepted(verdicts) == [1, 2] or change is drop_always
+
+
+def test_a_layer_that_reads_padding_is_named_where_padding_always_was_zero():
+    """No batch shows it. But what is kept is without padding, and whether that comes back as zeros is not promised."""
+    stack, freezable = taken_apart(MODELS["bert-classification"].build(), text(), padding())
+    masks: list[Tensor] = []
+
+    def clear_padding(module: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:
+        return hidden * masks[-1]
+
+    def add_padding(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *others = inputs
+        return hidden + (hidden * (1 - masks[-1])).sum(1, keepdim=True), *others
+
+    stack.model.register_forward_pre_hook(
+        lambda module, inputs, named: masks.append(named["attention_mask"].unsqueeze(-1)), with_kwargs=True
+    )
+    for unit in stack.units[:2]:
+        unit.module.output.register_forward_hook(clear_padding)
+    stack.units[2].module.register_forward_pre_hook(add_padding)
+    verdicts = probe_boundaries(stack, freezable, text(), padding())
+    assert_refused(verdicts, r"padding reaches real tokens in layer 'bert\.encoder\.layer\.2' \(\de")
+
+
+def test_a_loss_over_padding_is_refused():
+    """The positions of an answer compete with those of padding."""
+    model = MODELS["bert-question-answering"].build()
+    assert_refused(probe(model, questions(), padding()), "the loss depends on the hidden state of padding")
+
+
+def test_it_is_the_loss_that_is_trained_that_counts():
+    def over_padding(batch: dict[str, Any]) -> Tensor:
+        return model(**batch).logits.square().mean()
+
+    def over_tokens(batch: dict[str, Any]) -> Tensor:
+        return model(**batch).start_logits[batch["attention_mask"].bool()].square().mean()
+
+    model = MODELS["bert-question-answering"].build()
+    assert accepted(probe(model, questions(), padding(), loss_of=over_tokens)) == [1, 2, 3, 4]
+    model = MODELS["bert-tokens"].build()
+    tokens = text(label_tokens=True)
+    assert accepted(probe(model, tokens, padding())) == [1, 2, 3, 4]
+    assert_refused(probe(model, tokens, padding(), loss_of=over_padding), "the loss depends on the hidden state")
+
+
+def test_without_labels_the_outputs_at_tokens_count():
+    samples = [{"input_ids": sample["input_ids"]} for sample in text()]
+    assert accepted(probe(MODELS["gpt2"].build(), samples, padding())) == [1, 2, 3, 4]
+    assert accepted(probe(MODELS["bert-classification"].build(), samples, padding())) == [1, 2, 3, 4]
+    verdicts = probe(MODELS["modernbert"].build(), samples, padding("left"))
+    assert_refused(verdicts, "the loss depends on the hidden state of padding")
+
+
+class Averages(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).mean(1, keepdim=True) + hidden
+
+
+class LossAlone(nn.Module):
+    """Three layers, of which short rows run `layers_for_short` only; it returns nothing but a loss."""
+
+    def __init__(self, layers_for_short: int = 3, last: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), last(8, 8)])
+        self.layers_for_short = layers_for_short
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.words(input_ids)
+        for layer in self.layers[: 3 if input_ids.shape[1] > 4 else self.layers_for_short]:
+            hidden = layer(hidden)
+        first = hidden[torch.arange(len(hidden)), attention_mask.int().argmax(1)]
+        return {"loss": nn.functional.cross_entropy(first, labels)}
+
+
+def test_a_model_that_returns_nothing_but_a_loss_can_be_probed():
+    def loss_of(batch: dict[str, Any]) -> Tensor:
+        return model(**batch)["loss"]
+
+    model = LossAlone()
+    assert accepted(probe(model, text(), padding(), loss_of=loss_of)) == [1, 2, 3]
+    model = LossAlone(last=Averages)
+    verdicts = probe(model, text(), padding(), loss_of=loss_of)
+    assert_refused(verdicts[:2], "the loss depends on the hidden state of padding")
+    assert_refused(verdicts[2:], "ids of padding change the hidden state")
+
+
+def test_layers_that_run_for_some_inputs_only_are_refused():
+    stack, freezable = taken_apart(LossAlone(layers_for_short=2), text(), padding())
+    units = stack.runner.units
+    assert_refused(probe_boundaries(stack, freezable, text(), padding()), "which layers run depends on the input")
+    assert stack.runner.units is units
+
+
+class ReadsLabels(nn.Module):
+    """Adds an embedding of the label to BERT's input, as a conditioned model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny("BertForSequenceClassification")
+        self.classes = nn.Embedding(2, 16)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        words = self.model.bert.embeddings.word_embeddings(input_ids)
+        condition = self.classes(labels)[:, None]
+        return self.model(inputs_embeds=words + condition, attention_mask=attention_mask, labels=labels)
+
+
+def test_labels_that_the_layers_read_are_refused():
+    verdicts = probe(ReadsLabels(), text(), padding())
+    assert_refused(verdicts, "labels or a decoder's inputs change the hidden state")
+    assert accepted(probe(ReadsLabels(), text(), padding(), ignored=())) == [1, 2, 3, 4]
+
+
+def test_a_head_that_keeps_training_the_embeddings_is_refused():
+    """Of a single layer all that the head needs stays trainable, the tied embeddings as well."""
+    model = tiny("LlamaForCausalLM", **{**DECODER, "num_hidden_layers": 1, "tie_word_embeddings": True})
+    verdicts = probe(model, text(label_tokens=True), padding())
+    assert_refused(verdicts, "depends on 'model.embed_tokens.weight', which is not frozen with it")
+    untied = tiny("LlamaForCausalLM", **{**DECODER, "num_hidden_layers": 1})
+    assert accepted(probe(untied, text(label_tokens=True), padding())) == [1]
+
+
+def test_a_parameter_that_is_not_frozen_is_named():
+    stack, freezable = taken_apart(MODELS["bert-classification"].build(), text(), padding())
+    name = "bert.encoder.layer.1.output.dense.weight"
+    forgetful = dataclasses.replace(freezable, owners=tuple(owned - {name} for owned in freezable.owners))
+    verdicts = probe_boundaries(stack, forgetful, text(), padding())
+    assert accepted(verdicts) == [1]
+    assert_refused(verdicts[1:], re.escape(repr(name)))
+    for parameter in stack.model.parameters():  # by the user: then nothing moves it
+        parameter.requires_grad_(False)
+    still = FreezableLayers.of(stack, padding()(text()[:2]))
+    assert accepted(probe_boundaries(stack, still, text(), padding())) == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Samples
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_random_collator_is_refused():
+    def collate(samples: list[Sample]) -> dict[str, Any]:
+        batch = padding()(samples)
+        return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.3, 4, batch["input_ids"])}
+
+    verdicts = probe(MODELS["bert-classification"].build(), text((17, 13, 19, 15)), collate)
+    assert_refused(verdicts, "a sample has other inputs in another batch")
+
+
+def test_images_beside_text_are_refused():
+    """Which image belongs to which text only the model knows."""
+    batch = MODELS["clip"].batch(rows=4)
+    samples = [{name: batch[name][row] for name in ("input_ids", "pixel_values")} for row in range(4)]
+    stack, freezable = taken_apart(MODELS["clip"].build(), samples, padding())
+    verdicts = probe_boundaries(stack, freezable, samples, padding())
+    assert_refused(verdicts, "a sample has other inputs in another batch")
+
+
+def test_a_mask_that_does_not_tell_rows_from_padding_is_refused():
+    def collate(samples: list[Sample]) -> dict[str, Any]:
+        batch = padding()(samples)
+        batch["attention_mask"][:, 1] = 0
+        return batch
+
+    assert_refused(probe(MODELS["bert-classification"].build(), text(), collate), "the attention mask is not")
+
+
+def test_a_collator_may_take_the_labels_out_of_its_samples():
+    def collate(samples: list[Sample]) -> dict[str, Any]:
+        labels = torch.stack([sample.pop("labels") for sample in samples])
+        return {**padding()(samples), "labels": labels}
+
+    assert accepted(probe(MODELS["bert-classification"].build(), text(), collate)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_any_number_of_samples_will_do(count):
+    model = MODELS["bert-classification"].build()
+    assert accepted(probe(model, text((7, 3, 9, 5, 4)[:count]), padding())) == [1, 2, 3, 4]
+
+
+def test_what_the_sample_does_not_show_is_not_judged():
+    verdicts = probe(MODELS["bert-tokens"].build(), text((6, 6, 6, 6), label_tokens=True), padding("left"))
+    assert accepted(verdicts) == [1, 2, 3, 4]
+    assert all(verdict.errors.keys() == {"repeat", "ignored", "neighbours", "alone"} for verdict in verdicts)
+
+
+def test_varied_samples_are_the_shortest_the_longest_and_some_between():
+    samples = text((5, 9, 2, 7, 3, 8, 4))
+    chosen = varied_samples(samples, padding())
+    assert [len(sample["input_ids"]) for sample in chosen] == [2, 4, 7, 9]
+    assert len(varied_samples(samples, padding(), count=1)) == 1
+    assert len(varied_samples(samples[:2], padding())) == 2
+    assert varied_samples([], padding()) == []
+    assert len(varied_samples(images(), padding(), count=3)) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What it leaves behind
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_the_probe_leaves_everything_as_it_was(is_installed):
+    def collate(samples: list[Sample]) -> dict[str, Any]:
+        random.random(), np.random.rand(), torch.rand(1)
+        return padding()(samples)
+
+    model = MODELS["llama-tied"].build()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.model.layers[1].eval()
+    samples = text(label_tokens=True)
+    stack, freezable = taken_apart(model, samples, collate)
+    if is_installed:
+        stack.runner.install()
+
+    def traces() -> list[Any]:
+        return [
+            [module.training for module in model.modules()],
+            [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()],
+            [(name, id(buffer)) for name, buffer in model.named_buffers()],
+            ["forward" in vars(module) for module in model.modules()],
+            stack.runner.installed,
+            stack.runner.units,
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+            [sorted(sample) for sample in samples],
+        ]
+
+    before, weights = traces(), {name: value.clone() for name, value in model.state_dict().items()}
+    assert accepted(probe_boundaries(stack, freezable, samples, collate)) == [1, 2, 3, 4]
+    assert traces() == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_verdict_is_the_same_each_time():
+    stack, freezable = taken_apart(MODELS["bert-question-answering"].build(), questions(), padding())
+    first = probe_boundaries(stack, freezable, questions(), padding())
+    torch.manual_seed(1)
+    assert probe_boundaries(stack, freezable, questions(), padding()) == first
+
+
+def test_its_cost(monkeypatch):
+    """About ten forwards of the four rows, whatever the number of layers."""
+    stack, freezable = taken_apart(MODELS["bert-classification"].build(), text(), padding())
+    rows: list[int] = []
+    trace = stack.runner.trace
+    monkeypatch.setattr(
+        stack.runner,
+        "trace",
+        lambda batch, observer: (rows.append(len(batch["input_ids"])), trace(batch, observer))[1],
+    )
+    probe_boundaries(stack, freezable, text(), padding())
+    assert sum(rows) <= 4 * 10
+    assert len(rows) <= 15
+
+
+def test_a_model_without_layers_is_refused():
+    model, batch = MODELS["bert-classification"].build(), padding()(text())
+    stack = LayerStack.uncut(model, batch)
+    verdicts = probe_boundaries(stack, FreezableLayers.of(stack, batch), text(), padding())
+    assert_refused(verdicts, "no layers that can be run one by one")
+    assert output_tensors(model(**batch)).keys() >= {"loss"}

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+
+from hf_pipetransformer.content_keys import KEYS_NAME, KeyingCollator, content_keys, pop_keys, spans_of
+from hf_pipetransformer.micro_batch import slice_rows
+
+WORDS = [[7, 8, 9], [5, 6], [7, 8, 9, 4, 5], [8]]
+
+
+def padded(rows: list[list[int]], *, length: int = 0, pad: int = 0, side: str = "right") -> dict[str, torch.Tensor]:
+    """Tokens, mask, types and class labels."""
+    width = max(length, *map(len, rows))
+
+    def place(row: list[int], fill: int) -> list[int]:
+        padding = [fill] * (width - len(row))
+        return row + padding if side == "right" else padding + row
+
+    return {
+        "input_ids": torch.tensor([place(row, pad) for row in rows]),
+        "attention_mask": torch.tensor([place([1] * len(row), 0) for row in rows]),
+        "token_type_ids": torch.tensor([place([0] * len(row), 0) for row in rows]),
+        "labels": torch.arange(len(rows)) % 2,
+    }
+
+
+def keys_of(*arguments, **options) -> list[bytes]:
+    keys = content_keys(*arguments, **options)
+    assert keys is not None
+    return keys
+
+
+class FixedCollator:
+    """Returns what it was given."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __call__(self, samples):
+        return self.batch
+
+
+def collate_words(samples):
+    return padded(samples)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Where a row's tokens are
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_spans_are_where_the_mask_is_one(dtype):
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=dtype)
+    assert spans_of({"attention_mask": mask}) == [slice(0, 3), slice(2, 4), slice(1, 3), slice(0, 4)]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1, 1, 1], [1, 0, 1]]),
+        torch.tensor([[1, 1, 1], [0, 0, 0]]),
+        torch.ones(2, 0),
+        torch.ones(2),
+        torch.ones(2, 3, 4),
+        torch.ones(2, 1, 3, 3),
+        torch.tensor([[1, 1, 2, 2]]),
+        torch.tensor([[0.0, 0.0, -1e4]]),
+        [[1, 1, 1]],
+    ],
+    ids=["hole", "empty row", "no tokens", "1-D", "3-D", "4-D", "packed", "additive", "no tensor"],
+)
+def test_masks_that_say_no_spans(mask):
+    batch = {"input_ids": torch.zeros(2, 3), "attention_mask": mask}
+    assert spans_of(batch) is None
+    assert content_keys(batch) is None
+
+
+def test_without_a_mask_a_row_is_its_own_as_a_whole():
+    batch = {"pixel_values": torch.zeros(3, 2, 4, 4), "labels": torch.zeros(3)}
+    assert spans_of(batch) == [slice(None)] * 3
+    assert spans_of({**batch, "pixel_values": torch.zeros(4, 2, 4, 4)}) is None
+    assert spans_of({"return_loss": True}) is None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Equal keys
+# ---------------------------------------------------------------------------------------------------------
+
+Rows = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(Rows, Rows, st.integers(0, 6), st.integers(0, 6), st.integers(0, 3), st.sampled_from(["left", "right"]))
+def test_keys_are_equal_exactly_if_tokens_are(rows, others, length, other_length, pad, side):
+    """Whatever stands beside a row, however far, with what and on which side it is padded: also with a real token."""
+    ours = keys_of(padded(rows, length=length))
+    theirs = keys_of(padded(others, length=other_length, pad=pad, side=side))
+    assert all(len(key) == 16 for key in ours + theirs)
+    for (row, key), (other, other_key) in itertools.product(
+        zip(rows, ours, strict=True), zip(others, theirs, strict=True)
+    ):
+        assert (key == other_key) == (row == other)
+
+
+def test_labels_are_no_part_of_a_key():
+    batch = padded(WORDS)
+    expected = keys_of(batch)
+    assert keys_of({**batch, "labels": torch.ones(4, 9), "decoder_input_ids": torch.ones(4, 2)}) == expected
+    del batch["labels"]
+    assert keys_of(batch) == expected
+    assert keys_of({**batch, "start_positions": torch.ones(4)}) != expected
+    assert keys_of({**batch, "start_positions": torch.ones(4)}, ignored={"start_positions"}) == expected
+
+
+def test_neither_the_order_of_the_inputs_nor_their_layout_in_memory_matters():
+    batch = padded(WORDS)
+    strided = {name: tensor.t().contiguous().t() for name, tensor in reversed(batch.items()) if name != "labels"}
+    assert keys_of(strided) == keys_of(batch)
+
+
+def test_one_entry_per_row_does_not_bind_a_key_to_the_padded_length():
+    batch, wider = padded(WORDS), padded(WORDS, length=9)
+    assert keys_of({**batch, "task": torch.arange(4)}) == keys_of({**wider, "task": torch.arange(4)})
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Different keys
+# ---------------------------------------------------------------------------------------------------------
+
+
+def with_one_bit_flipped(tensor: torch.Tensor, row: int) -> torch.Tensor:
+    changed = tensor.clone().contiguous()
+    changed[row].view(torch.uint8).view(-1)[0] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+def test_every_bit_counts(dtype):
+    batch = {"pixel_values": torch.ones(3, 2, 4, 4, dtype=dtype)}
+    first, second, third = keys_of(batch)
+    assert first == second == third
+    changed = {"pixel_values": with_one_bit_flipped(batch["pixel_values"], 1)}
+    assert [key == first for key in keys_of(changed)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: {**batch, "input_ids": batch["input_ids"].int()},
+        lambda batch: {("ids" if name == "input_ids" else name): value for name, value in batch.items()},
+        lambda batch: {name: value for name, value in batch.items() if name != "token_type_ids"},
+        lambda batch: {**batch, "use_cache": False},
+        lambda batch: {**batch, "constants": torch.zeros(2, 2)},
+        lambda batch: {**batch, "task": torch.zeros(4)},
+    ],
+    ids=["dtype", "name", "missing", "plain value", "shared tensor", "entry per row"],
+)
+def test_names_dtypes_and_other_inputs_count(change):
+    batch = padded(WORDS)
+    assert not set(keys_of(change(batch))) & set(keys_of(batch))
+
+
+def test_plain_values_count_with_their_type():
+    batch = padded(WORDS)
+    keys = [keys_of({**batch, "option": value})[0] for value in (None, False, 0, 0.0, "0", "", 1, True)]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("value", [["a", "b", "c", "d"], object(), {"nested": 1}])
+def test_what_cannot_be_hashed_gives_no_keys(value):
+    assert content_keys({**padded(WORDS), "other": value}) is None
+    assert content_keys({**padded(WORDS), "other": value}, ignored={"other"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("features", "others"),
+    [
+        (torch.tensor([[1.0, 2, 0, 0, 0]]), torch.tensor([[1.0, 2, 5, 5, 5]])),
+        (torch.zeros(1, 5, 4, 4), torch.zeros(1, 5, 4, 4).index_fill(1, torch.tensor([4]), 1.0)),
+    ],
+    ids=["features", "channels"],
+)
+def test_another_input_as_long_as_the_mask_is_not_cut(features, others):
+    """Beside two tokens, padded to five: cut to two entries, both would be the same."""
+    batch = padded([WORDS[1]], length=5)
+    assert keys_of({**batch, "features": features}) != keys_of({**batch, "features": others})
+
+
+def test_masked_tokens_that_are_no_padding_count():
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[1, 1, 0, 0]])
+    batches = [
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": ids, "attention_mask": mask.flip(1)},
+        {"input_ids": torch.tensor([[5, 6, 9, 8]]), "attention_mask": mask},
+        {"input_ids": torch.tensor([[5, 6, 0, 0]]), "attention_mask": mask},
+    ]
+    assert len({keys_of(batch)[0] for batch in batches}) == len(batches)
+
+
+def test_a_place_in_the_row_means_another_token_if_the_padding_is_on_the_other_side():
+    right, left = padded([[5, 6]], length=3), padded([[5, 6]], length=3, side="left")
+    place = torch.tensor([1])
+    assert keys_of({**right, "place": place}) != keys_of({**left, "place": place})
+
+
+@pytest.mark.parametrize("images", [torch.zeros(2, 3, 4, 4), torch.zeros(2, 3), torch.zeros(5, 7)])
+def test_images_beside_text_belong_to_no_row_alone(images):
+    """Even if they are as many as the rows: both may be the first row's."""
+    batch = {**padded(WORDS[:2]), "pixel_values": images}
+    changed = {**batch, "pixel_values": with_one_bit_flipped(images, -1)}
+    assert not set(keys_of(batch)) & set(keys_of(changed))
+
+
+def test_the_only_input_belongs_to_the_rows_also_beside_a_mask():
+    """Sound of two lengths, in frames."""
+    batch = {"input_features": torch.rand(2, 5, 3), "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])}
+    changed = {**batch, "input_features": with_one_bit_flipped(batch["input_features"], 1)}
+    assert [a == b for a, b in zip(keys_of(batch), keys_of(changed), strict=True)] == [True, False]
+
+
+def test_whole_numbers_for_each_token_belong_to_the_rows():
+    batch = {**padded(WORDS), "tags": torch.arange(20).view(4, 5)}
+    changed = {**batch, "tags": with_one_bit_flipped(batch["tags"], 2)}
+    assert [a == b for a, b in zip(keys_of(batch), keys_of(changed), strict=True)] == [True, True, False, True]
+
+
+def test_a_sparse_tensor_counts_by_its_values():
+    dense = torch.tensor([[0.0, 1, 0], [2, 0, 0]])
+    other = torch.tensor([[0.0, 1, 0], [3, 0, 0]])
+    first, second = keys_of({"features": dense.to_sparse()})
+    assert (first, second) == tuple(keys_of({"features": dense}))
+    assert [key in (first, second) for key in keys_of({"features": other.to_sparse()})] == [True, False]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The collator
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [dict, UserDict, BatchEncoding, OrderedDict])
+def test_the_collator_adds_keys_to_any_mapping_and_leaves_the_users_alone(make):
+    theirs = make(padded(WORDS))
+    for _ in range(2):  # a dataset of whole batches gives the same object again
+        batch = KeyingCollator(FixedCollator(theirs))([])
+        assert type(batch) is type(theirs)
+        assert KEYS_NAME not in theirs
+        assert all(batch[name] is value for name, value in theirs.items())
+        assert batch[KEYS_NAME].shape == (4, 2)
+        assert pop_keys(batch) == content_keys(theirs)
+        assert batch.keys() == theirs.keys()
+
+
+def test_a_mapping_that_cannot_be_changed_becomes_a_dict():
+    theirs = MappingProxyType(padded(WORDS))
+    batch = KeyingCollator(FixedCollator(theirs))([])
+    assert type(batch) is dict
+    assert pop_keys(batch) == content_keys(theirs)
+
+
+@pytest.mark.parametrize(
+    "theirs", [[1, 2], (torch.ones(2),), None, {"input_ids": torch.ones(2, 2), "attention_mask": torch.zeros(2, 2)}]
+)
+def test_what_has_no_keys_passes(theirs):
+    asked = []
+    assert KeyingCollator(FixedCollator(theirs), asked.append)([]) is theirs
+    assert asked == []
+
+
+def test_a_batch_without_keys_has_none_to_pop():
+    batch = padded(WORDS)
+    assert pop_keys(batch) is None
+    assert batch.keys() == padded(WORDS).keys()
+
+
+def test_keys_are_cut_with_the_batch_and_are_no_input():
+    batch = KeyingCollator(collate_words)(WORDS)
+    assert content_keys(batch) == content_keys(padded(WORDS))
+    assert pop_keys(slice_rows(batch, 1, 3)) == content_keys(batch)[1:3]
+
+
+def test_the_collator_ignores_what_it_is_told():
+    batch = {**padded(WORDS), "start_positions": torch.arange(4)}
+    assert pop_keys(KeyingCollator(FixedCollator(batch), ignored={"labels", "start_positions"})([])) == content_keys(
+        padded(WORDS)
+    )
+
+
+def test_the_reserved_name_is_refused():
+    with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*rename"):
+        KeyingCollator(FixedCollator({**padded(WORDS), KEYS_NAME: torch.ones(4)}))([])
+
+
+def test_whoever_asks_is_told_the_keys():
+    asked = []
+    batch = KeyingCollator(collate_words, asked.append)(WORDS)
+    assert asked == [pop_keys(batch)]
+
+
+def test_a_failing_disk_does_not_stop_the_loader():
+    def fail(keys):
+        raise OSError("stale file handle")
+
+    assert pop_keys(KeyingCollator(collate_words, fail)(WORDS)) == content_keys(padded(WORDS))
+
+
+def test_the_collator_can_be_sent_to_a_worker():
+    collator = pickle.loads(pickle.dumps(KeyingCollator(collate_words, print)))
+    assert collator.on_keys is print
+    assert pop_keys(KeyingCollator(collator.inner)(WORDS)) == content_keys(padded(WORDS))
