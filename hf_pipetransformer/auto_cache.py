@@ -297,10 +297,15 @@ def store_folder(folder: str | os.PathLike[str], mesh: ProcessMesh) -> Path:
 
     Hosts may share a file system, but they do not share a page cache: each has its own.
     """
-    host = socket.gethostname()
-    everyone = mesh.gather_objects((host, os.path.abspath(folder)))
-    first = next(theirs for name, theirs in everyone if name == host)
-    return Path(first, host) if len({name for name, _ in everyone}) > 1 else Path(first)
+    node = node_name()
+    everyone = mesh.gather_objects((node, os.path.abspath(folder)))
+    first = next(theirs for name, theirs in everyone if name == node)
+    return Path(first, node) if len({name for name, _ in everyone}) > 1 else Path(first)
+
+
+def node_name() -> str:
+    """Of this process's node: the host, and the launcher's number of it, as several may be one host in a test."""
+    return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"
 
 
 def size_limit(folder: Path, max_gib: float | None) -> int:

@@ -62,7 +62,7 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     counts = ones.sum(1)
     starts = ones.argmax(1)  # the first of them
     stops = ones.shape[1] - ones.flip(1).argmax(1)
-    if not bool(((stops - starts == counts) & (counts > 0)).all()):
+    if not torch.equal(stops - starts, counts):  # also of a row without tokens
         return None
     return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 

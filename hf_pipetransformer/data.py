@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from .content_keys import KEYS_NAME
+from .node_order import order_by_node
 
 Collator = Callable[[list[Any]], Any]
 
@@ -115,6 +116,7 @@ class NumberedBatches(Dataset[Any]):
         drop_last: leave out a last batch that is not full.
         seed: of everything that is drawn while data is read.
         keying_collate_fn: the same, with keys for the activation cache; None: no keys.
+        node_shares: processes on each node, if its samples shall stay with a node.
         agree: gives every process rank 0's value; collective.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
@@ -128,6 +130,7 @@ class NumberedBatches(Dataset[Any]):
         drop_last: bool = False,
         seed: int = 0,
         keying_collate_fn: Collator | None = None,
+        node_shares: Sequence[int] = (1,),
         agree: Callable[[list[int]], list[int]] = lambda order: order,
         **loader_options: Any,
     ) -> None:
@@ -139,6 +142,7 @@ class NumberedBatches(Dataset[Any]):
         self._sampler = sampler
         self._seed = seed
         self._agree = agree
+        self._node_shares = tuple(node_shares)
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: list[int] | None = None
@@ -250,7 +254,8 @@ class NumberedBatches(Dataset[Any]):
         if self._order is None and not self.is_iterable:
             assert self._sampler is not None
             with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
-                self._order = self._agree(list(self._sampler))
+                order = self._agree(list(self._sampler))
+            self._order = order_by_node(order, self._node_shares, self.global_batch_size, len(self), self._seed)
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
             self._iterator = iter(self._loader)

@@ -37,7 +37,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import events
 from .agreement import check_same_everywhere, check_same_size
-from .auto_cache import AutoCache, ReadAhead, store_folder
+from .auto_cache import AutoCache, ReadAhead, node_name, store_folder
 from .cache_probe import probe_boundaries, varied_samples
 from .callbacks import LayerFreezeCallback
 from .content_keys import KEYS_NAME, KeyingCollator
@@ -53,6 +53,7 @@ from .loss_scaling import LossReduction, with_distinct_labels
 from .loss_study import study_loss
 from .mesh import ProcessMesh
 from .micro_batch import Batch
+from .node_order import shares_of
 from .plan import PipelinePlan
 from .planner import largest_stage_bytes, make_plan, replan
 from .stage import StageModule
@@ -298,7 +299,7 @@ class PipeTransformerTrainer(Trainer):
         """Let an evaluation's batches have keys, too."""
         base = getattr(dataloader, "base_dataloader", dataloader)
         if self._auto_cache is not None and not isinstance(base.collate_fn, KeyingCollator):
-            base.collate_fn = KeyingCollator(base.collate_fn, ReadAhead(self._cache_folder))
+            base.collate_fn = self._keying_collator(base.collate_fn)
 
     @property
     def _processes(self) -> ProcessMesh:
@@ -422,6 +423,7 @@ class PipeTransformerTrainer(Trainer):
         if is_iterable:
             dataset = _whole_stream(dataset)
         args = self.args
+        may_cache = args.activation_cache != "off" and self._freeze_callback is not None
         self._train_batches = NumberedBatches(
             dataset,
             None if is_iterable else _sampler_of(stock),
@@ -429,7 +431,8 @@ class PipeTransformerTrainer(Trainer):
             self._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            keying_collate_fn=self._keying_collator(stock.collate_fn),
+            keying_collate_fn=self._keying_collator(stock.collate_fn) if may_cache else None,
+            node_shares=shares_of(self._processes.gather_objects(node_name())) if may_cache else (1,),
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
@@ -440,9 +443,7 @@ class PipeTransformerTrainer(Trainer):
         )
         return NumberedLoader(self._train_batches)
 
-    def _keying_collator(self, collate_fn: Any) -> KeyingCollator | None:
-        if self.args.activation_cache == "off" or self._freeze_callback is None:
-            return None
+    def _keying_collator(self, collate_fn: Any) -> KeyingCollator:
         return KeyingCollator(collate_fn, ReadAhead(self._cache_folder))
 
     def _same_order(self, order: list[int]) -> list[int]:

@@ -398,6 +398,16 @@ def test_labels_that_the_layers_read_are_refused():
     assert accepted(probe(ReadsLabels(), text(), padding(), ignored=())) == [1, 2, 3, 4]
 
 
+def test_a_layer_may_write_into_its_input():
+    stack, freezable = taken_apart(MODELS["bert-classification"].build(), text(), padding())
+
+    def double(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        inputs[0].mul_(2)
+
+    stack.units[2].module.attention.register_forward_pre_hook(double)
+    assert accepted(probe_boundaries(stack, freezable, text(), padding())) == [1, 2, 3, 4]
+
+
 def test_a_head_that_keeps_training_the_embeddings_is_refused():
     """Of a single layer all that the head needs stays trainable, the tied embeddings as well."""
     model = tiny("LlamaForCausalLM", **{**DECODER, "num_hidden_layers": 1, "tie_word_embeddings": True})
@@ -510,7 +520,7 @@ def test_the_probe_leaves_everything_as_it_was(is_installed):
             stack.runner.installed,
             stack.runner.units,
             random.getstate(),
-            np.random.get_state()[1].tolist(),
+            [np.asarray(part).tolist() for part in np.random.get_state()],
             torch.get_rng_state().tolist(),
             [sorted(sample) for sample in samples],
         ]

@@ -170,6 +170,16 @@ def test_names_dtypes_and_other_inputs_count(change):
     assert not set(keys_of(change(batch))) & set(keys_of(batch))
 
 
+def test_the_same_bytes_of_another_kind_are_another_input():
+    values = torch.arange(16, dtype=torch.int32).view(2, 8)
+    images = [values, values.view(torch.float32), values.view(2, 2, 4), values.view(2, 4, 2)]
+    assert len({tuple(keys_of({"pixel_values": tensor})) for tensor in images}) == len(images)
+    batch = padded(WORDS)
+    assert keys_of({**batch, "shared": values}) != keys_of({**batch, "shared": values.view(8, 2)})
+    embedded = {"attention_mask": torch.ones(1, 4), "inputs_embeds": torch.zeros(1, 4, 2, dtype=torch.float32)}
+    assert keys_of(embedded) != keys_of({**embedded, "inputs_embeds": torch.zeros(1, 4, 2, 1)})
+
+
 def test_plain_values_count_with_their_type():
     batch = padded(WORDS)
     keys = [keys_of({**batch, "option": value})[0] for value in (None, False, 0, 0.0, "0", "", 1, True)]

@@ -1,0 +1,73 @@
+"""The order of the samples on several nodes: each node meets its own samples again in every epoch.
+
+What a node has cached is of use only if the same samples come back to it. So they are divided among the nodes once, at
+random, and each global batch takes its share from each node's samples:
+
+    nodes               0  0  0  0  1  1  1  1        2 nodes of 4 processes
+    rows of a batch    [7  3  9  1  4  8  0  5]       7, 3, 9, 1 and 6 are node 0's for the whole training
+    next epoch         [9  6  7  3  0  5  8  2]
+
+For one node it is the ordinary order. A random partition makes batches like those of a global shuffle, but for a fixed
+number of samples from each part; one by the order of a file that is sorted by label would not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+
+def shares_of(nodes: Sequence[object]) -> tuple[int, ...]:
+    """Processes on each node.
+
+    Args:
+        nodes: for each rank something that names its node; the ranks of a node follow one another.
+    """
+    shares: list[int] = []
+    for rank, node in enumerate(nodes):
+        if rank and node == nodes[rank - 1]:
+            shares[-1] += 1
+        else:
+            shares.append(1)
+    return tuple(shares)
+
+
+def order_by_node(
+    order: Sequence[int], shares: Sequence[int], batch_size: int, num_samples: int, seed: int
+) -> list[int]:
+    """Rearrange an epoch's order so that each node gets its own samples.
+
+    Every sample stays, as often as it was there. Samples that are left when a node has too few for its share of a
+    batch come last, wherever they fall.
+
+    Args:
+        order: of an epoch's samples, as a sampler gives it.
+        shares: processes on each node; their sum divides `batch_size`.
+        batch_size: rows of a global batch; the first `batch_size * shares[0] / sum(shares)` are node 0's.
+        num_samples: of the data set.
+        seed: of the partition, the same in every epoch.
+    """
+    if len(shares) == 1:
+        return list(order)
+    world = sum(shares)
+    shuffled = list(range(num_samples))
+    random.Random(seed).shuffle(shuffled)
+    home, begin = [0] * num_samples, 0
+    for node in range(len(shares)):
+        end = num_samples * sum(shares[: node + 1]) // world
+        for sample in shuffled[begin:end]:
+            home[sample] = node
+        begin = end
+    mine: list[list[int]] = [[] for _ in shares]
+    for sample in order:
+        mine[home[sample]].append(sample)
+    takes = [batch_size * share // world for share in shares]
+    full = min(len(samples) // take for samples, take in zip(mine, takes, strict=True))
+    arranged = [
+        sample
+        for batch in range(full)
+        for samples, take in zip(mine, takes, strict=True)
+        for sample in samples[batch * take : (batch + 1) * take]
+    ]
+    rest = [sample for samples, take in zip(mine, takes, strict=True) for sample in samples[full * take :]]
+    return arranged + rest
