@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -69,6 +69,7 @@ class ActivationCache:
 
     Args:
         stack: the model's units.
+        slots: for each number of units whose output may be kept, which of its tensors that is.
         store: of this node.
         writer: number of this process.
         capacity: samples that are expected.
@@ -79,6 +80,7 @@ class ActivationCache:
     def __init__(
         self,
         stack: LayerStack,
+        slots: Mapping[int, CarrySlot],
         store: ActivationStore,
         writer: int,
         capacity: int,
@@ -89,6 +91,7 @@ class ActivationCache:
         self.failure: OSError | None = None
         """Why nothing is written any more."""
         self._stack = stack
+        self._slots = slots
         self._store = store
         self._writer_number = writer
         self._capacity = capacity
@@ -202,17 +205,14 @@ class ActivationCache:
         carry = None if state is None else self._as_carry(start, state)
         with torch.no_grad():
             reached = self._stack.runner.run(start, stop, carry, batch, self.watch(batch, keys, start, stop))
-        slot = self._slot(stop)
+        slot = self._slots[stop]
         return reached[slot.stack][slot.position]
 
-    def _slot(self, boundary: int) -> CarrySlot:
-        """Of the tensor that is kept: the only one there that later units read."""
-        (used,) = (slot for slot in self._stack.boundaries[boundary] if slot.is_used)
-        return used
-
     def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
-        slots = self._stack.boundaries[boundary]
-        return {slots[0].stack: tuple(state if slot.is_used else state.new_zeros(1) for slot in slots)}
+        """The state with placeholders for what nothing above reads."""
+        slot = self._slots[boundary]
+        outputs = len(self._stack.runner.floating_outputs(slot.stack))
+        return {slot.stack: tuple(state if p == slot.position else state.new_zeros(1) for p in range(outputs))}
 
     # ------------------------------------------------------------------------------------ writing
     def watch(self, batch: Batch, keys: Sequence[bytes], start: int, stop: int) -> Observer | None:
@@ -222,7 +222,7 @@ class ActivationCache:
         end = self._generations[0].num_frozen
         if not start < end <= stop:
             return None
-        slot = self._slot(end)
+        slot = self._slots[end]
         position = start
 
         def observer(unit: Unit, output: Any) -> None:

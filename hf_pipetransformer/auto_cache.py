@@ -94,8 +94,7 @@ class AutoCache:
         """Layers that count as cached."""
         self.reason_off: str | None = None
         self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
-        last = pipeline.stack.num_units - 1  # behind the last unit there is nothing to go on with
-        self._allowed = [f for f, reason in reasons.items() if reason is None and f <= last]
+        self._allowed = [f for f, reason in reasons.items() if reason is None]
         self._reasons = reasons
         self._is_forced = is_forced
         self._seconds_per_row = seconds_per_row
@@ -132,12 +131,13 @@ class AutoCache:
             seconds_per_row: of computing, for each unit; None: not known.
             precision: name of the mixed precision.
         """
+        slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
         reasons: dict[int, str | None] = {}
         for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
             reasons = {f: reasons.get(f) or reason[f] for f in reason}
         store = ActivationStore(folder, max_bytes=size_limit(folder, max_gib))
         rank = pipeline.mesh.rank
-        cache = ActivationCache(pipeline.stack, store, rank, capacity, storage_dtype, pipeline.device)
+        cache = ActivationCache(pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device)
         description = describe_model(pipeline.model, precision)
         return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description)
 
@@ -148,9 +148,12 @@ class AutoCache:
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int) -> None:
         """The first layers have been frozen: fill the store with what they give from now on."""
-        boundary = max((f for f in self._allowed if f <= num_frozen), default=0)
         if not self.is_on:
             return
+        # what the last unit gives can only be used where the first stage has the head, too
+        num_units = self._pipeline.stack.num_units
+        highest = min(num_frozen, num_units if self._pipeline.num_stages == 1 else num_units - 1)
+        boundary = max((f for f in self._allowed if f <= highest), default=0)
         if boundary == 0:
             self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(num_frozen)}")
         elif boundary > self._boundary:

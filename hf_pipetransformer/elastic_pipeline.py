@@ -308,8 +308,9 @@ class ElasticPipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------ the module's face
     def train(self, mode: bool = True) -> ElasticPipeline:
-        super().train(mode)
-        self.model.train(mode)
+        super().train(mode)  # of the stage, which sets the model's
+        if self.stage is None:
+            self.model.train(mode)
         return self
 
     def forward(self, **batch: Any) -> Any:
@@ -388,10 +389,10 @@ class ElasticPipeline(nn.Module):
             The norm before clipping, 0-dimensional, the same on every process.
         """
         assert self.stage is not None
-        gradients = {n: p.grad for n in self.stage.names if (p := self.stack.table[n]).grad is not None}
         if self.num_stages == 1:
             unscale()
-            return nn.utils.clip_grad_norm_([self.stack.table[n] for n in gradients], max_norm)
+            return nn.utils.clip_grad_norm_(list(self.stage.parameters()), max_norm)
+        gradients = self.stage.gradients()
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
@@ -421,7 +422,7 @@ class ElasticPipeline(nn.Module):
             `[L]`, float64, on the CPU; 0 for units without gradient.
         """
         assert self.freezable is not None and self.stage is not None
-        gradients = {n: p.grad for n in self.stage.names if (p := self.stack.table[n]).grad is not None}
+        gradients = self.stage.gradients()
         here = range(self.stage.start, self.stage.stop)  # a parameter that stages share counts in its own unit's
         inside = [names if unit in here else () for unit, names in enumerate(self.freezable.inside)]
         squares = squared_norms(inside, gradients, self.device)

@@ -199,7 +199,7 @@ class LayerRangeRunner:
     def run(
         self, start: int, stop: int, carry: Carry | None, batch: dict[str, Any], observer: Observer | None = None
     ) -> Carry:
-        """Run units [start, stop), where `stop` is less than the number of units.
+        """Run units [start, stop), and not the head.
 
         Args:
             start: first unit that computes.
@@ -211,7 +211,7 @@ class LayerRangeRunner:
         Returns:
             The outputs after unit `stop - 1`, for every stack that has run so far.
         """
-        assert 0 <= start < stop < len(self.units)
+        assert 0 <= start < stop <= len(self.units)
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
@@ -253,7 +253,7 @@ class LayerRangeRunner:
             # all modules, not only those of frozen layers: dropout on the embeddings often is no module of its own
             current.switched = [module for module in self.model.modules() if module.training]
             for module in current.switched:
-                module.training = False
+                module.__dict__["training"] = False  # thousands of times a step; nn.Module's own way is slow
         try:
             yield
         finally:
@@ -263,7 +263,7 @@ class LayerRangeRunner:
     @staticmethod
     def _leave_frozen_units(current: _Pass) -> None:
         for module in current.switched:
-            module.training = True
+            module.__dict__["training"] = True
         current.switched = []
 
     def _ranged_forward(self, unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,6 +279,8 @@ class LayerRangeRunner:
                 self._check_order(index, unit)
             if index < current.start:
                 values = current.carry[unit.stack]
+                if index + 1 == self._num_frozen:
+                    self._leave_frozen_units(current)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 return self._structures[unit.stack].rebuild(values)

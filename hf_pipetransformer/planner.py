@@ -162,14 +162,14 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     check_pipeline_size(plan.world_size, k, plan.num_units)
     costs = _papers_sizes(plan) if split == "greedy" else _step_costs(plan, k)
     # cached units are the first stage's, whatever else it gets; where too few others are left, fewer count as cached
-    cached = min(plan.num_cached_layers, plan.num_units - k)
-    bounds = SPLITS[split](costs[cached:], k)
+    first = min(plan.num_cached_layers, plan.num_units - k)
+    bounds = SPLITS[split](costs[first:], k)
     return replace(
         plan,
         pipeline_parallel_size=k,
         data_parallel_size=plan.world_size // k,
-        stage_bounds=(0, *(cached + bound for bound in bounds[1:])),
-        num_cached_layers=cached,
+        stage_bounds=(0, *(first + bound for bound in bounds[1:])),
+        num_cached_layers=plan.num_cached_layers if k == 1 else first,
     )
 
 

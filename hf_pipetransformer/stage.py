@@ -83,6 +83,10 @@ class StageModule(nn.Module):
         self.stack.model.train(mode)
         return self
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of this stage's parameters, by their names in the model; those that there are."""
+        return {n: p.grad for n, p in zip(self.names, self.parameters(), strict=True) if p.grad is not None}
+
     @property
     def slots_in(self) -> tuple[CarrySlot, ...]:
         return self.stack.boundaries[self.start]
@@ -158,7 +162,7 @@ class StageModule(nn.Module):
         if self.cache is None or keys is None:
             return inputs, start, carry, None
         if start == 0:
-            start, carry = self.cache.fetch(inputs, keys, min(self.stop, self.stack.num_units - 1))
+            start, carry = self.cache.fetch(inputs, keys, self.stop)
         return inputs, start, carry, self.cache.watch(inputs, keys, start, self.stop)
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:

@@ -78,6 +78,16 @@ def test_frozen_in_the_middle_of_an_epoch(stages: dict[int, int]) -> None:
     assert hits[0] == 0 and 0 < hits[1] < 1 and hits[-1] == 1
 
 
+@pytest.mark.parametrize("stages", [{0: 2, 4: 1}, {0: 2, 4: 2}], ids=["replicas", "pipeline"])
+def test_only_the_head_is_left(stages: dict[int, int]) -> None:
+    """All four layers are frozen. Alone on its process the head goes on from what the last layer gave."""
+    run = Run(epochs=5)
+    results = run_ranks(cached, WORLD, run, stages, {3: 4})
+    (expected,) = run_ranks(reference, 1, run, {3: 4})
+    assert_same_training([outcome for outcome, _ in results], expected)
+    assert results[0][1][-1]["cache_hit_rate"] == 1
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers(method: str) -> None:
     """They compute the keys; persistent ones follow the generations."""
