@@ -51,6 +51,10 @@ class CacheCounts:
     load_seconds: float = 0.0
     """For all rows that were found."""
 
+    @property
+    def found(self) -> int:
+        return self.hits + self.older_hits
+
     def __add__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 

@@ -19,6 +19,7 @@ import os
 import shutil
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -67,7 +68,7 @@ class EpochReport:
 
 
 class AutoCache:
-    """Decides for all processes together. Every method but `keys_arrive` is collective over all processes.
+    """Decides for all processes together. Every method but `close` is collective over all processes.
 
     Args:
         pipeline: the model.
@@ -99,6 +100,7 @@ class AutoCache:
         self._is_forced = is_forced
         self._seconds_per_row = seconds_per_row
         self._description = description
+        self._is_first_here = self._mesh.gather_objects(node_name()).index(node_name()) == self._mesh.rank
         self._digests: dict[str, str] = {}
         self._boundary = 0  # that is filled
         self._steps = 0
@@ -178,9 +180,10 @@ class AutoCache:
             return None
         report = self._look_back()
         counts = report.counts
-        if self.num_cached == self._boundary:
-            if counts.rows and counts.hits < HARDLY_ANY * counts.rows:
-                self._turn_off(_changing(counts))
+        if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
+            self._turn_off(_changing(counts))
+        elif self.num_cached == self._boundary:
+            self._pipeline.park_cached_layers()  # a row that was missing may have brought them back
         elif counts.rows and counts.hits + counts.stored >= ENOUGH * counts.rows:
             self._count_as_cached()
         return report
@@ -192,7 +195,7 @@ class AutoCache:
             self._reads_first = False
             everyone = self._mesh.gather_objects(self.cache.counts)
             counts = reduce(add, everyone)
-            if counts.rows and not counts.hits:
+            if counts.rows and not counts.found:
                 self._turn_off(_changing(counts))
 
     def _look_back(self) -> EpochReport:
@@ -207,7 +210,7 @@ class AutoCache:
         self._reads_first = True
         older = self.cache.forget_older()
         self._publish()
-        if _is_first_here():
+        if self._is_first_here:
             for generation in older:
                 self._store.delete(*generation)
 
@@ -244,7 +247,7 @@ class AutoCache:
         return xxhash.xxh3_128_hexdigest("\n".join([self._description, str(boundary), *digests]).encode())
 
     def _publish(self) -> None:
-        if _is_first_here():
+        if self._is_first_here:
             try:
                 publish(self._store.folder, self.cache.generations)
             except OSError as error:
@@ -258,7 +261,7 @@ class AutoCache:
         """
         self._pipeline.use_cache(None)
         self.cache.close()
-        if deletes and _is_first_here():
+        if deletes and self._is_first_here:
             shutil.rmtree(self._store.folder, ignore_errors=True)
 
 
@@ -277,14 +280,18 @@ class ReadAhead:
     def __call__(self, keys: list[bytes]) -> None:
         if get_worker_info() is None:
             return  # the step comes at once
+        with suppress(OSError, ValueError):  # the step reads for itself
+            self._follow()
+        for reader in self._readers:
+            reader.prefetch(keys)
+
+    def _follow(self) -> None:
         path = self._folder / CURRENT
         status = os.stat(path)
         if self._stamp != (status.st_mtime_ns, status.st_ino):
             store = ActivationStore(self._folder)
             self._readers = [store.reader(*generation) for generation in json.loads(path.read_text())]
             self._stamp = (status.st_mtime_ns, status.st_ino)
-        for reader in self._readers:
-            reader.prefetch(keys)
 
 
 def publish(folder: Path, generations: Sequence[tuple[int, str]]) -> None:
@@ -345,10 +352,6 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _changing(counts: CacheCounts) -> str:
     return (
-        f"of {counts.rows} rows {counts.hits} were found; the inputs of a sample change from epoch to epoch (random"
+        f"of {counts.rows} rows {counts.found} were found; the inputs of a sample change from epoch to epoch (random"
         " augmentation, masking by the collator?)"
     )
-
-
-def _is_first_here() -> bool:
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -96,6 +96,9 @@ class ElasticPipeline(nn.Module):
         self._wrap_replicas = wrap_replicas
         self.freezable = freezable
         self.cache: ActivationCache | None = None
+        self.parks = device.type != "cpu"
+        """Whether cached layers' weights leave the device; on the CPU they would gain nothing."""
+        self._unpark_hook: Any = None
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
@@ -174,6 +177,7 @@ class ElasticPipeline(nn.Module):
             What it took, on this process.
         """
         before = self.current_plan
+        self.weights.unpark()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         times = [time.perf_counter()]
         self._freeze(plan)  # 1
@@ -213,6 +217,7 @@ class ElasticPipeline(nn.Module):
             self._optimizer.keep_what_is_here()
         self._connect(self.stage, plan)
         self.train(self.training)
+        self.park_cached_layers()
 
     def _unbuild(self) -> None:
         self.stage, self._scheduler, self._trials = None, None, None
@@ -287,6 +292,10 @@ class ElasticPipeline(nn.Module):
         return holders_under(self.current_plan, self.stack)
 
     def _leave_plan(self) -> None:
+        self.weights.unpark()
+        if self._unpark_hook is not None:
+            self._unpark_hook.remove()
+            self._unpark_hook = None
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
         self._unbuild()
@@ -305,6 +314,28 @@ class ElasticPipeline(nn.Module):
         self.cache = cache
         if self.stage is not None:
             self.stage.cache = cache
+
+    def park_cached_layers(self) -> None:
+        """Free the device of the weights that only cached layers need.
+
+        The first forward that runs a cached layer, whoever asks for it, brings them back.
+        """
+        plan, stage = self.current_plan, self.stage
+        if not self.parks or stage is None or stage.start or not plan.num_cached_layers:
+            return
+        assert self.freezable is not None
+        needed = self.stack.owned(plan.num_cached_layers, stage.stop)
+        if stage.is_last:
+            needed |= self.freezable.head
+        self.weights.park(self.freezable.frozen(plan.num_cached_layers) - needed)
+
+        def unpark(*_: Any) -> None:
+            if self.stack.runner.start_of_pass < plan.num_cached_layers:
+                self.weights.unpark()
+
+        if self._unpark_hook is not None:
+            self._unpark_hook.remove()
+        self._unpark_hook = self.model.register_forward_pre_hook(unpark)
 
     # ------------------------------------------------------------------------------------ the module's face
     def train(self, mode: bool = True) -> ElasticPipeline:

@@ -177,6 +177,11 @@ class LayerRangeRunner:
         finally:
             self._on_entry = None
 
+    @property
+    def start_of_pass(self) -> int:
+        """The first unit that computes in the forward under way; 0 for a plain call."""
+        return 0 if self._pass is None else self._pass.start
+
     # ------------------------------------------------------------------------------------ running
     def trace(self, batch: dict[str, Any], observer: Observer | None = None) -> Any:
         """Run the whole model once, note which units it calls in which order, and return its output.

@@ -57,6 +57,7 @@ class WeightState:
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: frozenset[str] = frozenset()
         self._frozen: set[str] = set()
+        self._parked: dict[str, torch.Tensor] = {}
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_ghosts = False
         self._hooks: list[Any] = []
@@ -92,6 +93,7 @@ class WeightState:
 
         Parameters that stay keep their identity, so an optimizer made before still knows them.
         """
+        self.unpark()
         model = self._table.model
         known = [name for name in self._table.names if self.is_here(name) and name not in self._frozen]
         self._trainable.update({name: self._table[name].requires_grad for name in known})
@@ -110,6 +112,19 @@ class WeightState:
                 # torch refuses bound methods here
                 model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
             ]
+
+    def park(self, names: Collection[str]) -> None:
+        """Send frozen weights that nothing computes with at present to the CPU; the device keeps ghosts of them."""
+        for name in set(names) - self._parked.keys():
+            parameter = self._table[name]
+            self._parked[name] = parameter.data.cpu()
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+    def unpark(self) -> None:
+        """Bring back what is parked."""
+        for name, value in self._parked.items():
+            self._table[name].data = value.to(self._table[name].device)
+        self._parked.clear()
 
     @contextmanager
     def as_on_one_process(self) -> Iterator[None]:
@@ -132,6 +147,7 @@ class WeightState:
 
         Collective over all processes.
         """
+        self.unpark()
         self._gathered = self._gather(holders)
         try:
             yield
@@ -149,6 +165,7 @@ class WeightState:
 
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Bring every weight back to every process, on `device`. Collective over all processes."""
+        self.unpark()
         for name, ranks in holders.items():
             mine = self._table[name]
             if len(ranks) < self._mesh.world_size:
@@ -195,6 +212,7 @@ class WeightState:
         return {alias for name in self._missing for alias in self._table.aliases[name]}
 
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.unpark()  # what is loaded is copied into them
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
 
@@ -209,7 +227,7 @@ class WeightState:
                 " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
                 " has returned."
             )
-        for name, tensor in (self._gathered or {}).items():
+        for name, tensor in {**self._parked, **(self._gathered or {})}.items():
             for alias in self._table.aliases[name]:
                 state_dict[prefix + alias] = tensor
 

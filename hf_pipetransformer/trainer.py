@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sized
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,23 +43,23 @@ from .callbacks import LayerFreezeCallback
 from .content_keys import KEYS_NAME, KeyingCollator
 from .costs import UnitCost, cost_of_whole, measure_costs
 from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
-from .devices import fits, memory_budget
+from .devices import fits
 from .elastic_pipeline import ElasticPipeline, Transformation
 from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .frozen_prefix import FreezableLayers
 from .layer_stack import LayerStack, refuse_batch_statistics
+from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
 from .loss_scaling import LossReduction, with_distinct_labels
 from .loss_study import study_loss
 from .mesh import ProcessMesh
 from .micro_batch import Batch
 from .node_order import shares_of
 from .plan import PipelinePlan
-from .planner import largest_stage_bytes, make_plan, replan
 from .stage import StageModule
 from .state import synchronise_weights
 from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
-from .unit_times import ModelTimes, measure_times, slowest
+from .unit_times import ModelTimes
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,6 @@ SAMPLES_TO_PROBE = 32
 """Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
 UNKNOWN_SIZE = 2**20
 """Samples that are expected of a stream."""
-MOST_ROWS_TO_TIME = 8
-"""Rows on which the model's parts are timed; more of them take as much longer."""
 
 
 class PipeTransformerTrainer(Trainer):
@@ -186,16 +184,16 @@ class PipeTransformerTrainer(Trainer):
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
         times = self._measure_times(pipeline, rows)
-        plan = self._make_plan(pipeline, times)
+        self._layouts = self._make_layouts(pipeline, times)
         self._num_cached = 0
-        self._auto_cache = self._make_auto_cache(pipeline, times)
+        self._auto_cache = self._make_auto_cache(pipeline) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
             freezable = pipeline.freezable
             assert freezable is not None
             callback.attach(freezable.num_layers, freezable.max_frozen, self.state)
             self._warn_of_shared_layers(freezable)
-        self._first_plan = plan
+        plan = self._layouts.first
         if callback is not None and callback.num_frozen:  # resumed
             plan = self._plan_after_freezing(plan, callback.num_frozen)
         pipeline.place(plan)
@@ -226,39 +224,31 @@ class PipeTransformerTrainer(Trainer):
             )
 
     def _plan_after_freezing(self, plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
-        # a number of stages that the user chose says what a device can hold: no more than at the start
-        is_auto = self.args.pipeline_parallel_size == "auto" and self._memory_budget is not None
-        budget = self._memory_budget if is_auto else largest_stage_bytes(self._first_plan)
-        assert budget is not None
-        compression: Literal["fit", "none"] = "fit" if self.args.elastic else "none"
-        return replan(plan, num_frozen, budget, num_cached_layers=self._num_cached, compression=compression)
+        return self._layouts.next(plan, num_frozen, self._num_cached)
+
+    @property
+    def _may_cache(self) -> bool:
+        return self.args.activation_cache != "off" and self._freeze_callback is not None
+
+    def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
+        """Of the model's parts, where they decide something: the split, K, M, whether the cache pays.
+
+        They may decide otherwise in another run, which `full_determinism` forbids.
+        """
+        if self.args.full_determinism or not (self.args.uses_pipeline or self._may_cache):
+            return None
+        assert self._train_batches is not None
+        batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
+        with self.compute_loss_context_manager():
+            return time_parts(pipeline, batch, self.args.device)
 
     @property
     def _rows_to_time(self) -> int:
-        """Rows of a micro-batch that the model's parts are timed with."""
         return min(self.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)
 
-    def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
-        """Of the model's parts on the slowest process; None where they do not matter or cannot be had.
-
-        What is chosen by them (split, K and M) may differ from run to run, which `full_determinism` forbids.
-        """
-        assert self._train_batches is not None
-        device = self.args.device
-        is_here = all(p.device.type == device.type for p in self.model.parameters())  # else it fits no device
-        if not self.args.uses_pipeline or self.args.full_determinism or not all(pipeline.mesh.gather_objects(is_here)):
-            return None
-        batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
-        per_byte = pipeline.mesh.seconds_per_reduced_byte(device)
-        with self.compute_loss_context_manager():
-            times = measure_times(pipeline.stack, batch, per_byte)
-        return slowest(pipeline.mesh.gather_objects(times))
-
-    def _make_auto_cache(self, pipeline: ElasticPipeline, times: ModelTimes | None) -> AutoCache | None:
-        """The cache, if layers are going to be frozen; it finds out itself whether the model allows it."""
-        args, batches = self.args, self._train_batches
-        if args.activation_cache == "off" or self._freeze_callback is None:
-            return None
+    def _make_auto_cache(self, pipeline: ElasticPipeline) -> AutoCache:
+        """The cache; it finds out itself whether the model allows it."""
+        args, batches, times = self.args, self._train_batches, self._layouts.times
         assert batches is not None and pipeline.freezable is not None
 
         def collate(samples: list[Any]) -> Batch:
@@ -279,7 +269,7 @@ class PipeTransformerTrainer(Trainer):
             folder=self._cache_folder,
             max_gib=args.activation_cache_max_gib,
             storage_dtype=CACHE_DTYPES[args.activation_cache_dtype],
-            capacity=sum(len(data) if isinstance(data, Sized) else UNKNOWN_SIZE for data in self._datasets()),
+            capacity=sum(len(data) if isinstance(data, Sized) else UNKNOWN_SIZE for data in self._datasets),
             is_forced=args.activation_cache == "on",
             seconds_per_row=seconds,
             precision=self.accelerator.mixed_precision,
@@ -291,9 +281,11 @@ class PipeTransformerTrainer(Trainer):
         folder = self.args.activation_cache_dir or os.path.join(self.args.output_dir or ".", "activation_cache")
         return store_folder(folder, self._processes)
 
+    @property
     def _datasets(self) -> list[Any]:
         evaluated = self.eval_dataset
-        return [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+        everything = [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+        return [dataset for dataset in everything if dataset is not None]
 
     def _key_samples(self, dataloader: DataLoader) -> None:
         """Let an evaluation's batches have keys, too."""
@@ -352,26 +344,11 @@ class PipeTransformerTrainer(Trainer):
             stack, self._loss_of_micro_batch, mesh, self.args.device, self._wrap_replicas, freezable
         )
 
-    def _make_plan(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> PipelinePlan:
-        budgets = [
-            b
-            for b in pipeline.mesh.gather_objects(memory_budget(self.args.device, self.args.world_size))
-            if b is not None
-        ]
-        self._memory_budget = min(budgets, default=None)
-        plan = make_plan(
-            self._unit_costs,
-            pipeline.mesh.world_size,
-            self.args.pipeline_parallel_size,
-            schedule=self.args.pipeline_schedule,
-            num_microbatches=self.args.num_microbatches,
-            rows_per_device=self.args.per_device_train_batch_size,
-            memory_budget_bytes=self._memory_budget,
-            times=times,
-        )
+    def _make_layouts(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> Layouts:
+        layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh)
         if self._reduction.kind == "whole" and self._train_batches is not None:
-            self._refuse_coupled_rows(plan)
-        return plan
+            self._refuse_coupled_rows(layouts.first)
+        return layouts
 
     def _refuse_coupled_rows(self, plan: PipelinePlan) -> None:
         if plan.world_size == 1 or (plan.num_microbatches == 1 and plan.data_parallel_size == 1):
@@ -424,7 +401,6 @@ class PipeTransformerTrainer(Trainer):
         if is_iterable:
             dataset = _whole_stream(dataset)
         args = self.args
-        may_cache = args.activation_cache != "off" and self._freeze_callback is not None
         self._train_batches = NumberedBatches(
             dataset,
             None if is_iterable else _sampler_of(stock),
@@ -432,8 +408,8 @@ class PipeTransformerTrainer(Trainer):
             self._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            keying_collate_fn=self._keying_collator(stock.collate_fn) if may_cache else None,
-            node_shares=shares_of(self._processes.gather_objects(node_name())) if may_cache else (1,),
+            keying_collate_fn=self._keying_collator(stock.collate_fn) if self._may_cache else None,
+            node_shares=shares_of(self._processes.gather_objects(node_name())) if self._may_cache else (1,),
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
@@ -499,6 +475,7 @@ class PipeTransformerTrainer(Trainer):
             new = self._plan_after_freezing(plan, num_frozen)
             if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
                 pipeline.plan = new  # the same work at the same place, or none
+                pipeline.park_cached_layers()
                 self._record("cache", new)
             else:
                 change = pipeline.transform(new)
@@ -647,7 +624,7 @@ class PipeTransformerTrainer(Trainer):
         if self.pipeline is None or self.pipeline.model is not self.model:
             self._build_pipeline(self._evaluation_rows(dataloader), dataloader.collate_fn)
         assert self.pipeline is not None
-        self.pipeline.place(self._make_plan(self.pipeline), keep_weights_aside=True)
+        self.pipeline.place(self._make_layouts(self.pipeline).first, keep_weights_aside=True)
         try:
             return super().evaluation_loop(dataloader, *positional, **keywords)
         finally:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks
+from safetensors.torch import load_file
 from test_elastic import StopAfter, reference, stages_by_frozen
 from training_data import TrainingData
 from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
 
-from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer, auto_cache
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""
@@ -26,6 +29,7 @@ RUNS = {
     "llama": Run("causal-lm", model="llama", epochs=6),
     "gpt2-tied": Run("causal-lm", model="gpt2", epochs=6),
     "vit": Run("image-classification", epochs=6),
+    "streamed": Run(epochs=6, streamed=True).with_options(max_steps=18),
 }
 
 
@@ -145,6 +149,17 @@ def test_augmented_images_miss_and_the_cache_goes_off() -> None:
     assert all("0 were found" in str(reason) for *_, reason in with_cache)
 
 
+def looking_early(rank: int, world_size: int) -> list[dict[str, Any]]:
+    auto_cache.EARLY_STEPS = 1
+    return cached(rank, world_size, RUNS["bert"], {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START)[1]
+
+
+def test_rows_found_below_are_found() -> None:
+    """An epoch that fills the store for more layers reads it for fewer: an early look must see that as hits."""
+    (epochs,) = {json.dumps(result) for result in run_ranks(looking_early, 2)}
+    assert [(e["cache_hit_rate"], e["cache_older_hit_rate"]) for e in json.loads(epochs)][-1] == (1, 0)
+
+
 def test_a_refused_model_trains_uncached() -> None:
     """T5's layers hand on a position bias beside the hidden state."""
     run = Run("seq2seq", epochs=4)
@@ -180,6 +195,62 @@ def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:
     results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dir=folder)
     (expected,) = run_ranks(reference, 1, run, EPOCH_START)
     assert_same_training([outcome for outcome, _ in results], expected)
+
+
+def test_a_folder_of_another_training_is_not_believed(tmp_path: Path) -> None:
+    """The same samples and layers, other weights when they freeze: nothing is found, and nothing is lost."""
+    folder = str(tmp_path / "cache")
+    first = RUNS["bert"].with_options(activation_cache_dir=folder)
+    second = first.with_options(learning_rate=1e-3)
+    run_ranks(cached, WORLD, first, SHRINK, EPOCH_START)
+    before = {path.name for path in Path(folder).iterdir()}
+    results = run_ranks(cached, WORLD, second, SHRINK, EPOCH_START)
+    (expected,) = run_ranks(reference, 1, RUNS["bert"].with_options(learning_rate=1e-3), EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    assert (results[0][1][0]["cache_hit_rate"], results[0][1][-1]["cache_hit_rate"]) == (0, 1)
+    assert before < {path.name for path in Path(folder).iterdir()}
+
+
+def damaging(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
+    """After each step some bytes of the store are turned over or cut off."""
+    trainer = trainer_of(run, SHRINK, EPOCH_START, activation_cache_dir=folder)
+    adapt = trainer._adapt
+    draw = random.Random(rank)
+
+    def adapt_and_damage() -> None:
+        adapt()
+        files = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size > 64]
+        for path in draw.sample(sorted(files), min(len(files), 2)):
+            with suppress(OSError):
+                data = bytearray(path.read_bytes())
+                for _ in range(8):
+                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                with path.open("r+b") as file:
+                    file.write(data)
+                    file.truncate(len(data) - draw.randrange(0, 64))
+
+    trainer._adapt = adapt_and_damage  # type: ignore[method-assign]
+    outcome = outcome_of(trainer)
+    return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+
+
+def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
+    run = RUNS["bert"]
+    results = run_ranks(damaging, WORLD, run, str(tmp_path / "cache"))
+    (expected,) = run_ranks(reference, 1, run, EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    found = sum(e["cache_hit_rate"] + e["cache_older_hit_rate"] for e in results[0][1])
+    assert 0 < found < 3  # of 3 epochs that read: some entries were damaged, and some were not
+
+
+def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
+    """At the same time, with the same weights: they share what they find, and one deletes what the other reads."""
+    run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run_ranks, cached, 2, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START) for _ in range(2)]
+        outcomes = [outcome for job in jobs for outcome, _ in job.result()]
+    alone = run_ranks(cached, 2, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START, activation_cache="off")
+    assert_same_training(outcomes, alone[0][0])
 
 
 def train_some(rank: int, world_size: int, run: Run, folder: str) -> None:
@@ -242,3 +313,37 @@ def test_events_say_what_is_cached(tmp_path: Path) -> None:
 
 def recorded(rank: int, world_size: int, folder: str) -> None:
     cached(rank, world_size, RUNS["bert"], SHRINK, EPOCH_START, folder=folder)
+
+
+def parked(
+    rank: int, world_size: int, stages: dict[int, int], folder: str
+) -> tuple[Outcome, list[int], dict[str, torch.Tensor]]:
+    """As on a GPU: cached layers' weights leave the device, and come back for saving."""
+    run = Run(epochs=6).with_options(eval_strategy="epoch", save_strategy="epoch")
+    trainer = trainer_of(run, stages, EPOCH_START, folder)
+    held: list[int] = []
+    adapt = trainer._adapt
+
+    def adapt_and_look() -> None:
+        assert trainer.pipeline is not None
+        trainer.pipeline.parks = True
+        adapt()
+        storages = [p.untyped_storage() for p in trainer.pipeline.parameters()]
+        held.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+
+    trainer._adapt = adapt_and_look  # type: ignore[method-assign]
+    outcome = outcome_of(trainer)
+    return outcome, held, load_file(Path(folder) / "checkpoint-15" / "model.safetensors")
+
+
+@pytest.mark.parametrize("stages", [SHRINK, {0: 1, 1: 1, 2: 1, 3: 1}], ids=["shrink", "replicas"])
+def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_path: Path) -> None:
+    results = run_ranks(parked, WORLD, stages, str(tmp_path))
+    (expected,) = run_ranks(reference, 1, Run(epochs=6), EPOCH_START)
+    assert_same_training([outcome for outcome, *_ in results], expected)
+    for outcome, held, saved in results:
+        assert held[-1] < 0.6 * held[9]  # the last layer and the head, where before one more layer was
+        assert held[9] < held[3]
+        for name, weight in saved.items():
+            if ".layer.0." in name or ".embeddings." in name:
+                assert torch.equal(weight, outcome.weights[name])

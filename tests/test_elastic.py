@@ -16,6 +16,7 @@ from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of,
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
+from hf_pipetransformer.data import first_samples
 from hf_pipetransformer.frozen_prefix import FreezableLayers
 from hf_pipetransformer.layer_stack import LayerStack
 from hf_pipetransformer.plan import PipelinePlan
@@ -53,7 +54,7 @@ class FreezeAt(TrainerCallback):
 
 def reference(rank: int, world_size: int, run: Run, table: dict[int, int]) -> Outcome:
     model = run.build_model()
-    batch = dict(PadCollator(run.kind)([run.data(2)[0], run.data(2)[1]]))
+    batch = dict(PadCollator(run.kind)(first_samples(run.data(2), 2)))
     layers = FreezableLayers.of(LayerStack.discover(model, batch), batch)
     arguments = TrainingArguments(
         "reference",

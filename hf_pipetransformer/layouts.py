@@ -1,0 +1,83 @@
+"""The plans of one training: the first, and those after each freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from .costs import UnitCost
+from .devices import memory_budget
+from .elastic_pipeline import ElasticPipeline
+from .mesh import ProcessMesh
+from .micro_batch import Batch
+from .plan import PipelinePlan
+from .planner import largest_stage_bytes, make_plan, replan
+from .training_args import PipeTransformerTrainingArguments
+from .unit_times import ModelTimes, measure_times, slowest
+
+MOST_ROWS_TO_TIME = 8
+"""Rows on which the model's parts are timed; more of them take as much longer."""
+
+
+class Layouts:
+    """Makes the plans that the arguments ask for. Collective over all processes when it is made.
+
+    Args:
+        args: of the training.
+        unit_costs: of the model.
+        times: measured, the same on every process; None: go by FLOPs.
+        mesh: the processes.
+    """
+
+    def __init__(
+        self,
+        args: PipeTransformerTrainingArguments,
+        unit_costs: Sequence[UnitCost],
+        times: ModelTimes | None,
+        mesh: ProcessMesh,
+    ) -> None:
+        self._args = args
+        budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
+        self._budget = min((budget for budget in budgets if budget is not None), default=None)
+        self.times = times
+        self.first = make_plan(
+            unit_costs,
+            mesh.world_size,
+            args.pipeline_parallel_size,
+            schedule=args.pipeline_schedule,
+            num_microbatches=args.num_microbatches,
+            rows_per_device=args.per_device_train_batch_size,
+            memory_budget_bytes=self._budget,
+            times=times,
+        )
+        """The plan to begin with."""
+
+    def next(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
+        """The plan that follows `plan` when so many layers are frozen and cached."""
+        # a number of stages that the user chose says what a device can hold: no more than at the start
+        is_auto = self._args.pipeline_parallel_size == "auto" and self._budget is not None
+        budget = self._budget if is_auto else largest_stage_bytes(self.first)
+        assert budget is not None
+        compression: Literal["fit", "none"] = "fit" if self._args.elastic else "none"
+        return replan(plan, num_frozen, budget, num_cached_layers=num_cached, compression=compression)
+
+
+def time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -> ModelTimes | None:
+    """Time the parts of a complete model on the slowest process. Collective over all processes.
+
+    Args:
+        pipeline: the model.
+        batch: at most `MOST_ROWS_TO_TIME` rows are of use, where the model is.
+        device: to train on.
+
+    Returns:
+        None where the model is not on the device, because it does not fit.
+    """
+    mesh = pipeline.mesh
+    is_here = all(parameter.device.type == device.type for parameter in pipeline.model.parameters())
+    if not all(mesh.gather_objects(is_here)):
+        return None
+    per_byte = mesh.seconds_per_reduced_byte(device)
+    return slowest(mesh.gather_objects(measure_times(pipeline.stack, batch, per_byte)))

@@ -1,0 +1,175 @@
+"""One process's way to the store, on a whole model without a Trainer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import MODELS
+from training_data import PadCollator, TrainingData
+
+from hf_pipetransformer.activation_cache import ActivationCache
+from hf_pipetransformer.activation_store import ActivationStore
+from hf_pipetransformer.content_keys import content_keys
+from hf_pipetransformer.layer_range import tensors_of
+from hf_pipetransformer.layer_stack import CarrySlot, LayerStack
+
+CPU = torch.device("cpu")
+SLOTS = {f: CarrySlot(0, 0, True, True) for f in range(1, 5)}
+
+
+class Setup:
+    """A BERT of four layers, its cache, and what is run."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None, max_bytes: int | None = None) -> None:
+        self.data = TrainingData("text-classification", 12)
+        self.collate = PadCollator("text-classification")
+        model = MODELS["bert-classification"].build().eval()
+        self.stack = LayerStack.discover(model, self.batch(range(2)))
+        self.stack.runner.install()
+        self.stack.runner.trace(self.batch(range(2)))
+        self.store = ActivationStore(folder, max_bytes=max_bytes)
+        self.cache = ActivationCache(self.stack, SLOTS, self.store, 0, 64, dtype, CPU)
+        self.cache.write(True)
+        self.calls: list[tuple[int, int, int]] = []
+        run = self.stack.runner.run
+
+        def counted(start: int, stop: int, carry: Any, batch: Any, observer: Any = None) -> Any:
+            self.calls.append((start, stop, len(batch["input_ids"])))
+            return run(start, stop, carry, batch, observer)
+
+        self.stack.runner.run = counted  # type: ignore[method-assign]
+
+    def batch(self, rows: Any) -> dict[str, Any]:
+        return self.collate([self.data[row] for row in rows])
+
+    def go(self, rows: Any, stop: int = 4) -> tuple[int, torch.Tensor]:
+        """As a stage does: fetch, and run from there to `stop`. Returns where it began and the state behind `stop`."""
+        batch = self.batch(rows)
+        keys = content_keys(batch)
+        assert keys is not None
+        with torch.no_grad():
+            start, carry = self.cache.fetch(batch, keys, stop)
+            if start < stop:
+                carry = self.stack.runner.run(start, stop, carry, batch, self.cache.watch(batch, keys, start, stop))
+        self.cache.flush()
+        assert carry is not None
+        return start, carry[0][0]
+
+    def expected(self, rows: Any, stop: int = 4) -> torch.Tensor:
+        states: list[torch.Tensor] = []
+        with torch.no_grad():
+            self.stack.runner.trace(self.batch(rows), lambda unit, output: states.append(tensors_of(output)[0]))
+        return states[stop - 1]
+
+    def assert_right(self, rows: Any, state: torch.Tensor, tolerance: float = 1e-5) -> None:
+        valid = self.batch(rows)["attention_mask"].bool()
+        torch.testing.assert_close(state[valid], self.expected(rows)[valid], rtol=0, atol=tolerance)
+
+
+def test_rows_are_brought_to_one_place(tmp_path: Path) -> None:
+    """As drawn: a and d are found behind 3 layers, b behind 2, c not at all."""
+    a, b, c, d = range(4)
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.go([b])
+    setup.cache.advance(3, "weights")
+    setup.go([a, d])
+    setup.calls.clear()
+    start, state = setup.go([a, b, c, d])
+    assert start == 3
+    assert setup.calls == [(2, 3, 1), (0, 3, 1), (3, 4, 4)]
+    setup.assert_right([a, b, c, d], state)
+    setup.calls.clear()
+    start, state = setup.go([d, c, b, a])  # b and c have been put
+    assert setup.calls == [(3, 4, 4)]
+    setup.assert_right([d, c, b, a], state)
+    counts = setup.cache.take_counts()
+    assert (counts.rows, counts.hits, counts.older_hits, counts.stored) == (11, 6, 1, 5)
+
+
+def test_rows_of_one_place_are_run_once(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    assert setup.go(range(6))[0] == 0
+    setup.cache.advance(3, "weights")
+    setup.calls.clear()
+    start, state = setup.go(range(3))
+    assert start == 2 and setup.calls == [(2, 4, 3)]
+    setup.assert_right(range(3), state)
+    assert setup.cache.forget_older() == [(2, "weights")]
+    assert setup.go(range(3, 6))[0] == 0
+
+
+def test_a_stage_that_ends_below_takes_what_it_can(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.go(range(3))
+    setup.cache.advance(4, "weights")
+    setup.go(range(3))
+    batch = setup.batch(range(3))
+    start, carry = setup.cache.fetch(batch, content_keys(batch) or [], 3)
+    assert start == 2 and carry is not None
+    assert setup.cache.watch(batch, [], 2, 3) is None  # the frozen layers end in another stage
+
+
+def test_storage_in_bf16(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, torch.bfloat16)
+    setup.cache.advance(4, "weights")
+    setup.go(range(4))
+    start, state = setup.go(range(4))
+    assert start == 4 and state.dtype == torch.float32
+    with pytest.raises(AssertionError):
+        setup.assert_right(range(4), state)
+    setup.assert_right(range(4), state, 3e-2)
+
+
+def test_nothing_is_put_when_nobody_will_read(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.write(False)
+    setup.cache.advance(2, "weights")
+    assert setup.go(range(4))[0] == setup.go(range(4))[0] == 0
+
+
+def test_a_full_store_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(tmp_path, max_bytes=3000)
+    setup.cache.advance(2, "weights")
+    with caplog.at_level(logging.WARNING):
+        for row in range(8):
+            setup.go([row])
+    (record,) = caplog.records
+    assert "takes nothing more" in record.message and "max_bytes is 3000" in record.message
+    starts = [setup.go([row])[0] for row in range(8)]
+    assert starts[0] == 2 and starts[-1] == 0
+    setup.cache.advance(3, "weights")
+    assert setup.cache.failure is None  # there may be room again
+
+
+def test_a_busy_writer_drops_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    monkeypatch.setattr(type(setup.cache._writer), "is_busy", True)
+    setup.go(range(4))
+    counts = setup.cache.take_counts()
+    assert (counts.dropped, counts.stored) == (4, 0)
+
+
+def test_facts_that_are_damaged_are_no_layout(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    for facts in ({}, {"features": "x"}, {"features": [16], "has_mask": True, "stored_dtype": "nn"}):
+        setup.store.writer(2, "other", writer=0, capacity=8, facts=facts).close()
+        setup.cache.advance(2, "other")
+        assert setup.go(range(2))[0] == 0
+        setup.store.delete(2, "other")
+
+
+def test_reading_is_timed(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    assert setup.cache.time_reading() is None
+    setup.cache.advance(2, "weights")
+    setup.go(range(4))
+    seconds = setup.cache.time_reading()
+    assert seconds is not None and 0 < seconds < 1
