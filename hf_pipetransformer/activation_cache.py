@@ -46,6 +46,8 @@ class CacheCounts:
     older_hits: int = 0
     """Found where they ended before."""
     stored: int = 0
+    """Put where they end now."""
+    older_stored: int = 0
     dropped: int = 0
     """Not written, because the writer was busy."""
     load_seconds: float = 0.0
@@ -109,6 +111,9 @@ class ActivationCache:
     def advance(self, num_frozen: int, fingerprint: str) -> None:
         """From now on look for, and put, the output of the first `num_frozen` units; look for earlier ones, too."""
         self.flush()
+        counts = self.counts  # of where they end from now on nothing has been counted yet
+        counts.older_hits, counts.hits = counts.found, 0
+        counts.older_stored, counts.stored = counts.older_stored + counts.stored, 0
         if (num_frozen, fingerprint) not in [(g.num_frozen, g.fingerprint) for g in self._generations]:
             reader = self._store.reader(num_frozen, fingerprint)
             self._generations.insert(0, _Generation(num_frozen, fingerprint, reader))

@@ -180,11 +180,13 @@ class AutoCache:
             return None
         report = self._look_back()
         counts = report.counts
+        if not counts.rows:
+            return None
         if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
             self._turn_off(_changing(counts))
         elif self.num_cached == self._boundary:
             self._pipeline.park_cached_layers()  # a row that was missing may have brought them back
-        elif counts.rows and counts.hits + counts.stored >= ENOUGH * counts.rows:
+        elif counts.hits + counts.stored >= ENOUGH * counts.rows:
             self._count_as_cached()
         return report
 

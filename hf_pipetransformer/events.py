@@ -75,7 +75,7 @@ def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
     return {
         "cache_hit_rate": round(counts.hits / rows, 4),
         "cache_older_hit_rate": round(counts.older_hits / rows, 4),
-        "cache_rows_stored": counts.stored,
+        "cache_rows_stored": counts.stored + counts.older_stored,
         "cache_rows_dropped": counts.dropped,
         "cache_load_seconds": round(counts.load_seconds, 3),
         "cache_bytes": nbytes,

@@ -343,7 +343,6 @@ def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_p
     assert_same_training([outcome for outcome, *_ in results], expected)
     for outcome, held, saved in results:
         assert held[-1] < 0.6 * held[9]  # the last layer and the head, where before one more layer was
-        assert held[9] < held[3]
         for name, weight in saved.items():
             if ".layer.0." in name or ".embeddings." in name:
                 assert torch.equal(weight, outcome.weights[name])
