@@ -96,6 +96,7 @@ class ActivationCache:
         self.counts = CacheCounts()
         self.failure: OSError | None = None
         """Why nothing is written any more."""
+        self._has_said_so = False
         self._stack = stack
         self._slots = slots
         self._store = store
@@ -188,6 +189,8 @@ class ActivationCache:
             layout = _Layout.from_facts(generation.reader.facts)
             if spans is None or layout is None or generation.num_frozen > stop or not missing:
                 continue
+            if layout.has_mask != (_tokens(batch) is not None):
+                continue
             began = time.perf_counter()
             states, places = layout.empty([spans[row] for row in missing], _tokens(batch), self._device.type == "cuda")
             hits = generation.reader.read_into([keys[row] for row in missing], places)
@@ -197,7 +200,7 @@ class ActivationCache:
                 if len(here) < len(missing):
                     states = states[here]
                 _clear_padding(states, [spans[row] for row in rows])
-                states = states.to(self._device, layout.computed_dtype, non_blocking=True)
+                states = states.to(self._device, layout.computed_dtype, non_blocking=self._device.type == "cuda")
                 found[generation.num_frozen] = (rows, states)
                 missing = sorted(set(missing) - set(rows))
                 self.counts.load_seconds += time.perf_counter() - began
@@ -251,7 +254,7 @@ class ActivationCache:
             return
         dtype = self._storage_dtype or state.dtype
         copy = torch.empty(state.shape, dtype=dtype, pin_memory=state.is_cuda)
-        copy.copy_(state.detach(), non_blocking=True)
+        copy.copy_(state.detach(), non_blocking=state.is_cuda)
         copied = None
         if state.is_cuda:
             copied = torch.cuda.Event()
@@ -271,8 +274,9 @@ class ActivationCache:
 
     def stop_writing(self, error: OSError) -> None:
         """Say once why frozen layers are computed from here on."""
-        if self.failure is None:
-            self.failure = error
+        self.failure = error
+        if not self._has_said_so:
+            self._has_said_so = True
             why = error.strerror or str(error) if isinstance(error, StoreFull) else str(error)
             logger.warning(
                 "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", why
@@ -409,6 +413,8 @@ class _Writer:
         if self._open is None or self._open[0] is not entries.generation:
             self.close_generation()
             self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
+        if _Layout.from_facts(entries.generation.reader.facts) != entries.layout:
+            return  # another batch had a mask where this one has none: one generation has one layout
         rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
         self._cache.counts.stored += self._open[1].put(entries.keys, rows)
         self.last = entries

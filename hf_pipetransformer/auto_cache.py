@@ -36,7 +36,6 @@ from .activation_cache import ActivationCache, CacheCounts
 from .activation_store import ActivationStore, GenerationReader
 from .cache_probe import CacheVerdict
 from .elastic_pipeline import ElasticPipeline
-from .mesh import ProcessMesh
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +101,7 @@ class AutoCache:
         self._description = description
         self._is_first_here = self._mesh.gather_objects(node_name()).index(node_name()) == self._mesh.rank
         self._digests: dict[str, str] = {}
+        self._norms: list[float] = []  # of the frozen weights that are here
         self._boundary = 0  # that is filled
         self._steps = 0
         self._reads_first = False  # this epoch is the first one that reads
@@ -137,10 +137,12 @@ class AutoCache:
         reasons: dict[int, str | None] = {}
         for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
             reasons = {f: reasons.get(f) or reason[f] for f in reason}
-        store = ActivationStore(folder, max_bytes=size_limit(folder, max_gib))
+        store = ActivationStore(folder)
+        store.max_bytes = size_limit(store, max_gib)
         rank = pipeline.mesh.rank
         cache = ActivationCache(pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device)
-        description = describe_model(pipeline.model, precision)
+        description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
+        description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
         return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description)
 
     @property
@@ -156,27 +158,31 @@ class AutoCache:
         num_units = self._pipeline.stack.num_units
         highest = min(num_frozen, num_units if self._pipeline.num_stages == 1 else num_units - 1)
         boundary = max((f for f in self._allowed if f <= highest), default=0)
-        if boundary == 0:
-            self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(num_frozen)}")
+        if not self._allowed:
+            self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
         elif boundary > self._boundary:
             self._boundary = boundary
             self.cache.advance(boundary, self._fingerprint(boundary))
             self._publish()
             self._pipeline.use_cache(self.cache)
+        self._norms = self._norms_here()  # of what this process holds under the plan now in force
 
-    def begin_epoch(self, epochs_left: float) -> EpochReport | None:
+    def begin_epoch(self, writes: bool) -> EpochReport | None:
         """Look back on the epoch that has ended, and decide for the one that begins.
 
         Args:
-            epochs_left: that follow after the one that begins; without any, nothing is put.
+            writes: whether what is put in the epoch that begins will be read in a later one.
 
         Returns:
             What the last epoch brought; None where the cache was not in use.
         """
         self._steps = 0
         self._reads_first = False
-        self.cache.write(epochs_left >= 1)
+        self.cache.write(writes)
         if not self.is_on or not self._boundary:
+            return None
+        if not self.weights_hold():
+            self._turn_off("the frozen layers' weights have been changed")
             return None
         report = self._look_back()
         counts = report.counts
@@ -184,9 +190,7 @@ class AutoCache:
             return None
         if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
             self._turn_off(_changing(counts))
-        elif self.num_cached == self._boundary:
-            self._pipeline.park_cached_layers()  # a row that was missing may have brought them back
-        elif counts.hits + counts.stored >= ENOUGH * counts.rows:
+        elif self.num_cached < self._boundary and counts.hits + counts.stored >= ENOUGH * counts.rows:
             self._count_as_cached()
         return report
 
@@ -213,8 +217,7 @@ class AutoCache:
         older = self.cache.forget_older()
         self._publish()
         if self._is_first_here:
-            for generation in older:
-                self._store.delete(*generation)
+            self._delete(older)
 
     def _pays(self) -> bool:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
@@ -232,9 +235,34 @@ class AutoCache:
     def _turn_off(self, reason: str) -> None:
         self.reason_off = reason
         self.num_cached = 0
+        self.cache.write(False)
+        self.cache.flush()
+        self._mesh.gather_objects(None)  # all have written
+        if self._is_first_here:
+            self._delete(self.cache.generations)
         self._pipeline.use_cache(None)
         if self._mesh.rank == 0:
             logger.warning("The activation cache is off: %s.", reason)
+
+    def _delete(self, generations: Sequence[tuple[int, str]]) -> None:
+        for generation in generations:
+            with suppress(OSError):
+                self._store.delete(*generation)
+
+    # ------------------------------------------------------------------------------------ weights
+    def weights_hold(self) -> bool:
+        """Whether the frozen weights are what they were when they froze: a callback may have put others there."""
+        hold = self._norms == self._norms_here()
+        self._pipeline.park_cached_layers()
+        return all(self._mesh.gather_objects(hold))
+
+    def _norms_here(self) -> list[float]:
+        pipeline = self._pipeline
+        pipeline.weights.unpark()
+        assert pipeline.stage is not None and pipeline.freezable is not None
+        names = pipeline.freezable.frozen(self._boundary)
+        mine = [pipeline.stack.table[name].detach() for name in pipeline.stage.names if name in names]
+        return torch.stack(torch._foreach_norm(mine)).tolist() if mine else []
 
     # ------------------------------------------------------------------------------------ names
     def _fingerprint(self, boundary: int) -> str:
@@ -250,10 +278,8 @@ class AutoCache:
 
     def _publish(self) -> None:
         if self._is_first_here:
-            try:
+            with suppress(OSError):  # without it nobody reads ahead
                 publish(self._store.folder, self.cache.generations)
-            except OSError as error:
-                self.cache.stop_writing(error)
 
     def close(self, deletes: bool) -> None:
         """End the use of the cache. Not collective.
@@ -292,6 +318,8 @@ class ReadAhead:
         status = os.stat(path)
         if self._stamp != (status.st_mtime_ns, status.st_ino):
             store = ActivationStore(self._folder)
+            for reader in self._readers:
+                reader.close()
             self._readers = [store.reader(*generation) for generation in json.loads(path.read_text())]
             self._stamp = (status.st_mtime_ns, status.st_ino)
 
@@ -299,20 +327,21 @@ class ReadAhead:
 def publish(folder: Path, generations: Sequence[tuple[int, str]]) -> None:
     """Tell the loaders' workers which generations are read now."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = folder / f"{CURRENT}.new"
+    new = folder / f"{CURRENT}.{os.getpid()}"
     new.write_text(json.dumps(generations))
     os.replace(new, folder / CURRENT)
 
 
-def store_folder(folder: str | os.PathLike[str], mesh: ProcessMesh) -> Path:
-    """One folder for all processes of a host, that of the first. Collective over all processes.
+def store_folder(folder: str | os.PathLike[str]) -> Path:
+    """Each node has a folder of its own: nodes may share a file system, but they do not share a page cache."""
+    return Path(folder, node_name()).absolute() if len(node_shares()) > 1 else Path(folder).absolute()
 
-    Hosts may share a file system, but they do not share a page cache: each has its own.
-    """
-    node = node_name()
-    everyone = mesh.gather_objects((node, os.path.abspath(folder)))
-    first = next(theirs for name, theirs in everyone if name == node)
-    return Path(first, node) if len({name for name, _ in everyone}) > 1 else Path(first)
+
+def node_shares() -> tuple[int, ...]:
+    """Processes on each node, as the launcher says; one node, where it does not."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return (here,) * (world // here) if here and world % here == 0 else (world,)
 
 
 def node_name() -> str:
@@ -320,18 +349,22 @@ def node_name() -> str:
     return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"
 
 
-def size_limit(folder: Path, max_gib: float | None) -> int:
-    """Bytes that the store may take: as given, and not more than the disk has."""
-    while not folder.exists():
-        folder = folder.parent
-    free = int(shutil.disk_usage(folder).free * USABLE_DISK)
-    return free if max_gib is None else min(int(max_gib * 2**30), free)
+def size_limit(store: ActivationStore, max_gib: float | None) -> int:
+    """Bytes that the store may take: as given, and not more than the disk has; 0 where that cannot be found out."""
+    try:
+        folder = store.folder
+        while not folder.exists():
+            folder = folder.parent
+        most = store.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
+    except OSError:
+        return 0
+    return most if max_gib is None else min(int(max_gib * 2**30), most)
 
 
 def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
     """Whatever a model's states depend on besides its weights."""
     config: Any = getattr(model, "config", None)
-    values: Mapping[str, Any] = config.to_dict() if config is not None else {}
+    values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
     buffers = {name: _digest(buffer) for name, buffer in model.named_buffers() if name in model.state_dict()}
     return json.dumps(
         {

@@ -202,6 +202,13 @@ class NumberedBatches(Dataset[Any]):
             self._peeked = self._read(0, [])
         return _repeated(self._peeked, count, self.dataset)
 
+    def spread_rows(self, count: int) -> list[Any]:
+        """Samples from all over the data set, which may be sorted; of a stream the first ones."""
+        if self.is_iterable:
+            return self.sample_rows(count)
+        with seeded(self._seed):
+            return [self.dataset[len(self.dataset) * k // count] for k in range(min(count, len(self.dataset)))]
+
     def __getitem__(self, number: int) -> Any:
         self._go_to(number)
         batch, self._peeked = self._peeked or self._read(number), None

@@ -98,7 +98,6 @@ class ElasticPipeline(nn.Module):
         self.cache: ActivationCache | None = None
         self.parks = device.type != "cpu"
         """Whether cached layers' weights leave the device; on the CPU they would gain nothing."""
-        self._unpark_hook: Any = None
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
@@ -293,9 +292,7 @@ class ElasticPipeline(nn.Module):
 
     def _leave_plan(self) -> None:
         self.weights.unpark()
-        if self._unpark_hook is not None:
-            self._unpark_hook.remove()
-            self._unpark_hook = None
+        self.cache = None  # the weights may change from here on
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
         self._unbuild()
@@ -327,15 +324,8 @@ class ElasticPipeline(nn.Module):
         needed = self.stack.owned(plan.num_cached_layers, stage.stop)
         if stage.is_last:
             needed |= self.freezable.head
-        self.weights.park(self.freezable.frozen(plan.num_cached_layers) - needed)
-
-        def unpark(*_: Any) -> None:
-            if self.stack.runner.start_of_pass < plan.num_cached_layers:
-                self.weights.unpark()
-
-        if self._unpark_hook is not None:
-            self._unpark_hook.remove()
-        self._unpark_hook = self.model.register_forward_pre_hook(unpark)
+        runs_cached_layers = lambda: self.stack.runner.start_of_pass < plan.num_cached_layers  # noqa: E731
+        self.weights.park(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)
 
     # ------------------------------------------------------------------------------------ the module's face
     def train(self, mode: bool = True) -> ElasticPipeline:

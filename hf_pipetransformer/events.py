@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from .activation_cache import CacheCounts
 from .elastic_pipeline import Transformation
 from .plan import PipelinePlan
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "pipeline_events.jsonl"
 
@@ -59,9 +62,12 @@ def record(
         "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
     }
     path = Path(folder) / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError as error:  # one process writes; were it to fail, the others would wait for it
+        logger.warning("The event %r is not recorded: %s", event, error)
 
 
 def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:

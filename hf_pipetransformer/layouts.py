@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,6 +17,8 @@ from .plan import PipelinePlan
 from .planner import largest_stage_bytes, make_plan, replan
 from .training_args import PipeTransformerTrainingArguments
 from .unit_times import ModelTimes, measure_times, slowest
+
+logger = logging.getLogger(__name__)
 
 MOST_ROWS_TO_TIME = 8
 """Rows on which the model's parts are timed; more of them take as much longer."""
@@ -73,11 +76,18 @@ def time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) ->
         device: to train on.
 
     Returns:
-        None where the model is not on the device, because it does not fit.
+        None where the model is not on the device, because it does not fit, or cannot be timed.
     """
     mesh = pipeline.mesh
     is_here = all(parameter.device.type == device.type for parameter in pipeline.model.parameters())
     if not all(mesh.gather_objects(is_here)):
         return None
     per_byte = mesh.seconds_per_reduced_byte(device)
-    return slowest(mesh.gather_objects(measure_times(pipeline.stack, batch, per_byte)))
+    times: ModelTimes | None = None
+    try:
+        times = measure_times(pipeline.stack, batch, per_byte)
+    except RuntimeError as error:  # out of memory, for one
+        logger.warning("The model's parts cannot be timed (%s): the plan goes by FLOPs.", error)
+    everyone = mesh.gather_objects(times)
+    measured = [theirs for theirs in everyone if theirs is not None]
+    return slowest(measured) if len(measured) == len(everyone) else None

@@ -17,21 +17,6 @@ import random
 from collections.abc import Sequence
 
 
-def shares_of(nodes: Sequence[object]) -> tuple[int, ...]:
-    """Processes on each node.
-
-    Args:
-        nodes: for each rank something that names its node; the ranks of a node follow one another.
-    """
-    shares: list[int] = []
-    for rank, node in enumerate(nodes):
-        if rank and node == nodes[rank - 1]:
-            shares[-1] += 1
-        else:
-            shares.append(1)
-    return tuple(shares)
-
-
 def order_by_node(
     order: Sequence[int], shares: Sequence[int], batch_size: int, num_samples: int, seed: int
 ) -> list[int]:

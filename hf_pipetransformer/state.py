@@ -7,7 +7,7 @@ which takes what it holds; so it fits any number of stages and replicas, and the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ class WeightState:
         self._missing: frozenset[str] = frozenset()
         self._frozen: set[str] = set()
         self._parked: dict[str, torch.Tensor] = {}
+        self._park_hooks: list[Any] = []
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_ghosts = False
         self._hooks: list[Any] = []
@@ -113,18 +114,33 @@ class WeightState:
                 model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
             ]
 
-    def park(self, names: Collection[str]) -> None:
-        """Send frozen weights that nothing computes with at present to the CPU; the device keeps ghosts of them."""
+    def park(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
+        """Send frozen weights that nothing computes with at present to the CPU; the device keeps ghosts of them.
+
+        They come back when their modules are saved, or run where `needs_them` says so.
+        """
         for name in set(names) - self._parked.keys():
             parameter = self._table[name]
             self._parked[name] = parameter.data.cpu()
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+            def bring_back_if_needed(*_: Any) -> None:
+                if needs_them():
+                    self.unpark()
+
+            for alias in self._table.aliases[name]:
+                module = self._table.model.get_submodule(alias.rpartition(".")[0])
+                self._park_hooks.append(module.register_state_dict_pre_hook(lambda *_: self.unpark()))
+                self._park_hooks.append(module.register_forward_pre_hook(bring_back_if_needed))
 
     def unpark(self) -> None:
         """Bring back what is parked."""
         for name, value in self._parked.items():
             self._table[name].data = value.to(self._table[name].device)
         self._parked.clear()
+        for hook in self._park_hooks:
+            hook.remove()
+        self._park_hooks.clear()
 
     @contextmanager
     def as_on_one_process(self) -> Iterator[None]:
@@ -227,7 +243,7 @@ class WeightState:
                 " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
                 " has returned."
             )
-        for name, tensor in {**self._parked, **(self._gathered or {})}.items():
+        for name, tensor in (self._gathered or {}).items():
             for alias in self._table.aliases[name]:
                 state_dict[prefix + alias] = tensor
 

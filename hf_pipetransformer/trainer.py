@@ -20,8 +20,9 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from . import events
 from .agreement import check_same_everywhere, check_same_size
-from .auto_cache import AutoCache, ReadAhead, node_name, store_folder
+from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
 from .cache_probe import probe_boundaries, varied_samples
 from .callbacks import LayerFreezeCallback
 from .content_keys import KEYS_NAME, KeyingCollator
@@ -54,7 +55,6 @@ from .loss_scaling import LossReduction, with_distinct_labels
 from .loss_study import study_loss
 from .mesh import ProcessMesh
 from .micro_batch import Batch
-from .node_order import shares_of
 from .plan import PipelinePlan
 from .stage import StageModule
 from .state import synchronise_weights
@@ -126,6 +126,7 @@ class PipeTransformerTrainer(Trainer):
         self._auto_cache: AutoCache | None = None
         self._num_cached = 0  # that the plan was made for
         self._epoch_begins = False
+        self._epochs_begun = 0
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
@@ -185,7 +186,7 @@ class PipeTransformerTrainer(Trainer):
             pipeline.adopt(self.optimizer)
         times = self._measure_times(pipeline, rows)
         self._layouts = self._make_layouts(pipeline, times)
-        self._num_cached = 0
+        self._num_cached = self._epochs_begun = 0
         self._auto_cache = self._make_auto_cache(pipeline) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
@@ -228,7 +229,11 @@ class PipeTransformerTrainer(Trainer):
 
     @property
     def _may_cache(self) -> bool:
-        return self.args.activation_cache != "off" and self._freeze_callback is not None
+        # what is found in time for the next epoch depends on the writer's speed, and states differ by rounding
+        wanted = self.args.activation_cache == "on" or (
+            self.args.activation_cache == "auto" and not self.args.full_determinism
+        )
+        return wanted and self._freeze_callback is not None
 
     def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
         """Of the model's parts, where they decide something: the split, K, M, whether the cache pays.
@@ -259,7 +264,7 @@ class PipeTransformerTrainer(Trainer):
             assert isinstance(loss, torch.Tensor)
             return loss.mean()
 
-        samples = varied_samples(batches.sample_rows(SAMPLES_TO_PROBE), collate)
+        samples = varied_samples(batches.spread_rows(SAMPLES_TO_PROBE), collate)
         with self.compute_loss_context_manager():
             verdicts = probe_boundaries(pipeline.stack, pipeline.freezable, samples, collate, loss_of=loss_of)
         seconds = [unit.forward.per_row for unit in times.units] if times is not None else None
@@ -275,11 +280,10 @@ class PipeTransformerTrainer(Trainer):
             precision=self.accelerator.mixed_precision,
         )
 
-    @cached_property
+    @property
     def _cache_folder(self) -> Path:
-        """Collective over all processes the first time."""
         folder = self.args.activation_cache_dir or os.path.join(self.args.output_dir or ".", "activation_cache")
-        return store_folder(folder, self._processes)
+        return store_folder(folder)
 
     @property
     def _datasets(self) -> list[Any]:
@@ -287,11 +291,24 @@ class PipeTransformerTrainer(Trainer):
         everything = [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
         return [dataset for dataset in everything if dataset is not None]
 
-    def _key_samples(self, dataloader: DataLoader) -> None:
-        """Let an evaluation's batches have keys, too."""
+    @contextmanager
+    def _evaluating_with_cache(self, dataloader: DataLoader) -> Iterator[None]:
+        """Inside, an evaluation's batches have keys, too, if the weights are those that the cache is of."""
+        cache, pipeline = self._auto_cache, self.pipeline
         base = getattr(dataloader, "base_dataloader", dataloader)
-        if self._auto_cache is not None and not isinstance(base.collate_fn, KeyingCollator):
-            base.collate_fn = self._keying_collator(base.collate_fn)
+        if cache is None or pipeline is None or pipeline.cache is None or not isinstance(base, DataLoader):
+            yield
+            return
+        collate_fn, holds = base.collate_fn, cache.weights_hold()
+        if holds:
+            base.collate_fn = self._keying_collator(collate_fn)
+        else:
+            pipeline.use_cache(None)  # of averaged weights, for one
+        try:
+            yield
+        finally:
+            base.collate_fn = collate_fn
+            pipeline.use_cache(cache.cache if cache.is_on else None)
 
     @property
     def _processes(self) -> ProcessMesh:
@@ -409,7 +426,7 @@ class PipeTransformerTrainer(Trainer):
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
             keying_collate_fn=self._keying_collator(stock.collate_fn) if self._may_cache else None,
-            node_shares=shares_of(self._processes.gather_objects(node_name())) if self._may_cache else (1,),
+            node_shares=node_shares() if self._may_cache else (1,),
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
@@ -492,8 +509,11 @@ class PipeTransformerTrainer(Trainer):
             cache.begin_step()
             return
         self._epoch_begins = False
+        self._epochs_begun += 1
         epochs_left = self.state.num_train_epochs - 1 - math.floor((self.state.epoch or 0.0) + 1e-6)
-        report = cache.begin_epoch(epochs_left)
+        # a stream may never come to its beginning again: what it gives is put from its second epoch on
+        repeats = self._train_batches is not None and (not self._train_batches.is_iterable or self._epochs_begun > 1)
+        report = cache.begin_epoch(writes=epochs_left >= 1 and repeats)
         if report is not None:
             self.log(events.cache_metrics(report.counts, report.nbytes))
 
@@ -616,8 +636,8 @@ class PipeTransformerTrainer(Trainer):
     # ------------------------------------------------------------------------------------ evaluation
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
         if not self._is_stock and self.pipeline is not None and self.pipeline.is_placed:
-            self._key_samples(dataloader)
-            return super().evaluation_loop(dataloader, *positional, **keywords)
+            with self._evaluating_with_cache(dataloader):
+                return super().evaluation_loop(dataloader, *positional, **keywords)
         if self._is_stock:
             return super().evaluation_loop(dataloader, *positional, **keywords)
         check_same_size(self._processes, dataloader.dataset)
@@ -680,6 +700,7 @@ class PipeTransformerTrainer(Trainer):
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._load_best_model()
+        self.pipeline.use_cache(None)
         with self.pipeline.weights.listing_ghosts():  # loading a sharded checkpoint looks at the model's keys
             return super()._load_best_model()
 
@@ -701,6 +722,8 @@ class _Hooks(TrainerCallback):
         self._trainer._epoch_begins = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._trainer._auto_cache is not None:
+            self._trainer._auto_cache.close(deletes=False)  # all have written when the model is whole
         self._trainer.make_model_whole()
 
 

@@ -8,14 +8,17 @@ activations and one unit's gradients.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -102,7 +105,7 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
     before = {name: stack.table[name].grad for name in stack.table.names}
     stack.runner.install()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _random_state_kept(device):
             measured = [_Measurement(stack, slice_rows(batch, 0, rows), clock) for rows in (few, many)]
     finally:
         stack.runner.remove()
@@ -203,6 +206,7 @@ class _Measurement:
             carry = {s: tuple(t.detach().requires_grad_(t.is_floating_point()) for t in ts) for s, ts in carry.items()}
             with evaluation_mode(stack.model), torch.enable_grad():
                 stack.model.train()
+                _leave_statistics_alone(stack.model)
                 marks = [clock.mark()]
                 with stack.runner.telling_entries(partial(_append, marks, clock)):
                     if k < stack.num_units - 1:
@@ -219,6 +223,24 @@ class _Measurement:
             for parameter in stack.model.parameters():
                 parameter.grad = None
         return median(times)
+
+
+def _leave_statistics_alone(model: nn.Module) -> None:
+    """Running statistics of batches belong to the training."""
+    for module in model.modules():
+        if isinstance(module, (nn.modules.batchnorm._NormBase)):
+            module.eval()
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _append(marks: list[Any], clock: _Clock, *_: Any) -> None:

@@ -14,8 +14,10 @@ import torch
 from distributed import run_ranks
 from safetensors.torch import load_file
 from test_elastic import StopAfter, reference, stages_by_frozen
+from torch import nn
 from training_data import TrainingData
 from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
+from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer, auto_cache
 
@@ -97,10 +99,9 @@ def test_loader_workers(method: str) -> None:
     """They compute the keys; persistent ones follow the generations."""
     options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     results = run_ranks(with_workers, 2, RUNS["bert"], method, options, timeout=180)
-    (expected,) = run_ranks(reference, 1, RUNS["bert"], EPOCH_START)
+    uncached = run_ranks(with_workers, 2, RUNS["bert"], method, {**options, "activation_cache": "off"}, timeout=180)
+    assert_same_training([outcome for outcome, _ in results], uncached[0][0])
     assert results[0][1][-1]["cache_hit_rate"] == 1
-    assert largest_difference(results[0][0].weights, expected.weights)[0] > 0  # half of the rows a step: other steps
-    assert results[0][0].losses == results[1][0].losses
 
 
 def with_workers(
@@ -149,6 +150,15 @@ def test_augmented_images_miss_and_the_cache_goes_off() -> None:
     assert all("0 were found" in str(reason) for *_, reason in with_cache)
 
 
+def test_one_process() -> None:
+    """Freezing and the cache need no other process."""
+    run = Run(epochs=5, per_device=4 * WORLD)
+    ((outcome, epochs),) = run_ranks(cached, 1, run, {0: 1, 1: 1, 2: 1}, {3: 1, 6: 2}, activation_cache="auto")
+    (expected,) = run_ranks(reference, 1, Run(epochs=5), {3: 1, 6: 2})
+    assert_same_training([outcome], expected)
+    assert epochs[0]["cache_rows_stored"] == run.samples
+
+
 def looking_early(rank: int, world_size: int) -> list[dict[str, Any]]:
     auto_cache.EARLY_STEPS = 1
     return cached(rank, world_size, RUNS["bert"], {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START)[1]
@@ -175,6 +185,48 @@ def test_bf16_storage_costs_some_digits() -> None:
     (expected,) = run_ranks(reference, 1, run, EPOCH_START)
     difference, _ = largest_difference(results[0][0].weights, expected.weights)
     assert 1e-5 < difference < 3e-2
+
+
+def test_storage_of_another_precision_is_not_believed(tmp_path: Path) -> None:
+    """The same weights and samples in one folder, first in bf16: only its own states are exact."""
+    run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
+    run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dtype="bf16")
+    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START)
+    (expected,) = run_ranks(reference, 1, RUNS["bert"], EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
+
+
+class Averaged(TrainerCallback):
+    """Evaluates with other weights, as an exponential average does, and puts the trained ones back."""
+
+    def __init__(self) -> None:
+        self.trainer: PipeTransformerTrainer | None = None
+        self.losses: list[float] = []
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        assert self.trainer is not None
+        for factor in (0.5, 2.0):
+            for parameter in model.parameters():
+                parameter.data.mul_(factor)
+            if factor == 0.5:
+                self.losses.append(self.trainer.evaluate()["eval_loss"])
+
+
+def averaging(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
+    callback = Averaged()
+    run = Run(epochs=5)
+    trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
+    trainer.add_callback(callback)
+    callback.trainer = trainer
+    outcome = outcome_of(trainer)
+    return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
+
+
+def test_other_weights_are_not_evaluated_from_the_cache() -> None:
+    with_cache, without = run_ranks(averaging, 2, "on"), run_ranks(averaging, 2, "off")
+    torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
+    assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
+    assert with_cache[0][2][-1]["cache_hit_rate"] == 1  # and the training goes on from it
 
 
 # ------------------------------------------------------------------------------------------ the store's troubles
@@ -346,3 +398,11 @@ def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_p
         for name, weight in saved.items():
             if ".layer.0." in name or ".embeddings." in name:
                 assert torch.equal(weight, outcome.weights[name])
+
+
+def test_what_a_model_depends_on_is_described_whatever_its_configuration_is() -> None:
+    model = nn.Linear(2, 2)
+    plain = auto_cache.describe_model(model, "no")
+    model.config = {"width": 2}  # type: ignore[assignment]
+    assert auto_cache.describe_model(model, "no") != plain
+    assert auto_cache.describe_model(model, "no") != auto_cache.describe_model(model, "bf16")

@@ -5,12 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hf_pipetransformer.node_order import order_by_node, shares_of
-
-
-def test_shares() -> None:
-    assert shares_of(["a", "a", "b", "b", "b"]) == (2, 3)
-    assert shares_of(["a"]) == (1,)
+from hf_pipetransformer.node_order import order_by_node
 
 
 @pytest.mark.parametrize(

@@ -332,3 +332,23 @@ def test_a_state_dict_of_another_shape_is_left_to_torch():
     foreign = OPTIMIZERS["adamw"]([nn.Parameter(torch.ones(1))]).state_dict()
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict(foreign)
+
+
+def test_parked_weights_come_back_when_they_are_saved_or_used() -> None:
+    model = MODELS[NAME].build()
+    stack = LayerStack.discover(model, MODELS[NAME].batch(2))
+    weights = WeightState(stack.table, ProcessMesh(timedelta(seconds=60)))
+    names = stack.owned(0, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layer = model.model.layers[0]
+
+    def parked_bytes() -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in layer.parameters())
+
+    for use in (model.model.state_dict, lambda: model(**MODELS[NAME].batch(2))):
+        whole = parked_bytes()
+        weights.park(names, needs_them=lambda: True)
+        assert parked_bytes() < whole / 10
+        use()
+        assert parked_bytes() == whole
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -66,10 +66,7 @@ def test_times_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.reduce_seconds_per_byte == 0.5
 
 
-KEEP_STATISTICS = ("resnet",)  # of batches: refused before anything is timed
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in KEEP_STATISTICS])
+@pytest.mark.parametrize("name", list(MODELS))
 def test_nothing_is_left_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit_times, "UPDATE_SAMPLE_ELEMENTS", 16)
     model, batch = MODELS[name].build(), MODELS[name].batch(rows=2)
