@@ -461,21 +461,30 @@ def _refuse_setup(args: TrainingArguments) -> None:
         ValueError: naming the setting, the reason and the remedy.
     """
     kind = AcceleratorState().distributed_type
-    checkpointing = {
-        **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
-        **(getattr(args, "activation_checkpointing_kwargs", None) or {}),
-    }
+    refuse_reentrant_checkpointing(args)
     for is_set, what, why in (
         (kind == DistributedType.FSDP, "FSDP", "it flattens layers into parameters that cannot be frozen in part"),
         (kind == DistributedType.DEEPSPEED, "DeepSpeed", "its optimizer holds copies of the parameters"),
         (args.n_gpu > 1, f"nn.DataParallel over {args.n_gpu} devices", "it copies the model; start one process each"),
         (args.torch_compile, "torch_compile=True", "a compiled forward does not see layers change"),
         (args.ddp_static_graph, "ddp_static_graph=True", "freezing changes the graph"),
-        (
-            checkpointing.get("use_reentrant"),
-            "gradient checkpointing with use_reentrant=True",
-            "it needs a gradient through the frozen layers; set use_reentrant=False",
-        ),
     ):
         if is_set:
             raise ValueError(f"LayerFreezeCallback cannot be combined with {what}: {why}. Or remove the callback.")
+
+
+def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:
+    """Under it, a layer whose input needs no gradient gets none: the first one above the frozen layers.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    options = {
+        **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
+        **(getattr(args, "activation_checkpointing_kwargs", None) or {}),
+    }
+    if options.get("use_reentrant"):
+        raise ValueError(
+            "LayerFreezeCallback cannot be combined with gradient checkpointing with use_reentrant=True: it needs a"
+            " gradient through the frozen layers; set use_reentrant=False. Or freeze nothing."
+        )

@@ -40,7 +40,7 @@ from . import events
 from .agreement import check_same_everywhere, check_same_size
 from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
 from .cache_probe import probe_boundaries, varied_samples
-from .callbacks import LayerFreezeCallback
+from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .content_keys import KEYS_NAME, KeyingCollator
 from .costs import UnitCost, cost_of_whole, measure_costs
 from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
@@ -190,6 +190,7 @@ class PipeTransformerTrainer(Trainer):
         self._auto_cache = self._make_auto_cache(pipeline) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
+            refuse_reentrant_checkpointing(self.args)
             freezable = pipeline.freezable
             assert freezable is not None
             callback.attach(freezable.num_layers, freezable.max_frozen, self.state)

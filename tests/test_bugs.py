@@ -276,3 +276,20 @@ def test_what_is_left_to_the_stock_trainer_trains_as_it_does() -> None:
     expected = run_ranks(full_eval, 2, Trainer, TrainingArguments)
     ours = run_ranks(full_eval, 2, PipeTransformerTrainer, PipeTransformerTrainingArguments)
     assert_same_training(ours, expected[0], tolerance=0)
+
+
+# ------------------------------------------------------------------------------------------ freezing with one stage
+def with_reentrant_checkpointing(rank: int, world_size: int) -> None:
+    pipeline_trainer(
+        Run(),
+        1,
+        freeze_policy="alpha",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+    ).train()
+
+
+def test_reentrant_checkpointing_is_refused_with_freezing() -> None:
+    """The first layer above the frozen ones got no gradient, with a line in the log."""
+    errors = run_ranks_expecting_error(with_reentrant_checkpointing, 2, timeout=60)
+    assert all(type(error) is ValueError and "use_reentrant=True" in str(error) for error in errors)
