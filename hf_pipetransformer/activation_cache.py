@@ -12,6 +12,7 @@ the frozen layers' end is put into the store.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import queue
@@ -397,7 +398,12 @@ class _Writer:
         while (entries := self._queue.get()) is not None:
             try:
                 if self._cache.failure is None:
-                    self._write(entries)
+                    try:
+                        self._write(entries)
+                    except OSError as error:
+                        if error.errno != errno.ESTALE:
+                            raise
+                        self._write_again(entries)
             except OSError as error:
                 self._cache.stop_writing(error)
             except Exception as error:  # a bug of ours must not stop the training
@@ -418,6 +424,11 @@ class _Writer:
         rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
         self._cache.counts.stored += self._open[1].put(entries.keys, rows)
         self.last = entries
+
+    def _write_again(self, entries: _Entries) -> None:
+        """Another process has deleted the generation, or made it anew: go on in the new one."""
+        self.close_generation()
+        self._write(entries)
 
 
 def _tokens(batch: Batch) -> int | None:

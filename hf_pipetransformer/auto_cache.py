@@ -47,6 +47,8 @@ EARLY_STEPS = 16
 """After so many steps of the first epoch that reads, it is looked whether anything is found at all."""
 WORTH_LOADING = 0.9
 """Loading must take less than this share of the time that computing takes."""
+LEAST_CAPACITY = 4096
+"""In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill, where no limit is given."""
 CURRENT = "current.json"
@@ -140,6 +142,7 @@ class AutoCache:
         store = ActivationStore(folder)
         store.max_bytes = size_limit(store, max_gib)
         rank = pipeline.mesh.rank
+        capacity = max(capacity, LEAST_CAPACITY)
         cache = ActivationCache(pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device)
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes

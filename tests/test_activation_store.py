@@ -14,7 +14,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -528,6 +528,10 @@ def open_and_put(folder: Path, rank: int, barrier: Any) -> None:
     barrier.wait(SECONDS)
     with closing(open_writer(ActivationStore(folder), writer=rank, capacity=1000 * (1 + rank))) as writer:
         barrier.wait(SECONDS)
+        with suppress(OSError):  # who opened what another then replaced, is told so
+            put(writer, [rank])
+            return
+    with closing(open_writer(ActivationStore(folder), writer=rank)) as writer:
         put(writer, [rank])
 
 
