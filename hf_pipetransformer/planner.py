@@ -59,8 +59,9 @@ def make_plan(
         memory_budget_bytes: Bytes that a device has for training, or None if unknown. Looked at for `"auto"` only.
         num_frozen_layers: f, the units at the bottom that are frozen.
         num_cached_layers: c <= f, those of them whose outputs are cached.
-        times: Measured on this machine; None: estimated by FLOPs.
-        split: `"min-max"`, or `"greedy"`, the paper's algorithm 1.
+        times: Measured on this machine, to predict steps by.
+        split: `"min-max"`: exactly, by FLOPs, which are the same in every run; `"timed"`: exactly, by `times`;
+            `"greedy"`: the paper's algorithm 1.
 
     Raises:
         ValueError: If K does not divide the world or exceeds the number of units, a number is too small, a name is
@@ -119,7 +120,7 @@ def replan(
             training, `largest_stage_bytes(start)`.
         num_cached_layers: c from now on; it may also fall, when the cache is given up.
         compression: `"fit"`, `"halve"`, or `"none"`: only the split changes.
-        split: `"min-max"`, or `"greedy"`, the paper's algorithm 1.
+        split: As for `make_plan`.
 
     Raises:
         ValueError: If a name is unknown or a number out of range.
@@ -160,7 +161,12 @@ def largest_stage_bytes(plan: PipelinePlan) -> int:
 def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     """Return the plan with K stages, balanced anew."""
     check_pipeline_size(plan.world_size, k, plan.num_units)
-    costs = _papers_sizes(plan) if split == "greedy" else _step_costs(plan, k)
+    if split == "greedy":
+        costs = _papers_sizes(plan)
+    elif split == "timed":
+        costs = _step_seconds(plan, k)
+    else:
+        costs = step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
     # cached units are the first stage's, whatever else it gets; where too few others are left, fewer count as cached
     first = min(plan.num_cached_layers, plan.num_units - k)
     bounds = SPLITS[split](costs[first:], k)
@@ -173,14 +179,14 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     )
 
 
-def _step_costs(plan: PipelinePlan, k: int) -> list[float]:
-    """Return each unit's share of a step: seconds per micro-batch where they have been measured, else FLOPs.
+def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
+    """Return each unit's measured seconds per micro-batch.
 
     What precedes the units costs every stage a forward and so does not matter for the split, but for its backward.
     """
     times = plan.times
     if times is None:
-        return step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
+        raise ValueError("split is 'timed', but times is None: measure the model's times, or split by 'min-max'.")
     rows = plan.rows_per_device * k
     m = choose_num_microbatches(rows, k, plan.num_microbatches, plan.schedule)
     costs = []

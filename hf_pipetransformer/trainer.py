@@ -127,6 +127,7 @@ class PipeTransformerTrainer(Trainer):
         self._num_cached = 0  # that the plan was made for
         self._epoch_begins = False
         self._epochs_begun = 0
+        self._timed: tuple[ElasticPipeline, ModelTimes | None] | None = None
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
@@ -237,16 +238,18 @@ class PipeTransformerTrainer(Trainer):
         return wanted and self._freeze_callback is not None
 
     def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
-        """Of the model's parts, where they decide something: the split, K, M, whether the cache pays.
+        """Of the model's parts, where they decide something: K, M, whether the cache pays.
 
         They may decide otherwise in another run, which `full_determinism` forbids.
         """
         if self.args.full_determinism or not (self.args.uses_pipeline or self._may_cache):
             return None
         assert self._train_batches is not None
-        batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
-        with self.compute_loss_context_manager():
-            return time_parts(pipeline, batch, self.args.device)
+        if self._timed is None or self._timed[0] is not pipeline:  # once, so that a second train() has the same plan
+            batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
+            with self.compute_loss_context_manager():
+                self._timed = (pipeline, time_parts(pipeline, batch, self.args.device))
+        return self._timed[1]
 
     @property
     def _rows_to_time(self) -> int:

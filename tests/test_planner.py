@@ -107,7 +107,8 @@ def test_the_papers_split_counts_parameters() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan_of(2, split="even"), "split is 'even', but the splits are 'min-max', 'greedy'"),
+        (lambda: plan_of(2, split="even"), "split is 'even', but the splits are 'min-max', 'timed', 'greedy'"),
+        (lambda: plan_of(2, split="timed"), "times is None"),
         (lambda: replan(plan_of(2), 1, 0, compression="most"), "compression is 'most'.*'fit', 'halve', 'none'"),
     ],
 )
@@ -120,11 +121,16 @@ def test_unknown_names(call: Callable[[], PipelinePlan], message: str) -> None:
 def test_measured_times_decide_the_split() -> None:
     """FLOPs are equal; the embeddings' backward and the head are not to be seen in them."""
     times = dataclasses.replace(times_of(8), head=PartTimes(Seconds(0.0, 3.0), Seconds(0.0, 6.0)))
-    assert plan_of(2, times=times_of(8)).stage_bounds == (0, 4, 8)
-    assert plan_of(2, times=times).stage_bounds == (0, 5, 8)  # a head of 3 units: 5 + 6 rather than 4 + 7
+    assert plan_of(2, times=times_of(8), split="timed").stage_bounds == (0, 4, 8)
+    assert plan_of(2, times=times, split="timed").stage_bounds == (
+        0,
+        5,
+        8,
+    )  # a head of 3 units: 5 + 6 rather than 4 + 7
     heavy = dataclasses.replace(times_of(8), prologue=PartTimes(Seconds(), Seconds(0.0, 9.0)))
-    assert plan_of(2, times=heavy).stage_bounds == (0, 2, 8)
-    frozen = plan_of(2, times=heavy, num_frozen_layers=3)  # and their backward is gone
+    assert plan_of(2, times=heavy, split="timed").stage_bounds == (0, 2, 8)
+    assert plan_of(2, times=heavy).stage_bounds == (0, 4, 8)  # by FLOPs, the same in every run
+    frozen = plan_of(2, times=heavy, num_frozen_layers=3, split="timed")  # and their backward is gone
     assert frozen.stage_bounds == (0, 5, 8)
 
 

@@ -210,7 +210,8 @@ def train_twice_with_dropout(
 
 
 def test_resuming_in_the_same_layout_is_bit_exact_with_dropout(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(train_twice_with_dropout, WORLD, Run(), 2, str(tmp_path)):
+    run = Run().with_options(num_microbatches=4)  # chosen by time it might be another, with other random numbers
+    for whole, resumed in run_ranks(train_twice_with_dropout, WORLD, run, 2, str(tmp_path)):
         assert largest_difference(whole.weights, resumed.weights)[0] == 0
 
 
