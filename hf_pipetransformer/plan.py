@@ -48,7 +48,6 @@ class PipelinePlan:
             first stage holds them all, for samples that the cache has not.
         rows_per_device: Rows of the global batch per rank; a pipeline's batch has K times as many.
         times: How long the model's parts take on a device, where it has been measured.
-        compares_microbatches: Choose M by `times`; else by the fixed rule.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -65,7 +64,6 @@ class PipelinePlan:
     num_cached_layers: int = 0
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
-    compares_microbatches: bool = True
 
     def __post_init__(self) -> None:
         k, num_units = self.pipeline_parallel_size, len(self.unit_costs)
@@ -156,7 +154,7 @@ class PipelinePlan:
             within: Leave out those that are predicted to take longer than the best by more than this share.
         """
         k = self.pipeline_parallel_size
-        if self.num_microbatches is not None or self.times is None or k == 1 or not self.compares_microbatches:
+        if self.num_microbatches is not None or self.times is None or k == 1:
             return (choose_num_microbatches(rows, k, self.num_microbatches, self.schedule),)
         seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k)}
         best = min(seconds.values())

@@ -73,7 +73,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Order of the micro-batches' forwards and backwards: `"1f1b"` or `"gpipe"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Micro-batches that a pipeline's batch is cut into. All have one size, so the largest divisor of the
-            batch's rows up to this number is used. `"auto"`: up to twice the number of stages.
+            batch's rows up to this number is used. `"auto"`: the fastest of those that are predicted to be fast, tried
+            on the first training steps; with `full_determinism` by a fixed rule.
 
     > Parameters that control the freezing of layers
 
