@@ -399,6 +399,7 @@ class PipeTransformerTrainer(Trainer):
         if self.args.ddp_find_unused_parameters is None:
             # the Trainer looks for unused parameters in every step; here the loss of the sample has told
             options["find_unused_parameters"] = may_be_unused
+        options["gradient_as_bucket_view"] = True  # saves a copy of all gradients
         module = DistributedDataParallel(stage, process_group=group, init_sync=False, **options)
         if handler is not None:
             handler.register_comm_hook(module)
