@@ -1,0 +1,190 @@
+"""Adapters (PEFT) in a pipeline: trained as on one process, frozen with their layers, saved as adapters."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from test_elastic import FreezeAt, StopAfter
+from torch import nn
+from training_data import PadCollator
+from training_runs import (
+    Outcome,
+    Run,
+    assert_same_training,
+    largest_difference,
+    outcome_of,
+    pipeline_trainer,
+    weights_of,
+)
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_pipetransformer.data import first_samples
+from hf_pipetransformer.frozen_prefix import FreezableLayers
+from hf_pipetransformer.layer_stack import LayerStack
+
+peft = pytest.importorskip("peft")
+
+WORLD = 2
+LORA = {
+    "bert": (Run(epochs=3), {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}),
+    "llama": (Run("causal-lm", model="llama", epochs=3), {"task_type": "CAUSAL_LM"}),
+    "gpt2-tied": (Run("causal-lm", model="gpt2", epochs=3), {"task_type": "CAUSAL_LM", "target_modules": ["c_attn"]}),
+    # nothing to train in the first stage
+    "upper-layers": (
+        Run(epochs=3),
+        {"task_type": "SEQ_CLS", "target_modules": ["query", "value"], "layers_to_transform": [3]},
+    ),
+}
+FREEZE_AT = {3: 1, 6: 2}  # steps done -> frozen layers
+
+
+def build(name: str) -> nn.Module:
+    """The same on every rank: adapters draw their weights, too, and both of their matrices."""
+    run, options = LORA[name]
+    base = run.build_model()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, init_lora_weights=False, **options)
+        return peft.get_peft_model(base, config).train()
+
+
+def one_process(rank: int, world_size: int, name: str, table: dict[int, int]) -> Outcome:
+    """The stock Trainer; `table` says after how many steps how many layers freeze."""
+    run, _ = LORA[name]
+    model = build(name)
+    batch = dict(PadCollator(run.kind)(first_samples(run.data(2), 2)))
+    layers = FreezableLayers.of(LayerStack.discover(model, batch), batch)
+    arguments = TrainingArguments(
+        "reference",
+        use_cpu=True,
+        per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
+        **run.common_options(),
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=run.data(run.samples),
+        data_collator=PadCollator(run.kind),
+        callbacks=[FreezeAt(table, model, layers)],
+    )
+    return outcome_of(trainer)
+
+
+@cache
+def expected(name: str, freezes: bool = False) -> Outcome:
+    return run_ranks(one_process, 1, name, FREEZE_AT if freezes else {})[0]
+
+
+def in_pipeline(rank: int, world_size: int, name: str, stages: int, folder: str, **options: Any) -> Outcome:
+    trainer = pipeline_trainer(LORA[name][0], stages, folder, model=build(name), **options)
+    outcome = outcome_of(trainer)
+    trainer.save_model()
+    return outcome
+
+
+@pytest.mark.parametrize("stages", [2, 1])
+@pytest.mark.parametrize("name", list(LORA))
+def test_equals_one_process(name: str, stages: int, tmp_path: Path) -> None:
+    outcomes = run_ranks(in_pipeline, WORLD, name, stages, str(tmp_path))
+    assert_same_training(outcomes, expected(name))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_saves_an_adapter_that_peft_loads(name: str, tmp_path: Path) -> None:
+    """The adapter's weights and nothing else are in the file; on the base model they are the trained model."""
+    outcome = run_ranks(in_pipeline, WORLD, name, 2, str(tmp_path))[0]
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    assert not list(tmp_path.glob("model*.safetensors"))
+    loaded = peft.PeftModel.from_pretrained(LORA[name][0].build_model(), str(tmp_path), is_trainable=True)
+    assert largest_difference(weights_of(loaded), outcome.weights)[0] == 0.0
+    assert largest_difference(weights_of(build(name)), outcome.weights)[0] > 1e-3
+
+
+def interrupted(rank: int, world_size: int, name: str, stages: int, folder: str) -> None:
+    trainer = pipeline_trainer(LORA[name][0], stages, folder, model=build(name), save_strategy="steps", save_steps=2)
+    trainer.add_callback(StopAfter(2))
+    trainer.train()
+
+
+def resumed(rank: int, world_size: int, name: str, stages: int, folder: str) -> Outcome:
+    trainer = pipeline_trainer(LORA[name][0], stages, folder, model=build(name))
+    return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-2")
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_resumes_from_an_adapter_checkpoint_in_another_layout(name: str, tmp_path: Path) -> None:
+    run_ranks(interrupted, WORLD, name, 2, str(tmp_path))
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert_same_training(run_ranks(resumed, WORLD, name, 1, str(tmp_path)), expected(name))
+    assert_same_training(run_ranks(resumed, WORLD, name, 2, str(tmp_path)), expected(name))
+
+
+def with_best_model(rank: int, world_size: int, folder: str) -> tuple[str, dict[str, torch.Tensor]]:
+    trainer = pipeline_trainer(
+        LORA["bert"][0],
+        2,
+        folder,
+        model=build("bert"),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the worst, so that it is not the last
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    return trainer.state.best_model_checkpoint, weights_of(trainer.model)
+
+
+def test_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:
+    for best, weights in run_ranks(with_best_model, WORLD, str(tmp_path)):
+        loaded = peft.PeftModel.from_pretrained(LORA["bert"][0].build_model(), best, is_trainable=True)
+        assert not best.endswith("checkpoint-8")
+        assert largest_difference(weights_of(loaded), weights)[0] == 0.0
+
+
+# ------------------------------------------------------------------------------------------ freezing
+def frozen_on_the_way(rank: int, world_size: int, name: str, cache: str) -> tuple[Outcome, list[str], list[Any]]:
+    run, _ = LORA[name]
+    trainer = pipeline_trainer(
+        run,
+        2,
+        model=build(name),
+        freeze_policy="schedule",
+        freeze_strategy="steps",
+        freeze_steps=1,
+        freeze_schedule=FREEZE_AT,
+        activation_cache=cache,
+    )
+    still_trained: list[str] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
+            if state.global_step == 7:
+                known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                still_trained.extend(n for n, p in model.named_parameters() if id(p) in known and p.requires_grad)
+
+    trainer.add_callback(Note())
+    outcome = outcome_of(trainer)
+    return outcome, still_trained, trainer.state.log_history
+
+
+@pytest.mark.parametrize(("name", "cache"), [("bert", "off"), ("bert", "on"), ("llama", "on"), ("gpt2-tied", "off")])
+def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
+    """One layer after three steps, a second one after six; the pipeline shrinks, the weights are as expected."""
+    results = run_ranks(frozen_on_the_way, WORLD, name, cache)
+    assert_same_training([outcome for outcome, *_ in results], expected(name, freezes=True))
+    trained = {parameter for _, names, _ in results for parameter in names}
+    adapters = {layer for layer in range(4) for p in trained if f".{layer}." in p and "lora_" in p}
+    assert adapters == {2, 3}
+    for _, _, log in results:
+        assert [entry["num_frozen_layers"] for entry in log if "transform_seconds" in entry] == [1, 2]
+        hits = sum(entry.get("cache_hit_rate", 0) + entry.get("cache_older_hit_rate", 0) for entry in log)
+        assert (hits > 0) == (cache == "on")
