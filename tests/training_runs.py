@@ -42,7 +42,9 @@ class Run:
         return replace(self, options={**self.options, **options})
 
     def build_model(self) -> nn.Module:
-        return without_dropout(MODELS[self.model or ZOO_MODEL[self.kind]].build())
+        """In float32; T5 in float64, as rounding may take an activation over the kink of its ReLU."""
+        model = without_dropout(MODELS[self.model or ZOO_MODEL[self.kind]].build())
+        return model.double() if self.kind == "seq2seq" else model
 
     def data(self, samples: int, seed: int = 0) -> Any:
         return (StreamedData if self.streamed else TrainingData)(self.kind, samples, seed)
