@@ -169,6 +169,11 @@ def test_offline_tasks_use_local_metrics(task, names, monkeypatch):
 # ---------------------------------------------------------------- run_glue
 
 run_glue = pytest.importorskip("run_glue")
+common = pytest.importorskip("common")
+
+
+def parse(arguments):
+    return common.parse_arguments(arguments, run_glue.DataTrainingArguments)
 
 
 def dataset(**columns):
@@ -209,18 +214,18 @@ def test_missing_label_is_named():
 
 
 def test_file_formats():
-    assert run_glue.file_format({"train": "a.jsonl", "test": "b.json"}) == "json"
-    assert run_glue.file_format({"train": "a.csv"}) == "csv"
+    assert common.file_format({"train": "a.jsonl", "test": "b.json"}, run_glue.FILE_FORMATS) == "json"
+    assert common.file_format({"train": "a.csv"}, run_glue.FILE_FORMATS) == "csv"
     with pytest.raises(ValueError, match="must all end in"):
-        run_glue.file_format({"train": "a.csv", "test": "b.jsonl"})
+        common.file_format({"train": "a.csv", "test": "b.jsonl"}, run_glue.FILE_FORMATS)
 
 
 def test_part_is_random_but_the_same_for_the_same_seed():
     ordered = dataset(label=[1] * 50 + [0] * 50, text=[str(i) for i in range(100)])
-    part = run_glue.take_part(ordered, 20, seed=0)
+    part = common.take_part(ordered, 20, seed=0)
     assert 0 < sum(part["label"]) < 20
-    assert list(part["text"]) == list(run_glue.take_part(ordered, 20, seed=0)["text"])
-    assert run_glue.take_part(ordered, 500, seed=0) is ordered
+    assert list(part["text"]) == list(common.take_part(ordered, 20, seed=0)["text"])
+    assert common.take_part(ordered, 500, seed=0) is ordered
 
 
 def test_exactly_one_source_of_data():
@@ -239,7 +244,7 @@ def test_command_line_wins_over_the_file(tmp_path):
         f"generated_data: 10\noutput_dir: {tmp_path}/out\nlearning_rate: 1e-3\ndo_train: true\n"
         "label_names: [labels, more]\nresume_from_checkpoint: null\nreport_to: none\n"
     )
-    _, data_args, training_args = run_glue.parse_arguments([str(config), "--learning_rate", "0.5", "--do_eval"])
+    _, data_args, training_args = parse([str(config), "--learning_rate", "0.5", "--do_eval"])
     assert data_args.generated_data == 10
     assert training_args.learning_rate == 0.5
     assert training_args.do_train and training_args.do_eval and not training_args.do_predict
@@ -250,7 +255,7 @@ def test_unknown_name_in_the_file_is_refused(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("generated_data: 10\nlearning_speed: 1\n")
     with pytest.raises(ValueError, match="learning_speed"):
-        run_glue.parse_arguments([str(config)])
+        parse([str(config)])
 
 
 def test_scores_are_combined():
@@ -270,14 +275,14 @@ def test_regression_predictions_are_numbers():
     [(4, 4, "4 stages × 1 replica"), (4, 8, "4 stages × 2 replicas"), (1, 2, "1 stage × 2 replicas")],
 )
 def test_layout(stages, processes, expected):
-    assert run_glue.describe_layout(stages, processes) == expected
+    assert common.describe_layout(stages, processes) == expected
 
 
 def test_splits_by_prefix():
     splits = DatasetDict({name: dataset(text=["a"]) for name in ("train", "validation_a", "validation_b")})
-    assert run_glue.split_names("validation", splits) == ["validation_a", "validation_b"]
+    assert common.split_names("validation", splits) == ["validation_a", "validation_b"]
     with pytest.raises(ValueError, match="test_file"):
-        run_glue.split_names("test", splits)
+        common.split_names("test", splits)
 
 
 def test_checkpoint_to_resume_from(tmp_path):
@@ -286,12 +291,12 @@ def test_checkpoint_to_resume_from(tmp_path):
             output_dir=str(tmp_path), resume_from_checkpoint=value, report_to="none"
         )
 
-    assert run_glue.find_checkpoint(args(None)) is None
-    assert run_glue.find_checkpoint(args("last")) is None
+    assert common.find_checkpoint(args(None)) is None
+    assert common.find_checkpoint(args("last")) is None
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-20").mkdir()
-    assert run_glue.find_checkpoint(args("last")) == str(tmp_path / "checkpoint-20")
-    assert run_glue.find_checkpoint(args("elsewhere")) == "elsewhere"
+    assert common.find_checkpoint(args("last")) == str(tmp_path / "checkpoint-20")
+    assert common.find_checkpoint(args("elsewhere")) == "elsewhere"
 
 
 def test_predictions_file(tmp_path):

@@ -1,0 +1,351 @@
+"""What all recipes share: the model's arguments, reading them from a file, training, evaluating and the summary.
+
+model_args, data_args, training_args = parse_arguments(sys.argv[1:], DataTrainingArguments)
+start(training_args)
+model = load_model(AutoModelFor..., model_args, load_config(model_args, SMALL_MODEL, ...))
+trainer = PipeTransformerTrainer(...)
+results = {**train(trainer), **evaluate(trainer, {"validation": dataset})}
+print_summary(trainer, results)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+import yaml
+from datasets import Dataset, DatasetDict
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    HfArgumentParser,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+
+LABEL = "label"
+SMALL_MODEL = {
+    "num_hidden_layers": 8,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 512,
+}
+"""What a model made from scratch looks like; `--config_overrides` changes it."""
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+@dataclass
+class ModelArguments:
+    """Which model is fine-tuned."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "A model on the hub or in a folder. Without it a small model is made from scratch."},
+    )
+    model_type: str | None = field(
+        default=None, metadata={"help": "The architecture of a model made from scratch, e.g. bert, vit, gpt2."}
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "Changes a model made from scratch, e.g. num_hidden_layers=4,hidden_size=256."},
+    )
+    config_name: str | None = field(default=None, metadata={"help": "The config, where it is not the model's own."})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "The tokenizer, where it is not the model's own."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    model_revision: str = field(default="main", metadata={"help": "A branch, a tag or a commit on the hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Whether to run code that a hub model brings."})
+    ignore_mismatched_sizes: bool = field(
+        default=False, metadata={"help": "Whether to replace a head that has another number of labels."}
+    )
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "Train LoRA adapters of this rank (and the head) instead of all weights."}
+    )
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Names of the layers that get an adapter; None: PEFT's for the model."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.config_overrides is not None and (self.model_name_or_path or self.config_name):
+            raise ValueError(
+                "config_overrides describes a model made from scratch; remove it, or remove model_name_or_path and "
+                "config_name."
+            )
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1; leave it out to train all weights.")
+        if self.lora_target_modules is not None and self.lora_rank is None:
+            raise ValueError("lora_target_modules needs lora_rank.")
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """What every `from_pretrained` is told."""
+        return {
+            "cache_dir": self.cache_dir,
+            "revision": self.model_revision,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+def parse_arguments(
+    arguments: list[str], data_class: type
+) -> tuple[ModelArguments, Any, PipeTransformerTrainingArguments]:
+    """Parses `[config.yaml | config.json] [--name value ...]`; what comes later wins."""
+    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+        arguments = config_to_arguments(Path(arguments[0])) + arguments[1:]
+    parser = HfArgumentParser((ModelArguments, data_class, PipeTransformerTrainingArguments))
+    return parser.parse_args_into_dataclasses(args=arguments)
+
+
+def config_to_arguments(path: Path) -> list[str]:
+    """Turns a YAML or JSON file of `name: value` into command-line arguments, so that one parser reads both."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold `name: value` pairs, but holds {type(values).__name__}.")
+    arguments: list[str] = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        items = value if isinstance(value, list) else [value]
+        arguments.append(f"--{name}")
+        arguments += [json.dumps(item) if isinstance(item, dict) else str(item) for item in items]
+    return arguments
+
+
+def check_one_source(**sources: bool) -> None:
+    """Refuses none, and more than one, of the places that data can come from.
+
+    Raises:
+        ValueError: naming what was given.
+    """
+    given = [name for name, is_given in sources.items() if is_given]
+    if len(given) != 1:
+        *others, last = sources
+        raise ValueError(f"Give exactly one of {', '.join(others)} and {last}; got {', '.join(given) or 'none'}.")
+
+
+def start(training_args: PipeTransformerTrainingArguments) -> None:
+    """Sets the log levels, and the seed: a new head must have the same weights on every rank."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    level = training_args.get_process_log_level()
+    # plans and transformations: a few lines, on the main process
+    logging.getLogger("hf_pipetransformer").setLevel(logging.INFO if training_args.should_log else level)
+    datasets.utils.logging.set_verbosity(level)
+    transformers.utils.logging.set_verbosity(level)
+    if not training_args.should_log:
+        datasets.disable_progress_bars()
+    set_seed(training_args.seed)
+
+
+# ---------------------------------------------------------------------------------------------------- model
+def load_config(model_args: ModelArguments, small: Mapping[str, Any], **options: Any) -> PretrainedConfig:
+    """Loads the model's config, or makes one from scratch.
+
+    Args:
+        model_args: which model.
+        small: sizes of a model made from scratch; `"model_type"` is its architecture where none is asked for. Names
+            that the architecture does not know are left out.
+        options: labels and the like, for either.
+    """
+    name = model_args.config_name or model_args.model_name_or_path
+    if name is not None:
+        return AutoConfig.from_pretrained(name, **model_args.hub, **options)
+    model_type = model_args.model_type or small["model_type"]
+    known = AutoConfig.for_model(model_type)
+    sizes = {key: value for key, value in small.items() if key != "model_type" and hasattr(known, key)}
+    config = AutoConfig.for_model(model_type, **sizes, **options)
+    if model_args.config_overrides:
+        config.update_from_string(model_args.config_overrides)
+    return config
+
+
+def load_model(auto_class: Any, model_args: ModelArguments, config: PretrainedConfig) -> nn.Module:
+    """Loads the model, or makes it from its config with random weights; puts adapters on it where they are wanted."""
+    if model_args.model_name_or_path is None:
+        model = auto_class.from_config(config)
+    else:
+        model = auto_class.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+            **model_args.hub,
+        )
+    return model if model_args.lora_rank is None else with_adapters(model, model_args)
+
+
+def with_adapters(model: nn.Module, model_args: ModelArguments) -> nn.Module:
+    """LoRA adapters on a model; what it was pretrained with rests, a new head is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    heads = [name for name, _ in model.named_children() if name in {"classifier", "score", "qa_outputs"}]
+    config = LoraConfig(
+        r=model_args.lora_rank,
+        lora_alpha=2 * (model_args.lora_rank or 0),
+        target_modules=model_args.lora_target_modules,
+        modules_to_save=heads or None,
+    )
+    return get_peft_model(model, config)
+
+
+def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase | None:
+    """Loads the model's tokenizer; None where neither a model nor a tokenizer is named."""
+    name = model_args.tokenizer_name or model_args.model_name_or_path
+    return AutoTokenizer.from_pretrained(name, **model_args.hub) if name is not None else None
+
+
+# ---------------------------------------------------------------------------------------------------- data
+def file_format(files: Mapping[str, str], formats: Mapping[str, str]) -> str:
+    """Returns the `datasets` builder that reads all of the files, by their endings.
+
+    Raises:
+        ValueError: the files need several builders, or one has an unknown ending.
+    """
+    found = {formats.get(Path(path).suffix) for path in files.values()}
+    if len(found) != 1 or None in found:
+        endings: dict[str, list[str]] = {}
+        for ending, builder in formats.items():
+            endings.setdefault(builder, []).append(ending)
+        choices = ", or all in ".join("/".join(group) for group in endings.values())
+        raise ValueError(f"Files must all end in {choices}; got {', '.join(files.values())}.")
+    return found.pop() or ""
+
+
+def take_part(dataset: Dataset, max_samples: int | None, seed: int) -> Dataset:
+    """Returns a random part of at most `max_samples` (files are often sorted by label), the same on every rank."""
+    if max_samples is None or max_samples >= len(dataset):
+        return dataset
+    return dataset.shuffle(seed=seed).select(range(max_samples))
+
+
+def split_names(prefix: str, splits: DatasetDict) -> list[str]:
+    """Returns the splits that begin with `prefix`: MNLI has `validation_matched` and `validation_mismatched`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = [name for name in splits if name == prefix or name.startswith(f"{prefix}_")]
+    if not names:
+        raise ValueError(f"There is no {prefix} data: give {prefix}_file, or leave that step out.")
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------- the run
+def find_checkpoint(training_args: PipeTransformerTrainingArguments) -> str | None:
+    """Returns the checkpoint to resume from; `--resume_from_checkpoint last` is the newest in `output_dir`, if any."""
+    wanted = training_args.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() in {"false", "no"}:
+        return None
+    if str(wanted).lower() not in {"last", "true", "yes"}:
+        return wanted
+    output_dir = Path(training_args.output_dir)
+    return get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+
+
+def train(trainer: PipeTransformerTrainer) -> dict[str, float]:
+    """Trains if `do_train` says so, saves model and metrics. Every rank must call this."""
+    if not trainer.args.do_train:
+        return {}
+    metrics = trainer.train(resume_from_checkpoint=find_checkpoint(trainer.args)).metrics
+    metrics["train_samples"] = len(trainer.train_dataset)
+    trainer.save_model()  # saves the tokenizer, too
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    return metrics
+
+
+def evaluate(trainer: PipeTransformerTrainer, eval_datasets: Mapping[str, Dataset]) -> dict[str, float]:
+    """Evaluates on each split, by name, and saves the metrics. Every rank must call this."""
+    results: dict[str, float] = {}
+    for name, dataset in eval_datasets.items():
+        metrics = trainer.evaluate(eval_dataset=dataset)
+        metrics["eval_samples"] = len(dataset)
+        suffix = name.removeprefix("validation")  # "", or MNLI's "_matched" and "_mismatched"
+        trainer.log_metrics(f"eval{suffix}", metrics)
+        trainer.save_metrics(f"eval{suffix}", metrics)
+        results.update({f"{key}{suffix}": value for key, value in metrics.items()})
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------- the summary
+def describe_layout(num_stages: int | str, world_size: int) -> str:
+    """Returns "4 stages × 2 replicas" for 8 processes in pipelines of 4."""
+    if not isinstance(num_stages, int) or num_stages < 1 or world_size % num_stages:
+        return f"{num_stages} stages, {world_size} processes"
+    replicas = world_size // num_stages
+    stages = "1 stage" if num_stages == 1 else f"{num_stages} stages"
+    return f"{stages} × {replicas} replica{'' if replicas == 1 else 's'}"
+
+
+def events_of(training_args: PipeTransformerTrainingArguments) -> list[dict[str, Any]]:
+    """The run's own record of its layouts; earlier trainings in the same folder are left out."""
+    record = Path(training_args.output_dir or ".") / "pipeline_events.jsonl"
+    if not training_args.do_train or not record.is_file():
+        return []
+    events: list[dict[str, Any]] = []
+    for event in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+        if event["event"] in {"start", "resume"}:
+            events = []
+        if "pipeline_parallel_size" in event:
+            events.append(event)
+    return events
+
+
+def layouts_of(training_args: PipeTransformerTrainingArguments) -> list[str]:
+    """The layouts that this training went through; without training the one asked for."""
+    world_size = training_args.world_size
+    layouts: list[str] = []
+    for event in events_of(training_args) or [{"pipeline_parallel_size": training_args.pipeline_parallel_size}]:
+        layout = describe_layout(event["pipeline_parallel_size"], world_size)
+        if layouts[-1:] != [layout]:
+            layouts.append(layout)
+    return layouts
+
+
+def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float]) -> None:
+    """Prints the layout, the time and the quality of the run as a table, on the main process."""
+    if not trainer.is_world_process_zero():
+        return
+    training_args = trainer.args
+    table = Table(title="Summary", show_header=False, title_justify="left")
+    table.add_row("Model", describe_model(trainer.model))
+    table.add_row("Layout", " → ".join(layouts_of(training_args)))
+    events = events_of(training_args)
+    if events and events[-1]["num_frozen_layers"]:
+        last = events[-1]
+        table.add_row("Frozen layers", f"{last['num_frozen_layers']} of {last['num_layers']}")
+        hits = [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+        if hits:
+            table.add_row("Cache hits, by epoch", ", ".join(f"{rate:.0%}" for rate in hits))
+    table.add_row("Device", training_args.device.type)
+    if "train_runtime" in results:
+        table.add_row("Training time", f"{results['train_runtime']:.1f} s")
+        table.add_row("Throughput", f"{results['train_samples_per_second']:.1f} samples/s")
+        table.add_row("Training loss", f"{results['train_loss']:.4f}")
+    technical = ("_runtime", "_per_second", "_samples", "_time")
+    for name, value in results.items():
+        if name.startswith("eval_") and not name.endswith(technical):
+            table.add_row(name.replace("_", " ").capitalize(), f"{value:.4f}")
+    Console().print(table)
+
+
+def describe_model(model: nn.Module) -> str:
+    """The class of the model; of an adapted one that below the adapters."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(base).__name__
+    return name if base is model else f"{name} with adapters"
