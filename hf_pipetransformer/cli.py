@@ -2,6 +2,7 @@
 
     hf-pipetransformer inspect bert
     hf-pipetransformer inspect ./my-model --task sequence-classification --stages 2,4 --json
+    hf-pipetransformer plan bert --devices 8 --batch 128 --seq 384 --epochs 10 --samples 88500
 
 `inspect` needs a configuration, no weights: each parameter takes the memory of one element, so a
 laptop can look at a model of billions of parameters.
@@ -12,12 +13,15 @@ Exit codes: 0 done, 1 the model cannot run as a pipeline, 2 wrong arguments or u
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from . import __version__, inspection
+from . import __version__, forecast_text, inspection, planning
+from .device_table import DEVICES
 from .errors import UnsupportedModelError
+from .report import write_report
 
 app = typer.Typer(
     name="hf-pipetransformer",
@@ -76,6 +80,89 @@ def inspect(
         _fail(1, f"{model_or_config} cannot be inspected: {error}")
     report = inspection.make_report(model, batch, units, [number for number in numbers if number <= len(units)])
     typer.echo(json.dumps(report, indent=2) if as_json else inspection.as_text(report, units))
+
+
+@app.command()
+def plan(
+    model_or_config: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As for inspect: name on the Hub, folder, config.json, model type.")
+    ],
+    devices: Annotated[int, typer.Option(help="Devices, one process each.")],
+    batch: Annotated[int, typer.Option(help="Rows of the global batch, over all devices.")],
+    seq: Annotated[int, typer.Option(help="Tokens of a row.")],
+    epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at each one's begin.")],
+    samples: Annotated[int | None, typer.Option(help="Samples of an epoch.")] = None,
+    profile: Annotated[
+        str, typer.Option(help="analytic: by --device; cpu, cuda: time the model's parts on this machine.")
+    ] = "analytic",
+    device: Annotated[str, typer.Option(help=f"For analytic: {', '.join(DEVICES)}.")] = "a100-80g",
+    efficiency: Annotated[float | None, typer.Option(help="Share of the device's peak that layers reach.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a device, instead of the known.")] = None,
+    disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,
+    alpha: Annotated[float, typer.Option(help="Share of the active layers that freezes each epoch.")] = 1 / 3,
+    freeze_schedule: Annotated[
+        str | None, typer.Option(help="Instead of --alpha: epochs done -> frozen layers, as JSON.")
+    ] = None,
+    max_frozen_layers: Annotated[int | None, typer.Option(help="Never freeze more.")] = None,
+    freeze: Annotated[bool, typer.Option("--freeze/--no-freeze", help="Freeze layers.")] = True,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache what frozen layers give.")] = True,
+    elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
+    pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
+    num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
+    task: Annotated[str, typer.Option(help="As for inspect.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict a whole training: stages, memory, time and speed-up in each epoch; nothing is launched."""
+    if task != "auto" and task not in inspection.TASKS:
+        _fail(2, f"--task is {task!r}, but the tasks are auto, {', '.join(inspection.TASKS)}.")
+    try:
+        request = planning.Request(
+            devices=devices,
+            batch=batch,
+            seq=seq,
+            epochs=epochs,
+            samples=samples,
+            profile=profile,
+            device=device,
+            efficiency=efficiency,
+            memory_gib=memory_gib,
+            disk_gib=disk_gib,
+            alpha=alpha,
+            freeze_schedule=freeze_schedule,
+            freezes=freeze,
+            max_frozen_layers=max_frozen_layers,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            caches=cache,
+            is_elastic=elastic,
+        )
+        answer = planning.answer(model_or_config, task, request)
+    except UnsupportedModelError as error:
+        _fail(1, str(error))
+    except ImportError as error:
+        _fail(1, f"{model_or_config} cannot be planned: {error}")
+    except ValueError as error:
+        _fail(2, str(error))
+    if as_json:
+        values = forecast_text.as_values(answer.forecast, answer.model, profile, answer.assumed)
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        typer.echo(forecast_text.as_text(answer.forecast, answer.title, answer.assumed))
+
+
+@app.command()
+def report(
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The folder of a training.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The file to write.", show_default="report.html in OUTPUT_DIR")
+    ] = None,
+) -> None:
+    """Write one HTML file about a training: layouts, speed, memory, cache, losses, where the time went."""
+    try:
+        path = write_report(output_dir, output)
+    except ValueError as error:
+        _fail(2, str(error))
+    typer.echo(path.resolve())
 
 
 def _fail(code: int, message: str) -> NoReturn:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .ghosts import evaluation_mode
 from .layer_range import Unit, tensors_of
@@ -85,6 +85,18 @@ def _grouped_mm_flops(rows: Sequence[int], experts: Sequence[int], *_: Any, **__
     return 2 * rows[0] * rows[1] * experts[-1]
 
 
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """The fused attention on the CPU, which torch's counter does not know, though it does those on other devices."""
+    count: int = sdpa_flop_count(query, key, value)
+    return count
+
+
+_UNKNOWN_TO_TORCH: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm: _grouped_mm_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+}
+
+
 class _Meter:
     """Counts operations and saved bytes between the ends of units."""
 
@@ -95,7 +107,7 @@ class _Meter:
         self._flops_before = 0
         self._saved: dict[int, int] = {}
         self._weights = {stack.table[name].untyped_storage().data_ptr() for name in stack.table.names}
-        self._counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_mm_flops})
+        self._counter = FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> _Meter:

@@ -1,0 +1,177 @@
+#!/usr/bin/env python
+"""How far `hf-pipetransformer plan --profile cpu` (or cuda) is from the steps that it predicts.
+
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/forecast_error.py \
+        --output results.json
+
+In rounds: the model's parts are timed, as `plan` does it, then trainings of a few steps are measured, one after the
+other in the same processes:
+
+    round 1    profile   DDP   K = 2   f = 2, filling and from the cache   f = 4 ...
+    round 2    profile   DDP   K = 2   ...
+
+A row's error is predicted over measured step, less 1; what counts is the median over the rounds. Prediction and
+measurement of a round lie a minute apart, so the machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import warnings
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import cached_step
+import pipeline_step
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+
+from hf_pipetransformer.device_table import CacheHost
+from hf_pipetransformer.forecast import Epoch, Job, Machine, forecast
+from hf_pipetransformer.freezing import NeverFreeze, SchedulePolicy
+from hf_pipetransformer.inspection import build_ghost_model
+from hf_pipetransformer.local_profile import profile_here
+from hf_pipetransformer.planning import ROWS_TO_TIME
+from hf_pipetransformer.workload import Workload, measure_workload
+
+GOAL = 0.15
+FILLING, READING = 1, 2  # epochs of a training whose layers freeze after the first one
+Row = dict[str, float]
+"""Name of what was measured -> ms of a step."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="folder or name of a configuration; default: MiniLM-L6's size")
+    parser.add_argument("--rows", type=int, default=32, help="rows of the global batch")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of each row")
+    parser.add_argument("--frozen", type=int, nargs="+", default=[2, 4, 5], help="numbers of frozen layers f")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4], help="M of the pipelines, K = processes")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10, help="of each epoch")
+    parser.add_argument("--warmup", type=int, default=3, help="first steps of each epoch that do not count")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    return parser.parse_args()
+
+
+def predict(arguments: argparse.Namespace, config: PreTrainedConfig, workload: Workload) -> Row:
+    """Profile this machine and forecast each of the trainings. For one process only."""
+    world, device = dist.get_world_size(), "cuda" if torch.cuda.is_available() else "cpu"
+    rows = min(arguments.rows // world, ROWS_TO_TIME)
+    row_bytes = workload.cache_row_bytes(1)
+    profile = profile_here(
+        config, AutoModelForSequenceClassification, device, world, rows, arguments.tokens, row_bytes
+    )
+    machine = Machine(profile.times, None, world, CacheHost(profile.read_bytes_per_second, 1e9))
+
+    def step_ms(epoch: Epoch) -> float:
+        return 1e3 * epoch.step_seconds
+
+    def epochs(k: int, m: int | None, frozen: int) -> tuple[Epoch, ...]:
+        policy = SchedulePolicy({1: frozen}) if frozen else NeverFreeze()
+        job = Job(
+            world, arguments.rows, cached_step.EPOCHS, arguments.rows * arguments.steps, policy, None, k,
+            num_microbatches=m or "auto",
+        )  # fmt: skip
+        return forecast(job, workload, machine).epochs
+
+    predicted = {"K = 1": step_ms(epochs(1, None, 0)[0])}
+    predicted |= {f"K = {world}, M = {m}": step_ms(epochs(world, m, 0)[0]) for m in arguments.microbatches}
+    for f in arguments.frozen:
+        course = epochs(1, None, f)
+        predicted[f"f = {f}, filling"] = step_ms(course[FILLING])
+        predicted[f"f = {f}, cached"] = step_ms(course[READING])
+    return predicted
+
+
+def measure(arguments: argparse.Namespace, config: PreTrainedConfig) -> Row:
+    """Train a little in each way. Collective over all processes."""
+    world = dist.get_world_size()
+
+    def step_ms(variant: pipeline_step.Variant) -> float:
+        return pipeline_step.run(variant, arguments, config).median_ms
+
+    measured = {"K = 1": step_ms(pipeline_step.Variant(1))}
+    measured |= {
+        f"K = {world}, M = {m}": step_ms(pipeline_step.Variant(world, "1f1b", m)) for m in arguments.microbatches
+    }
+    for f in arguments.frozen:
+        epochs = cached_step.run(f, "on", arguments, config)
+        measured[f"f = {f}, filling"] = epochs[FILLING]
+        measured[f"f = {f}, cached"] = statistics.median(epochs[READING:])
+    return measured
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    arguments.dtype = "auto"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    if state.num_processes < 2:
+        raise SystemExit("Start at least two processes, by accelerate launch (see the top of this file).")
+    config = pipeline_step.load_config(arguments.model)
+    console = Console(quiet=not state.is_main_process)
+    ghosts = build_ghost_model(config, AutoModelForSequenceClassification)
+    workload = measure_workload(ghosts, arguments.tokens)
+    rounds: list[dict[str, Row]] = []
+    for number in range(arguments.rounds):
+        everyone = [predict(arguments, config, workload) if state.is_main_process else None]
+        dist.broadcast_object_list(everyone)
+        assert everyone[0] is not None
+        rounds.append({"predicted_ms": everyone[0], "measured_ms": measure(arguments, config)})
+        console.print(f"round {number + 1}", rounds[-1])
+    errors = {
+        name: [r["predicted_ms"][name] / r["measured_ms"][name] - 1 for r in rounds]
+        for name in rounds[0]["measured_ms"]
+    }
+    summary = {
+        name: {
+            **{kind: statistics.median(r[kind][name] for r in rounds) for kind in ("predicted_ms", "measured_ms")},
+            "error": statistics.median(values),
+        }
+        for name, values in errors.items()
+    }
+    table = Table(
+        title=f"A step of {arguments.rows} x {arguments.tokens} tokens, {state.num_processes} processes x"
+        f" {torch.get_num_threads()} thread(s); goal: at most {GOAL:.0%} off"
+    )
+    for column in ("", "predicted ms", "measured ms", "error", "in each round"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, figures in summary.items():
+        table.add_row(
+            name,
+            f"{figures['predicted_ms']:.1f}",
+            f"{figures['measured_ms']:.1f}",
+            f"{figures['error']:+.0%}" + ("" if abs(figures["error"]) <= GOAL else " !"),
+            " ".join(f"{error:+.0%}" for error in errors[name]),
+        )
+    console.print(table)
+    if arguments.output and state.is_main_process:
+        facts = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **{package: version(package) for package in ("torch", "transformers", "accelerate")},
+            "processes": state.num_processes,
+            "threads_per_process": torch.get_num_threads(),
+            "load_average": os.getloadavg()[0],
+            "options": {key: str(value) for key, value in vars(arguments).items() if key not in ("model", "output")},
+        }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({**facts, "summary": summary, "rounds": rounds}, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

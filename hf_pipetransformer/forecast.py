@@ -1,0 +1,419 @@
+"""What a whole training will take, before anything is launched.
+
+    freeze policy -> f in each epoch
+    AutoCache     -> c in each epoch      of these f layers so many come from the cache
+    planner       -> plan of each epoch   make_plan at the start, replan where f or c changes, as the trainer does
+    plan.predict  -> step                 plus the time to load what is cached
+
+Beside it stand static layouts, in which nothing is frozen, and what the counted FLOPs allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+from .auto_cache import WORTH_LOADING
+from .costs import UnitCost
+from .device_table import CacheHost, Device
+from .freezing import FreezeDecision, FreezePolicy, next_num_frozen
+from .plan import PipelinePlan, StepPrediction, step_flops
+from .planner import largest_stage_bytes, make_plan, replan
+from .unit_times import ModelTimes
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Args:
+        num_devices: processes.
+        batch_rows: rows of the global batch; each device brings an equal part.
+        num_epochs: of the training; freezing is decided at each one's begin.
+        num_samples: of an epoch.
+        freeze_policy: one that needs no gradients.
+        max_frozen_layers: the user's bound.
+        pipeline_parallel_size: K, or "auto".
+        is_elastic: pack the layers into fewer stages after a freeze.
+        caches: keep what frozen layers give.
+
+    Raises:
+        ValueError: a number is too small, or the rows cannot be divided.
+    """
+
+    num_devices: int
+    batch_rows: int
+    num_epochs: int
+    num_samples: int
+    freeze_policy: FreezePolicy
+    max_frozen_layers: int | None = None
+    pipeline_parallel_size: int | Literal["auto"] = "auto"
+    is_elastic: bool = True
+    caches: bool = True
+    schedule: str = "1f1b"
+    num_microbatches: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "batch_rows", "num_epochs", "num_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if self.batch_rows % self.num_devices:
+            below = self.batch_rows - self.batch_rows % self.num_devices
+            raise ValueError(
+                f"batch_rows is {self.batch_rows}, but {self.num_devices} devices bring the same number of rows each:"
+                f" take {f'{below} or ' if below else ''}{below + self.num_devices}."
+            )
+        if self.freeze_policy.needs_gradient_norms:
+            raise ValueError(
+                f"{type(self.freeze_policy).__name__} decides by gradients, which only a training has: forecast"
+                " 'alpha' or 'schedule'."
+            )
+
+    @property
+    def rows_per_device(self) -> int:
+        return self.batch_rows // self.num_devices
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch_rows)
+
+    def num_frozen(self, num_layers: int, max_frozen: int) -> list[int]:
+        """f in each epoch.
+
+        Args:
+            num_layers: L.
+            max_frozen: the most that leave something to train.
+        """
+        frozen = [0]
+        for epoch in range(self.num_epochs):
+            decision = FreezeDecision(
+                epoch, num_layers, frozen[-1], float(epoch), epoch * self.steps_per_epoch, None, max_frozen
+            )
+            frozen.append(next_num_frozen(self.freeze_policy, decision, self.max_frozen_layers))
+        return frozen[1:]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it runs on.
+
+    Attributes:
+        times: of the model's parts.
+        memory_budget_bytes: that a stage may take on a device; None: not known, everything fits.
+        devices_per_node: how many share a cache.
+        host: of a node.
+        device: whose table gave `times`; None: measured.
+    """
+
+    times: ModelTimes
+    memory_budget_bytes: int | None
+    devices_per_node: int
+    host: CacheHost
+    device: Device | None = None
+
+    def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
+        """The same with another number of devices."""
+        if self.device is None:
+            return self
+        return replace(self, times=self.device.times(unit_costs, num_devices))
+
+    def num_nodes(self, num_devices: int) -> int:
+        return -(-num_devices // self.devices_per_node)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch, counted from 1.
+
+    Attributes:
+        num_frozen: f.
+        num_cached: of these so many come from the cache.
+        puts: layers whose output is put into the cache; 0: none.
+        plan: in force.
+        prediction: of a step, without loading.
+        load_seconds: of a step.
+        num_steps: of it.
+    """
+
+    number: int
+    num_frozen: int
+    num_cached: int
+    puts: int
+    plan: PipelinePlan
+    prediction: StepPrediction
+    load_seconds: float
+    num_steps: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.prediction.seconds + self.load_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.step_seconds * self.num_steps
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.plan.rows_per_device * self.plan.world_size / self.step_seconds
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Where a device's step goes, on average over the stages; they add up to 1."""
+        plan, times, m = self.plan, self.plan.times, self.prediction.num_microbatches
+        assert times is not None
+        k, timeline = plan.pipeline_parallel_size, self.prediction.timeline
+        busy = sum(span.end - span.start for span in timeline.spans) / k
+        frozen_units = range(self.plan.num_cached_layers, self.num_frozen)
+        frozen = m * sum(times.units[unit].forward.of(plan.rows_per_pipeline / m) for unit in frozen_units) / k
+        seconds = {
+            "active layers": busy - frozen,
+            "frozen layers": frozen,
+            "waiting": timeline.seconds - busy,
+            "reduction, optimizer": self.prediction.seconds_at_end,
+            "loading": self.load_seconds,
+        }
+        return {part: value / self.step_seconds for part, value in seconds.items()}
+
+    @property
+    def limit(self) -> str:
+        """What most of a step is spent on."""
+        return max(self.shares, key=lambda part: self.shares[part])
+
+
+@dataclass(frozen=True)
+class StaticRun:
+    """A training in one layout in which nothing is frozen.
+
+    Attributes:
+        plan: the layout.
+        seconds: of the training; infinite where the plan does not fit.
+        missing_bytes: that the largest stage takes beyond the device's memory; 0: it fits.
+    """
+
+    plan: PipelinePlan
+    seconds: float
+    missing_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The whole training.
+
+    Attributes:
+        epochs: one after the other.
+        ddp: plain DDP, K = 1.
+        best_static: the fastest of all layouts that fit.
+        static_pipeline: K > 1 as asked for, or as the training begins, or 2; None where no K > 1 is possible.
+        flop_bound: FLOPs of the training without freezing over those with it.
+        cache_bytes: of the largest generation on a node; 0: nothing is put.
+        cache_peak_bytes: of the two that there are when a freeze comes.
+        cache_off: why nothing is cached, or no longer.
+    """
+
+    job: Job
+    workload: Workload
+    machine: Machine
+    epochs: tuple[Epoch, ...]
+    ddp: StaticRun
+    best_static: StaticRun
+    static_pipeline: StaticRun | None
+    flop_bound: float
+    cache_bytes: float
+    cache_peak_bytes: float
+    cache_off: str | None
+
+    @property
+    def seconds(self) -> float:
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def first(self) -> PipelinePlan:
+        return self.epochs[0].plan
+
+    @property
+    def periods(self) -> list[tuple[Epoch, ...]]:
+        """Epochs that are alike, together."""
+
+        def alike(epoch: Epoch) -> tuple[int, ...]:
+            return (epoch.num_frozen, epoch.num_cached, epoch.puts, epoch.plan.pipeline_parallel_size)
+
+        return [tuple(epochs) for _, epochs in groupby(self.epochs, alike)]
+
+    def speed_up_over(self, static: StaticRun) -> float | None:
+        """How many times as fast as a static layout; None where that does not fit."""
+        return static.seconds / self.seconds if static.fits else None
+
+
+def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
+    """Predict a training.
+
+    Raises:
+        ValueError: no plan is possible, as in `make_plan`.
+    """
+    epochs, cache_off = _Course(job, workload, machine).run()
+    costs = workload.unit_costs
+    lengths = [k for k in range(1, min(job.num_devices, len(costs)) + 1) if job.num_devices % k == 0]
+    statics = {k: _static_run(job, workload, machine, k) for k in lengths}
+    asked = job.pipeline_parallel_size
+    longer = asked if isinstance(asked, int) and asked > 1 else epochs[0].plan.pipeline_parallel_size
+    if longer == 1:
+        longer = next((k for k in lengths if k > 1), 1)
+    frozen = [step_flops(costs, epoch.num_frozen, epoch.plan.num_cached_layers) for epoch in epochs]
+    with_freezing, without = sum(map(sum, frozen)), len(epochs) * sum(step_flops(costs, 0))
+    node_rows = job.num_samples / machine.num_nodes(job.num_devices)
+    sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {epoch.puts for epoch in epochs} if f}
+    live = [
+        sum(sizes.get(f, 0.0) for f in {epoch.puts, epoch.num_cached}) for epoch in epochs
+    ]  # what is read is kept until the next one is whole
+    return Forecast(
+        job,
+        workload,
+        machine,
+        tuple(epochs),
+        statics[1],
+        min(statics.values(), key=lambda static: (not static.fits, static.seconds)),
+        statics[longer] if longer > 1 else None,
+        without / with_freezing if with_freezing else 1.0,
+        max(sizes.values(), default=0.0),
+        max(live),
+        cache_off,
+    )
+
+
+class _Course:
+    """Goes through the epochs as the trainer does."""
+
+    def __init__(self, job: Job, workload: Workload, machine: Machine) -> None:
+        self._job, self._workload, self._machine = job, workload, machine
+        self.first = plan_at_start(job, workload, machine)
+        is_auto = job.pipeline_parallel_size == "auto" and machine.memory_budget_bytes is not None
+        budget = machine.memory_budget_bytes if is_auto else largest_stage_bytes(self.first)
+        assert budget is not None
+        self._budget = budget
+        self._boundary = 0  # layers whose output is, or is being, put into the store
+        self._off: str | None = None if job.caches else "switched off"
+
+    def run(self) -> tuple[list[Epoch], str | None]:
+        job, costs = self._job, self._workload.unit_costs
+        plan, cached, epochs = self.first, 0, list[Epoch]()
+        for index, frozen in enumerate(job.num_frozen(len(costs), self._workload.max_frozen)):
+            before = (plan.num_frozen_layers, cached)
+            if self._boundary > cached:  # the epoch that has ended filled it
+                cached = self._boundary if self._pays() else 0
+            if (frozen, cached) != before:
+                plan = replan(
+                    plan,
+                    frozen,
+                    self._budget,
+                    num_cached_layers=cached,
+                    compression="fit" if job.is_elastic else "none",
+                )
+                self._fill(plan)
+            writes = self._off is None and self._boundary > cached and index + 1 < job.num_epochs
+            rows = plan.rows_per_pipeline
+            epochs.append(
+                Epoch(
+                    index + 1,
+                    frozen,
+                    cached,
+                    self._boundary if writes else 0,
+                    plan,
+                    plan.predict(rows, plan.num_microbatches_for(rows)),
+                    self._load_seconds(cached, self._boundary if writes else 0),
+                    job.steps_per_epoch,
+                )
+            )
+        return epochs, self._off
+
+    def _fill(self, plan: PipelinePlan) -> None:
+        """Choose the boundary to put from now on, as `AutoCache.freeze` does."""
+        if self._off is not None:
+            return
+        # what the last unit gives can only be used where the first stage has the head, too
+        highest = min(plan.num_frozen_layers, plan.num_units - (plan.pipeline_parallel_size > 1))
+        boundary = max((f for f in self._workload.cacheable if f <= highest), default=0)
+        if highest and not self._workload.cacheable:
+            self._off = "more than one tensor is read above each of this model's layers"
+        elif boundary > self._boundary:
+            disk, needed = self._machine.host.disk_bytes, self._node_bytes(boundary) + self._node_bytes(self._boundary)
+            if disk is not None and needed > disk:
+                self._off = (
+                    f"a node would keep {needed / 2**30:,.1f} GiB, and its store may take {disk / 2**30:,.1f} GiB"
+                )
+                self._boundary = 0
+            else:
+                self._boundary = boundary
+
+    def _pays(self) -> bool:
+        """Whether loading is faster than computing by as much as `AutoCache` asks for."""
+        loading = self._load_seconds(self._boundary)
+        times, rows = self._machine.times, self._job.rows_per_device
+        computing = rows * sum(unit.forward.per_row for unit in times.units[: self._boundary])
+        if loading < WORTH_LOADING * computing:
+            return True
+        self._off = (
+            f"loading would take {1e3 * loading:.3g} ms of a step, computing the {self._boundary} frozen layers"
+            f" {1e3 * computing:.3g} ms"
+        )
+        self._boundary = 0
+        return False
+
+    def _node_bytes(self, boundary: int) -> float:
+        if not boundary:
+            return 0.0
+        nodes = self._machine.num_nodes(self._job.num_devices)
+        return self._workload.cache_row_bytes(boundary) * self._job.num_samples / nodes
+
+    def _load_seconds(self, cached: int, puts: int = 0) -> float:
+        """Of a step: a node's rows, which its first stages read at the same time.
+
+        What is put pushes what is read out of the page cache.
+        """
+        if not cached:
+            return 0.0
+        host, nodes = self._machine.host, self._machine.num_nodes(self._job.num_devices)
+        live = self._node_bytes(cached) + self._node_bytes(puts)
+        in_memory = host.memory_bytes is None or live <= host.memory_bytes
+        speed = host.read_bytes_per_second if in_memory else host.disk_bytes_per_second
+        return self._workload.cache_row_bytes(cached) * self._job.batch_rows / nodes / speed
+
+
+def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePlan:
+    """The plan that the training begins with.
+
+    Raises:
+        ValueError: as `make_plan`.
+    """
+    return make_plan(
+        workload.unit_costs,
+        job.num_devices,
+        job.pipeline_parallel_size,
+        schedule=job.schedule,
+        num_microbatches=job.num_microbatches,
+        rows_per_device=job.rows_per_device,
+        memory_budget_bytes=machine.memory_budget_bytes,
+        times=machine.times,
+    )
+
+
+def _static_run(job: Job, workload: Workload, machine: Machine, k: int) -> StaticRun:
+    plan = plan_at_start(replace(job, pipeline_parallel_size=k), workload, machine)
+    rows = plan.rows_per_pipeline
+    step = plan.predict(rows, plan.num_microbatches_for(rows)).seconds
+    budget = machine.memory_budget_bytes
+    missing = 0 if budget is None else max(largest_stage_bytes(plan) - budget, 0)
+    return StaticRun(plan, float("inf") if missing else step * job.steps_per_epoch * job.num_epochs, missing)
+
+
+def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float:
+    """Seconds of a training, without what it is compared with. `Raises` as `forecast`."""
+    machine = machine.with_devices(job.num_devices, workload.unit_costs)
+    return sum(epoch.seconds for epoch in _Course(job, workload, machine).run()[0])

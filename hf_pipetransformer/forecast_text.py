@@ -1,0 +1,249 @@
+"""A forecast in words, tables and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from .forecast import Epoch, Forecast, StaticRun, forecast_seconds
+from .plan import align
+from .planner import largest_stage_bytes
+
+GIB = 2**30
+
+WORTH_FREEZING = 1.15
+"""Less than this is gained is within what a forecast may be wrong by."""
+HARDLY_FASTER = 1.10
+"""So much slower fewer devices may be and still be the better choice."""
+START_SECONDS = 60.0
+"""What starting on many devices costs; saving less than this is not worth them."""
+
+ALWAYS_ASSUMED = (
+    "every row is as long as --seq; padding and evaluation are not counted",
+    "gradients are reduced after the backward, not during it; messages between stages take no time",
+    "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
+    "activations are counted in fp32, as the trainer does; the allocator's waste is not in the memory figures",
+    "the model may be cached; the trainer finds that out by running rows of the data",
+)
+
+
+def advise(result: Forecast) -> list[str]:
+    """What the forecast means for whoever launches the training; at least one sentence."""
+    job, gain = result.job, result.speed_up_over(result.best_static)
+    freezes = result.epochs[-1].num_frozen > 0
+    sentences = _about_pipelining(result)
+    if freezes and gain is not None and gain < WORTH_FREEZING:
+        sentences.append(
+            f"Gain below {100 * (WORTH_FREEZING - 1):.0f}% (×{gain:.2f} over the best static layout): do not freeze;"
+            f" set freeze_policy='none', pipeline_parallel_size={result.best_static.plan.pipeline_parallel_size}."
+        )
+    if freezes and job.caches and result.cache_off:
+        sentences.append(f"Frozen layers are not cached: {result.cache_off}.")
+    host = result.machine.host
+    if host.memory_bytes is not None and result.cache_peak_bytes > host.memory_bytes:
+        sentences.append(
+            f"The cache exceeds a node's memory ({result.cache_peak_bytes / GIB:,.1f} GiB at most, of"
+            f" {host.memory_bytes / GIB:,.1f} GiB): then it is read from disk."
+        )
+    return [*sentences, *_about_fewer_devices(result)]
+
+
+def _about_pipelining(result: Forecast) -> list[str]:
+    job, ks = result.job, [epoch.plan.pipeline_parallel_size for epoch in result.epochs]
+    budget, needed = result.machine.memory_budget_bytes, largest_stage_bytes(result.first)
+    sentences = []
+    if max(ks) == 1:
+        frozen = result.epochs[-1].num_frozen > 0
+        what = ("freeze only" if result.cache_off else "freeze + cache only") if frozen else "plain DDP"
+        sentences.append(f"K = 1 throughout: {what} (pipeline_parallel_size=1); pipelining adds nothing here.")
+    elif not result.ddp.fits:
+        assert budget is not None
+        sentences.append(
+            f"Plain DDP does not fit: K = 1 needs {(budget + result.ddp.missing_bytes) / GIB:,.1f} GiB for training,"
+            f" and a device has {budget / GIB:,.1f} GiB. Hence {ks[0]} stages at the start."
+        )
+    if budget is not None and needed > budget:
+        sentences.append(
+            f"It does not fit: with K = {ks[0]} the largest stage needs {needed / GIB:,.1f} GiB, and a device has"
+            f" {budget / GIB:,.1f} GiB. Raise pipeline_parallel_size, or lower the batch."
+        )
+    elif job.pipeline_parallel_size != "auto" and ks[0] > 1:
+        auto = forecast_seconds(replace(job, pipeline_parallel_size="auto"), result.workload, result.machine)
+        if auto * HARDLY_FASTER < result.seconds:
+            sentences.append(
+                f"K = {ks[0]} was asked for; pipeline_parallel_size='auto' is predicted to be"
+                f" {result.seconds / auto:.2f} times as fast."
+            )
+    if ks[-1] < ks[0]:
+        when = next(epoch.number for epoch in result.epochs if epoch.plan.pipeline_parallel_size < ks[0])
+        sentences.append(f"From epoch {when} on fewer stages do, and the devices that become free are replicas.")
+    return sentences
+
+
+def _about_fewer_devices(result: Forecast) -> list[str]:
+    """Whether fewer devices, with the same global batch, would do as well."""
+    job = result.job
+    for n in (n for n in range(1, job.num_devices) if job.num_devices % n == 0):
+        if isinstance(job.pipeline_parallel_size, int) and n % job.pipeline_parallel_size:
+            continue
+        try:
+            seconds = forecast_seconds(replace(job, num_devices=n), result.workload, result.machine)
+        except ValueError:  # it does not fit so few
+            continue
+        if seconds <= result.seconds * HARDLY_FASTER or seconds - result.seconds < START_SECONDS:
+            return [
+                f"Too short for so many devices: use {n}, which take {_duration(seconds)} where {job.num_devices} take"
+                f" {_duration(result.seconds)}."
+            ]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------ tables
+def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
+    """The forecast for a terminal.
+
+    Args:
+        title: says of what.
+        assumed: what this forecast takes for granted, beyond what every one does.
+    """
+    epochs = [
+        ("epoch", "frozen", "cached", "K × R", "M", "stages", "GiB", "step ms", "rows/s", "spent on", "time"),
+        *(_period_row(period) for period in result.periods),
+    ]
+    statics = [("compared with", "layout", "M", "GiB", "time", "speed-up")]
+    for name, static in _statics(result):
+        gain = result.speed_up_over(static)
+        statics.append(
+            (
+                name,
+                _layout(static.plan.pipeline_parallel_size, static.plan.data_parallel_size),
+                str(static.plan.num_microbatches_for(static.plan.rows_per_pipeline)),
+                f"{largest_stage_bytes(static.plan) / GIB:,.1f}",
+                _duration(static.seconds) if static.fits else "-",
+                "does not fit" if gain is None else f"×{gain:.2f}",
+            )
+        )
+    statics.append(("counted FLOPs alone", "", "", "", "", f"×{result.flop_bound:.2f}"))
+    parts = [
+        title,
+        "\n".join(align(epochs, left=(0, 5, 9))),
+        f"{len(result.epochs)} epochs of {result.job.steps_per_epoch:,} steps: {_duration(result.seconds)}",
+        "\n".join(align(statics, left=(0, 1))),
+        _about_cache(result),
+        "Advice\n" + "\n".join(f"- {sentence}" for sentence in advise(result)),
+        "Assumed\n" + "\n".join(f"- {sentence}" for sentence in (*assumed, *ALWAYS_ASSUMED)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
+    first, last = period[0], period[-1]
+    plan = first.plan
+    cached = str(plan.num_cached_layers)
+    return (
+        str(first.number) if first is last else f"{first.number}-{last.number}",
+        str(first.num_frozen),
+        f"{cached} (puts {first.puts})" if first.puts else cached,
+        _layout(plan.pipeline_parallel_size, plan.data_parallel_size),
+        str(first.prediction.num_microbatches),
+        "|".join(str(len(plan.units_of(stage))) for stage in range(plan.pipeline_parallel_size)),
+        f"{largest_stage_bytes(plan) / GIB:,.1f}",
+        f"{1e3 * first.step_seconds:,.1f}",
+        f"{first.rows_per_second:,.0f}",
+        f"{first.limit} {100 * first.shares[first.limit]:.0f}%",
+        _duration(sum(epoch.seconds for epoch in period)),
+    )
+
+
+def _statics(result: Forecast) -> list[tuple[str, StaticRun]]:
+    named = [("best static layout", result.best_static), ("plain DDP", result.ddp)]
+    if result.static_pipeline is not None:
+        named.append(("static pipeline", result.static_pipeline))
+    return named
+
+
+def _about_cache(result: Forecast) -> str:
+    if not result.cache_bytes:
+        return ""
+    host = result.machine.host
+
+    def of(size: float | None) -> str:
+        return "unknown" if size is None else f"{size / GIB:,.1f} GiB"
+
+    return (
+        f"Cache on each node: {result.cache_bytes / GIB:,.2f} GiB a generation, at most"
+        f" {result.cache_peak_bytes / GIB:,.2f} GiB at once; page cache {of(host.memory_bytes)}, disk"
+        f" {of(host.disk_bytes)}"
+    )
+
+
+def _layout(k: int, r: int) -> str:
+    return f"{k} × {r}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]) -> dict[str, Any]:
+    """The forecast as plain values for JSON; times in seconds, sizes in bytes."""
+    job, budget = result.job, result.machine.memory_budget_bytes
+    return {
+        "model": model,
+        "profile": profile,
+        "devices": job.num_devices,
+        "batch_rows": job.batch_rows,
+        "samples": job.num_samples,
+        "steps_per_epoch": job.steps_per_epoch,
+        "memory_budget_bytes": budget,
+        "epochs": [_epoch_values(epoch) for epoch in result.epochs],
+        "seconds": result.seconds,
+        "compared_with": {
+            name.replace(" ", "_"): {
+                "stages": static.plan.pipeline_parallel_size,
+                "replicas": static.plan.data_parallel_size,
+                "num_microbatches": static.plan.num_microbatches_for(static.plan.rows_per_pipeline),
+                "largest_stage_bytes": largest_stage_bytes(static.plan),
+                "fits": static.fits,
+                "seconds": static.seconds if static.fits else None,
+                "speed_up": result.speed_up_over(static),
+            }
+            for name, static in _statics(result)
+        },
+        "flop_bound": result.flop_bound,
+        "cache": {
+            "generation_bytes_per_node": result.cache_bytes,
+            "peak_bytes_per_node": result.cache_peak_bytes,
+            "off": result.cache_off,
+        },
+        "advice": advise(result),
+        "assumed": [*assumed, *ALWAYS_ASSUMED],
+    }
+
+
+def _epoch_values(epoch: Epoch) -> dict[str, Any]:
+    plan = epoch.plan
+    rows, m = plan.rows_per_pipeline, epoch.prediction.num_microbatches
+    return {
+        "epoch": epoch.number,
+        "num_frozen_layers": epoch.num_frozen,
+        "num_cached_layers": plan.num_cached_layers,
+        "puts": epoch.puts,
+        "stages": plan.pipeline_parallel_size,
+        "replicas": plan.data_parallel_size,
+        "stage_bounds": list(plan.stage_bounds),
+        "num_microbatches": m,
+        "stage_bytes": [
+            plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(plan.pipeline_parallel_size)
+        ],
+        "step_seconds": epoch.step_seconds,
+        "bubble": epoch.prediction.timeline.bubble,
+        "load_seconds": epoch.load_seconds,
+        "rows_per_second": epoch.rows_per_second,
+        "shares": epoch.shares,
+        "seconds": epoch.seconds,
+    }

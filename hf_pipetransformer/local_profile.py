@@ -1,0 +1,191 @@
+"""How fast this machine is: the parts of a model with random weights, timed in as many processes as will train it.
+
+The processes time at the same moment, as those of a training do, because they share caches and memory.
+
+    processes    build the model    reduce    time the parts    read from the store    the slowest counts
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .activation_store import ActivationStore
+from .dummy_inputs import dummy_batch
+from .layer_stack import LayerStack, answers, output_tensors
+from .mesh import ProcessMesh
+from .unit_times import ModelTimes, measure_times, slowest
+
+TIMEOUT = timedelta(minutes=10)
+MEMORY_FOR_WEIGHTS = 0.5
+"""Share of the free memory that the processes' copies of the weights may take: a unit's gradients and activations come
+on top."""
+READ_REPETITIONS = 5
+
+
+@dataclass(frozen=True)
+class LocalProfile:
+    """What was measured.
+
+    Attributes:
+        times: of the slowest process.
+        read_bytes_per_second: from the store's page cache, of all processes together.
+        processes: that measured.
+    """
+
+    times: ModelTimes
+    read_bytes_per_second: float
+    processes: int
+
+
+def processes_here(device_type: Literal["cpu", "cuda"], num_devices: int) -> int:
+    """How many of the training's processes this machine can run."""
+    here = os.cpu_count() or 1 if device_type == "cpu" else torch.cuda.device_count()
+    return min(num_devices, here)
+
+
+def profile_here(
+    config: PreTrainedConfig,
+    model_class: type,
+    device_type: Literal["cpu", "cuda"],
+    num_devices: int,
+    rows: int,
+    tokens: int,
+    row_bytes: int,
+) -> LocalProfile:
+    """Time a model's parts on this machine.
+
+    Args:
+        config: of the model.
+        model_class: a class or Auto class of transformers.
+        device_type: "cpu" or "cuda".
+        num_devices: processes of the training; no more are started than there are cores, or devices.
+        rows: to time the parts on.
+        tokens: of a row.
+        row_bytes: of a row in the activation cache.
+
+    Raises:
+        ValueError: there is no such device, or the processes' weights do not fit this machine.
+    """
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("profile is 'cuda', but no CUDA device is here: use 'analytic' and name a device.")
+    processes = processes_here(device_type, num_devices)
+    with tempfile.TemporaryDirectory() as folder:
+        threads = int(os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // processes, 1)))
+        arguments = (processes, folder, threads, config, model_class, device_type, rows, tokens, row_bytes)
+        multiprocessing.spawn(_measure, arguments, nprocs=processes)
+        times, speed = torch.load(Path(folder, "profile"), weights_only=False)  # written by ourselves a moment ago
+    return LocalProfile(times, speed, processes)
+
+
+def refuse_too_large(weight_bytes: int, device_type: Literal["cpu", "cuda"], num_devices: int) -> None:
+    """Refuse a model whose weights cannot be made here by each process.
+
+    Raises:
+        ValueError: naming what it takes and what there is.
+    """
+    if device_type == "cuda" and torch.cuda.is_available():
+        copies, free = 1, torch.cuda.mem_get_info()[0]
+    else:
+        copies, free = processes_here("cpu", num_devices), psutil.virtual_memory().available
+    if copies * weight_bytes > free * MEMORY_FOR_WEIGHTS:
+        raise ValueError(
+            f"profile={device_type!r} makes the model with random weights, {copies} × {weight_bytes / 2**30:,.1f} GiB,"
+            f" but {free / 2**30:,.1f} GiB are free here and at most {MEMORY_FOR_WEIGHTS:.0%} may go into weights: use"
+            " profile='analytic', or fewer devices."
+        )
+
+
+def labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Any]:
+    """A batch with labels where the model's answer shows what they must look like, so that the loss is timed, too."""
+    batch: dict[str, Any] = dummy_batch(model, rows, tokens=tokens)
+    with torch.no_grad():
+        logits = getattr(model(**batch), "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        return batch
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    if logits.dim() == 2:
+        labels = torch.zeros(rows, dtype=torch.long, device=logits.device)
+    elif ids is not None and logits.shape[:-1] == ids.shape:
+        labels = ids % logits.shape[-1]
+    else:
+        return batch
+    try:
+        with torch.no_grad():
+            has_loss = bool(answers(output_tensors(model(**batch, labels=labels))))
+    except (TypeError, ValueError, RuntimeError):
+        return batch  # of another kind; the head's answer is timed
+    return {**batch, "labels": labels} if has_loss else batch
+
+
+def _measure(
+    rank: int,
+    processes: int,
+    folder: str,
+    threads: int,
+    config: PreTrainedConfig,
+    model_class: Any,
+    device_type: str,
+    rows: int,
+    tokens: int,
+    row_bytes: int,
+) -> None:
+    """One process's part. Collective over all of them."""
+    torch.set_num_threads(threads)
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if processes > 1:
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=processes, timeout=TIMEOUT
+        )
+    try:
+        torch.manual_seed(0)
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        model: PreTrainedModel = build(config).to(device).train()
+        batch = labelled_batch(model, rows, tokens)
+        stack = LayerStack.discover(model, dummy_batch(model, 2, tokens=min(tokens, 8)))
+        mesh = ProcessMesh(TIMEOUT)
+        per_byte = mesh.seconds_per_reduced_byte(device)
+        mesh.gather_objects(None)  # all begin together
+        times = slowest(mesh.gather_objects(measure_times(stack, batch, per_byte)))
+        speeds = mesh.gather_objects(_read_speed(Path(folder, f"store-{rank}"), row_bytes, rows))
+        if rank == 0:
+            torch.save((times, min(speeds) * processes), Path(folder, "profile"))
+        mesh.gather_objects(None)  # nobody leaves before all have answered
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _read_speed(folder: Path, row_bytes: int, rows: int) -> float:
+    """Bytes per second of reading a batch that is in the page cache."""
+    store = ActivationStore(folder)
+    keys = [number.to_bytes(16, "little") for number in range(rows)]
+    written = [memoryview(bytearray(row_bytes)) for _ in keys]
+    writer = store.writer(1, "profile", writer=0, capacity=max(rows, 1024))
+    writer.put(keys, written)
+    writer.close()
+    reader = store.reader(1, "profile")
+    seconds = []
+    for _ in range(READ_REPETITIONS):
+        began = time.perf_counter()
+        states = torch.empty(rows, row_bytes, dtype=torch.uint8)
+        hits = reader.read_into(keys, [memoryview(row.numpy()) for row in states])
+        seconds.append(time.perf_counter() - began)
+        assert all(hits)
+    reader.close()
+    return rows * row_bytes / median(seconds)

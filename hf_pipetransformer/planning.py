@@ -1,0 +1,218 @@
+"""`hf-pipetransformer plan`: from a model's name and a few numbers to a forecast.
+
+configuration -> ghosts -> workload ─┐
+device table, or this machine ───────┴-> machine -> forecast
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from . import inspection
+from .auto_cache import USABLE_DISK
+from .device_table import GIB, CacheHost, device_named
+from .devices import USABLE_MEMORY, memory_budget
+from .forecast import Forecast, Job, Machine, forecast
+from .freezing import make_policy
+from .local_profile import profile_here, refuse_too_large
+from .workload import Workload, measure_workload
+
+PROFILES = ("analytic", "cpu", "cuda")
+ROWS_TO_TIME = 8
+"""As the trainer times them."""
+DEFAULT_SAMPLES = 100_000
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `hf-pipetransformer plan`; see its options."""
+
+    devices: int
+    batch: int
+    seq: int
+    epochs: int
+    samples: int | None = None
+    profile: str = "analytic"
+    device: str = "a100-80g"
+    efficiency: float | None = None
+    memory_gib: float | None = None
+    disk_gib: float | None = None
+    alpha: float = 1 / 3
+    freeze_schedule: str | None = None
+    freezes: bool = True
+    max_frozen_layers: int | None = None
+    pipeline_parallel_size: str = "auto"
+    num_microbatches: str = "auto"
+    caches: bool = True
+    is_elastic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
+        if self.seq < 1:
+            raise ValueError(f"seq is {self.seq}, but must be at least 1.")
+        for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and (most is None or value <= most)):
+                raise ValueError(
+                    f"{name} is {value}, but must be above 0" + (f" and at most {most:g}." if most else ".")
+                )
+
+    def job(self) -> Job:
+        """The training that is asked about.
+
+        Raises:
+            ValueError: a number or name is out of its range.
+        """
+        schedule = None if self.freeze_schedule is None else _schedule(self.freeze_schedule)
+        name = "none" if not self.freezes else "alpha" if schedule is None else "schedule"
+        return Job(
+            num_devices=self.devices,
+            batch_rows=self.batch,
+            num_epochs=self.epochs,
+            num_samples=DEFAULT_SAMPLES if self.samples is None else self.samples,
+            freeze_policy=make_policy(name, alpha=self.alpha, schedule=schedule),
+            max_frozen_layers=self.max_frozen_layers,
+            pipeline_parallel_size=_number_or_auto("pipeline_parallel_size", self.pipeline_parallel_size),
+            is_elastic=self.is_elastic,
+            caches=self.caches,
+            num_microbatches=_number_or_auto("num_microbatches", self.num_microbatches),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A forecast, what it is of, and what it takes for granted."""
+
+    forecast: Forecast
+    model: str
+    title: str
+    assumed: tuple[str, ...]
+
+
+def answer(name: str, task: str, request: Request) -> Answer:
+    """Forecast the training of a model.
+
+    Args:
+        name: of a configuration (`inspection.load_config`).
+        task: a key of `inspection.TASKS`, or "auto".
+        request: the training.
+
+    Raises:
+        UnsupportedModelError: the model cannot be cut.
+        ValueError: something is unknown, out of its range, or does not fit.
+    """
+    job = request.job()
+    config = inspection.load_config(name)
+    cls = inspection.model_class(config, task)
+    model = inspection.build_ghost_model(config, cls)
+    workload = measure_workload(model, request.seq)
+    machine, assumed = _machine(request, job, workload, config, cls)
+    if request.samples is None:
+        assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
+    if not workload.tokens_matter:
+        assumed = ("rows have the size of the configuration; --seq does not matter for this model", *assumed)
+    result = forecast(job, workload, machine)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    title = (
+        f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
+        f" devices, {job.batch_rows} rows × {request.seq} tokens a step, {job.num_epochs} epochs of"
+        f" {job.num_samples:,} samples"
+    )
+    return Answer(result, type(model).__name__, title, assumed)
+
+
+def _machine(
+    request: Request, job: Job, workload: Workload, config: Any, cls: type
+) -> tuple[Machine, tuple[str, ...]]:
+    if request.profile == "analytic":
+        return _from_table(request, job, workload)
+    return _measured_here(request, job, workload, config, cls)
+
+
+def _from_table(request: Request, job: Job, workload: Workload) -> tuple[Machine, tuple[str, ...]]:
+    device = device_named(request.device)
+    if request.efficiency is not None:
+        device = replace(device, efficiency=request.efficiency)
+    if request.memory_gib is not None:
+        device = replace(device, memory_bytes=request.memory_gib * GIB)
+    device = replace(device, host=_with_disk(device.host, request))
+    machine = Machine(
+        device.times(workload.unit_costs, job.num_devices),
+        int(device.memory_bytes * USABLE_MEMORY),
+        device.devices_per_node,
+        device.host,
+        device,
+    )
+    return machine, (
+        f"{device.name}: {device.flops_per_second / 1e12:,.0f} TFLOP/s of which layers reach {device.efficiency:.0%}"
+        f" (an estimate: --efficiency), {1e6 * device.seconds_per_unit:.0f} µs a layer and forward for its calls,"
+        f" {USABLE_MEMORY:.0%} of {device.memory_bytes / GIB:,.0f} GiB; weights in fp32, AdamW",
+        f"{device.link_bytes_per_second / 1e9:,.0f} GB/s between devices, {device.devices_per_node} to a node,"
+        f" {device.network_bytes_per_second / 1e9:,.0f} GB/s out of it; the cache is read at"
+        f" {device.host.read_bytes_per_second / 1e9:,.0f} GB/s a node from memory, at"
+        f" {device.host.disk_bytes_per_second / 1e9:,.0f} GB/s from disk (estimates)",
+    )
+
+
+def _measured_here(
+    request: Request, job: Job, workload: Workload, config: Any, cls: type
+) -> tuple[Machine, tuple[str, ...]]:
+    kind: Literal["cpu", "cuda"] = "cpu" if request.profile == "cpu" else "cuda"
+    refuse_too_large(workload.weight_bytes, kind, job.num_devices)
+    rows = min(job.rows_per_device, ROWS_TO_TIME)
+    row_bytes = max(unit.boundary_bytes for unit in workload.unit_costs) or 1
+    profile = profile_here(config, cls, kind, job.num_devices, rows, request.seq, row_bytes)
+    if request.memory_gib is not None:
+        budget: int | None = int(request.memory_gib * GIB * USABLE_MEMORY)
+    else:
+        budget = memory_budget(torch.device(kind), profile.processes)
+    host = CacheHost(
+        profile.read_bytes_per_second,
+        profile.read_bytes_per_second,
+        float(psutil.virtual_memory().available),
+        shutil.disk_usage(os.getcwd()).free * USABLE_DISK,
+    )
+    machine = Machine(profile.times, budget, profile.processes, _with_disk(host, request))
+    assumed = [
+        f"times measured here, {profile.processes} processes at once, on {rows} rows with random weights",
+    ]
+    if profile.processes < job.num_devices:
+        assumed.append(
+            f"only {profile.processes} of {job.num_devices} processes run here: all are taken to be as fast, on nodes"
+            f" of {profile.processes}, and their gradients' reduction to be as fast as "
+            + ("here" if profile.processes > 1 else "nothing: there is no other device to measure it with")
+        )
+    return machine, tuple(assumed)
+
+
+def _with_disk(host: CacheHost, request: Request) -> CacheHost:
+    return host if request.disk_gib is None else replace(host, disk_bytes=request.disk_gib * GIB * USABLE_DISK)
+
+
+def _schedule(text: str) -> Mapping[str, Any]:
+    try:
+        schedule = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'freeze_schedule is {text!r}, which is no JSON ({error}): write {{"1": 4, "2": 7}}.'
+        ) from None
+    if not isinstance(schedule, dict):
+        raise ValueError(f'freeze_schedule is {text!r}, but must be a map, such as {{"1": 4, "2": 7}}.')
+    return schedule
+
+
+def _number_or_auto(name: str, text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name} is {text!r}, but must be a whole number of at least 1, or 'auto'.")
+    return int(text)
