@@ -187,7 +187,7 @@ class AutoCache:
         if not self.weights_hold():
             self._turn_off("the frozen layers' weights have been changed")
             return None
-        report = self._look_back()
+        report = self.look_back()
         counts = report.counts
         if not counts.rows:
             return None
@@ -207,7 +207,8 @@ class AutoCache:
             if counts.rows and not counts.found:
                 self._turn_off(_changing(counts))
 
-    def _look_back(self) -> EpochReport:
+    def look_back(self) -> EpochReport:
+        """What has been counted since the last call."""
         self.cache.flush()
         everyone = self._mesh.gather_objects(self.cache.take_counts())
         return EpochReport(reduce(add, everyone), self._store.nbytes())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .activation_cache import CacheCounts
-from .elastic_pipeline import Transformation
+from .elastic_pipeline import WORTH_A_TRIAL, Transformation
 from .plan import PipelinePlan
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,36 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
     }
 
 
+def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
+    """What a plan predicts, in plain values.
+
+    Returns:
+        "memory_bytes" of each stage, without what torch and Python themselves take. "steps", where the model's parts
+        have been timed: for each number of micro-batches M that may be tried, the likeliest first, seconds of a
+        micro-batch's forward and backward in each stage, and of what follows the pipeline (gradient reduction and
+        optimizer).
+    """
+    rows = plan.rows_per_pipeline
+    stages = range(plan.pipeline_parallel_size)
+    m = plan.num_microbatches_for(rows)
+    memory = [plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in stages]
+    steps = []
+    for m in plan.promising_microbatches(rows, within=WORTH_A_TRIAL) if plan.times is not None else ():
+        prediction = plan.predict(rows, m)
+        spans = prediction.timeline.spans
+        lasting = {(span.kind, span.stage): span.end - span.start for span in spans}
+        steps.append(
+            {
+                "num_microbatches": m,
+                "forward": [round(lasting.get(("forward", stage), 0.0), 9) for stage in stages],
+                "backward": [round(lasting.get(("backward", stage), 0.0), 9) for stage in stages],
+                "end": round(prediction.seconds_at_end, 9),
+                "seconds": round(prediction.seconds, 9),
+            }
+        )
+    return {"schedule": plan.schedule, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
+
+
 def record(
     folder: str | Path,
     event: str,
@@ -39,6 +70,8 @@ def record(
     seconds: float = 0.0,
     bytes_moved: int = 0,
     phases: Mapping[str, float] | None = None,
+    run: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Append one event to the run's file.
 
@@ -51,16 +84,23 @@ def record(
         seconds: that the change took, on the slowest process.
         bytes_moved: received by all processes together.
         phases: seconds of its parts, on the slowest process of each.
+        run: name of this `train()`.
+        facts: what does not change in it.
     """
     entry = {
         "event": event,
+        "run": run,
+        "time": round(time.time(), 3),
         "global_step": global_step,
         "epoch": epoch,
         **layout_of(plan),
         "seconds": round(seconds, 6),
         "bytes_moved": bytes_moved,
         "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
+        "predicted": prediction_of(plan),
     }
+    if facts is not None:
+        entry["facts"] = dict(facts)
     path = Path(folder) / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,6 +56,7 @@ from .loss_study import study_loss
 from .mesh import ProcessMesh
 from .micro_batch import Batch
 from .plan import PipelinePlan
+from .run_recorder import RunRecorder, facts_of_run
 from .stage import StageModule
 from .state import synchronise_weights
 from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
@@ -132,8 +133,9 @@ class PipeTransformerTrainer(Trainer):
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
-        # first, so that loggers which save the model at the end see all of it
-        self.callback_handler.callbacks.insert(0, _Hooks(self))
+        self._recorder = RunRecorder(args)
+        # first, so that loggers which save the model at the end see all of it; and some take numbers out of the logs
+        self.callback_handler.callbacks[:0] = [_Hooks(self), self._recorder]
 
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
@@ -150,12 +152,14 @@ class PipeTransformerTrainer(Trainer):
 
     def train(self, *positional: Any, **keywords: Any) -> TrainOutput:
         self.make_model_whole()  # an earlier train() may have been interrupted
+        self._recorder.begin(self.is_world_process_zero())
         has_ended = False
         try:
             output = super().train(*positional, **keywords)
             has_ended = True
             return output
         finally:
+            self._recorder.end(has_ended, self.state.global_step)
             if self._auto_cache is not None:
                 # what another run cannot use goes; a run that was interrupted will go on with it
                 self._auto_cache.close(deletes=has_ended and self.args.activation_cache_dir is None)
@@ -201,7 +205,8 @@ class PipeTransformerTrainer(Trainer):
             plan = self._plan_after_freezing(plan, callback.num_frozen)
         pipeline.place(plan)
         logger.info("%s", plan)
-        self._record("resume" if self.state.global_step else "start", plan)
+        facts = facts_of_run(self.model, self.args)
+        self._record("resume" if self.state.global_step else "start", plan, facts=facts)
         self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
         if self._auto_cache is not None and plan.num_frozen_layers:
             self._auto_cache.freeze(plan.num_frozen_layers)
@@ -456,7 +461,8 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         assert self._train_batches is not None and self.pipeline is not None
-        self._adapt()
+        with self._recorder.doing("adapting"):
+            self._adapt()
         batches: list[Any] = []
         self._slices.clear()
         items = 0
@@ -530,15 +536,35 @@ class PipeTransformerTrainer(Trainer):
         moved = sum(count for _, count in everyone)
         if self.is_world_process_zero():
             logger.info("%s", events.describe(change, total, moved))
-        self._record("transform", change.after, total, moved, phases)
+        self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
         layout = events.layout_of(change.after)
         numbers = {key: value for key, value in layout.items() if isinstance(value, int)}
         self.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
-    def _record(self, event: str, plan: PipelinePlan, *measured: Any) -> None:
+    def _record(self, event: str, plan: PipelinePlan, **measured: Any) -> None:
+        """An event in the run's file, and how the layout before it did. Collective over all processes."""
+        self._record_usage()
         if self.is_world_process_zero():
-            state = self.state
-            events.record(self.args.output_dir or ".", event, plan, state.global_step, state.epoch or 0.0, *measured)
+            folder, step, epoch = self.args.output_dir or ".", self.state.global_step, self.state.epoch or 0.0
+            events.record(folder, event, plan, step, epoch, run=self._recorder.run, **measured)
+
+    def _record_usage(self) -> None:
+        """Collective over all processes."""
+        everyone = self._processes.gather_objects(self._recorder.take_usage())
+        self._recorder.record_usage(everyone, self.state.global_step)
+
+    def _end_records(self) -> None:
+        """What is only known when the last step is done. Collective over all processes."""
+        if self._is_stock:
+            return
+        self._record_usage()
+        cache = self._auto_cache
+        if cache is not None and cache.reason_off is not None:
+            self._recorder.record_cache_off(cache.reason_off, self.state.global_step)
+        elif cache is not None:
+            report = cache.look_back()
+            if report.counts.rows:
+                self._recorder.record_log(events.cache_metrics(report.counts, report.nbytes), self.state)
 
     # ------------------------------------------------------------------------------------ steps
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -559,6 +585,7 @@ class PipeTransformerTrainer(Trainer):
         if self._slice.rows and self._slice.keys is not None and pipeline.cache is not None:
             batch[KEYS_NAME] = self._slice.keys
         pipeline.step(batch)
+        self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
         if empty_every is not None and self.state.global_step % empty_every == 0:
             clear_device_cache()
@@ -726,6 +753,7 @@ class _Hooks(TrainerCallback):
         self._trainer._epoch_begins = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._trainer._end_records()
         if self._trainer._auto_cache is not None:
             self._trainer._auto_cache.close(deletes=False)  # all have written when the model is whole
         self._trainer.make_model_whole()

@@ -1,0 +1,356 @@
+"""What a training has left in its folder, put together for a report.
+
+    pipeline_events.jsonl           layouts, with what was predicted of them
+    pipeline_metrics.jsonl          logged numbers, time, memory
+    [checkpoint-*/]trainer_state.json   logged numbers, where the former lack them
+
+A folder may hold several trainings, and a training may consist of several calls of `train()`, each resumed from a
+checkpoint of an earlier one. What an interrupted call did after that checkpoint has been done again, and is left out
+of the curves, but not out of the time:
+
+    call 1   steps 1 ... 200 [saved] 201 ... 260 interrupted        1 ... 200 count
+    call 2               resumed at  201 ... 500                  201 ... 500
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from . import events, run_recorder
+
+STATE_NAME = "trainer_state.json"
+BEGINNINGS = ("start", "resume")
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan that was in force, from its event to the next one.
+
+    Attributes:
+        event: as recorded.
+        last_step: the last optimizer step under it.
+        steps: that it was in force for, as far as their time is known.
+        rows: trained in them, over all pipelines.
+        seconds: that they took on the main process.
+        waiting: seconds of the main process between them, for the next batch.
+        usage: memory and micro-batches as used; None where that was not recorded.
+    """
+
+    event: Line
+    last_step: int
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    usage: Line | None = None
+
+    @property
+    def first_step(self) -> int:
+        """Optimizer steps done when it came into force."""
+        return int(self.event["global_step"])
+
+    @property
+    def num_stages(self) -> int:
+        return int(self.event["pipeline_parallel_size"])
+
+    @property
+    def num_replicas(self) -> int:
+        return int(self.event["data_parallel_size"])
+
+    @property
+    def num_frozen(self) -> int:
+        return int(self.event["num_frozen_layers"])
+
+    @property
+    def num_cached(self) -> int:
+        return int(self.event.get("num_cached_layers", 0))
+
+    @property
+    def num_microbatches(self) -> int:
+        """M as it was used most; as planned, where that is not known."""
+        used = self.usage.get("num_microbatches") if self.usage is not None else None
+        return int(used or self.event["num_microbatches"])
+
+    @property
+    def shape(self) -> str:
+        """Such as "4 × 1"."""
+        return f"{self.num_stages} × {self.num_replicas}"
+
+    @property
+    def prediction(self) -> Line | None:
+        """Of a step with the M that was used; None where the model's parts were not timed."""
+        steps = self.event.get("predicted", {}).get("steps", [])
+        return next((step for step in steps if step["num_microbatches"] == self.num_microbatches), None)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """While it trained: without evaluating, saving, and changing over."""
+        taken = self.seconds + self.waiting
+        return self.rows / taken if self.rows and taken > 0 else None
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training, from step 0 or from what is the first that the folder knows.
+
+    Attributes:
+        name: when it began.
+        calls: of `train()`.
+        events: of layouts, those that count.
+        lines: of metrics, those that count.
+        logs: (step, name -> number), as logged.
+        seconds: of the main process by what it did, over all calls, repeated steps included.
+        repeated_steps: done again after an interruption.
+        is_complete: whether the last call has returned; None: not known.
+        problems: what is missing, and why.
+    """
+
+    name: str
+    calls: int
+    events: tuple[Line, ...]
+    lines: tuple[Line, ...]
+    logs: tuple[tuple[int, Mapping[str, float]], ...]
+    seconds: Mapping[str, float]
+    repeated_steps: int
+    is_complete: bool | None
+    problems: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def last_step(self) -> int:
+        steps = [int(line["global_step"]) for line in (*self.events, *self.lines)]
+        return max(steps + [step for step, _ in self.logs], default=0)
+
+    @cached_property
+    def facts(self) -> Line:
+        """What was recorded of model, machine and arguments when the last call began."""
+        return next((event["facts"] for event in reversed(self.events) if "facts" in event), {})
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        ends = [int(event["global_step"]) for event in self.events[1:]]
+        layouts = [Layout(e, end) for e, end in zip(self.events, [*ends, self.last_step], strict=True)]
+        for line in self.lines:
+            step = int(line["global_step"])
+            # an event at step s is of the steps after s
+            index = max((k for k, layout in enumerate(layouts) if layout.first_step < step), default=0)
+            if not layouts or line["kind"] not in ("time", "usage"):
+                continue
+            old = layouts[index]
+            if line["kind"] == "usage":
+                layouts[index] = replace(old, usage=line)
+            elif line["steps"]:
+                seconds = line["seconds"]
+                layouts[index] = replace(
+                    old,
+                    steps=old.steps + line["steps"],
+                    rows=old.rows + line["rows"],
+                    seconds=old.seconds + seconds.get("steps", 0.0),
+                    waiting=old.waiting + seconds.get("batches", 0.0),
+                )
+        return tuple(layouts)
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of what was logged under a name."""
+        found = {step: values[name] for step, values in self.logs if name in values}
+        return list(found), list(found.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Of everything logged, in the order of appearance."""
+        return list(dict.fromkeys(name for _, values in self.logs for name in values))
+
+
+def read_trainings(folder: Path) -> list[Training]:
+    """All trainings of a folder, the oldest first.
+
+    Args:
+        folder: a training's `output_dir`.
+
+    Raises:
+        ValueError: it has no record of a training.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: give the output_dir of a training.")
+    event_lines, bad_events = _read_lines(folder / events.FILE_NAME, ("event", "global_step"))
+    metric_lines, bad_metrics = _read_lines(folder / run_recorder.FILE_NAME, ("kind", "global_step", "run"))
+    state = _newest_state(folder)
+    if not event_lines and not metric_lines and state is None:
+        raise ValueError(
+            f"{folder} has none of {events.FILE_NAME}, {run_recorder.FILE_NAME} and {STATE_NAME} (nor a checkpoint"
+            " with one): give the output_dir of a training with PipeTransformerTrainer."
+        )
+    problems = [
+        f"{name}: {number} {'line' if number == 1 else 'lines'} cannot be read and were left out."
+        for name, number in ((events.FILE_NAME, bad_events), (run_recorder.FILE_NAME, bad_metrics))
+        if number
+    ]
+    groups = _group_calls(_calls(event_lines, metric_lines)) or [[_Call("", [], [])]]
+    trainings = [_join(group, state if group is groups[-1] else None) for group in groups]
+    trainings[-1] = replace(trainings[-1], problems=(*problems, *trainings[-1].problems))
+    return trainings
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Of `train()`."""
+
+    name: str
+    events: list[Line]
+    lines: list[Line]
+
+    @property
+    def first_step(self) -> int:
+        return int((self.events or self.lines)[0]["global_step"])
+
+    @property
+    def is_resumed(self) -> bool:
+        if self.events:
+            return bool(self.events[0]["event"] != "start")
+        return self.first_step > 0
+
+
+def _calls(event_lines: Sequence[Line], metric_lines: Sequence[Line]) -> list[_Call]:
+    calls: dict[str, _Call] = {}
+    name = ""
+    for number, event in enumerate(event_lines):
+        if event["event"] in BEGINNINGS:
+            name = event.get("run") or f"line {number + 1:06d}"  # of an early version, which sorts before any date
+        calls.setdefault(name, _Call(name, [], [])).events.append(event)
+    for line in metric_lines:
+        calls.setdefault(line["run"], _Call(line["run"], [], [])).lines.append(line)
+    return sorted(calls.values(), key=lambda call: (not call.name.startswith("line"), call.name))
+
+
+def _group_calls(calls: Sequence[_Call]) -> list[list[_Call]]:
+    groups: list[list[_Call]] = []
+    for call in calls:
+        if call.is_resumed and groups:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    return groups
+
+
+def _join(calls: Sequence[_Call], state: Line | None) -> Training:
+    """The training that these calls make up.
+
+    Args:
+        calls: in the order of time.
+        state: the Trainer's own, of the newest checkpoint.
+    """
+    ends = [call.first_step for call in calls[1:]]
+    kept_events: list[Line] = []
+    kept_lines: list[Line] = []
+    seconds: dict[str, float] = {}
+    repeated = 0
+    for index, call in enumerate(calls):
+        end = min(ends[index:], default=None)
+        # an event at the step of the checkpoint is of steps that were done again
+        kept_events += [e for e in call.events if end is None or e["global_step"] < end]
+        for line in call.lines:
+            is_kept = end is None or line["global_step"] <= end
+            if is_kept:
+                kept_lines.append(line)
+            if line["kind"] == "time":
+                repeated += 0 if is_kept else line["steps"]
+                for what, value in line["seconds"].items():
+                    seconds[what] = seconds.get(what, 0.0) + value
+    logs = [(int(line["global_step"]), _numbers(line["values"])) for line in kept_lines if line["kind"] == "log"]
+    problems = []
+    history = [
+        (int(entry["step"]), _numbers(entry)) for entry in (state or {}).get("log_history", []) if "step" in entry
+    ]
+    # of a training that began here everything is in the lines, and the state may be of another one
+    is_of_this = not kept_lines or calls[0].is_resumed
+    before = [(step, values) for step, values in history if is_of_this and (not logs or step < logs[0][0])]
+    if not kept_lines:
+        problems.append(
+            f"{run_recorder.FILE_NAME} has nothing of this training (it was made by an earlier version, or by another"
+            " Trainer): time and memory are not known"
+            + (f", and losses only up to the last {STATE_NAME}." if before else ".")
+        )
+    if not kept_events:
+        problems.append(
+            f"{events.FILE_NAME} has nothing of this training (something else distributed the model, or it was another"
+            " Trainer): layouts and frozen layers are not known."
+        )
+    if repeated:
+        problems.append(f"{repeated} steps were done again after an interruption; the curves show the second time.")
+    last = calls[-1].lines[-1] if calls[-1].lines else None
+    is_complete: bool | None = None
+    if last is not None:
+        is_complete = any(line["kind"] == "end" and line["has_ended"] for line in calls[-1].lines)
+        if not is_complete:
+            problems.append(f"The training was interrupted after step {last['global_step']}, or is still running.")
+    return Training(
+        name=calls[0].name,
+        calls=len(calls),
+        events=tuple(kept_events),
+        lines=tuple(kept_lines),
+        logs=tuple(before + logs),
+        seconds=seconds,
+        repeated_steps=repeated,
+        is_complete=is_complete,
+        problems=tuple(problems),
+    )
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those values that are numbers; "nan" and "inf" are written as words."""
+    numbers = {}
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number or value in ("nan", "inf", "-inf"):
+            numbers[name] = float(value)
+    return numbers
+
+
+def _read_lines(path: Path, needed: Sequence[str]) -> tuple[list[Line], int]:
+    """The objects of a file, and how many lines are none: the last one, if the process was killed while it wrote."""
+    lines: list[Line] = []
+    bad = 0
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    line = None
+                if isinstance(line, dict) and all(name in line for name in needed):
+                    lines.append(line)
+                else:
+                    bad += 1
+    return lines, bad
+
+
+def _newest_state(folder: Path) -> Line | None:
+    """The Trainer's state that was written last; None if there is none that can be read."""
+    paths = [*folder.glob(f"checkpoint-*/{STATE_NAME}"), folder / STATE_NAME]
+    for path in sorted((p for p in paths if p.is_file()), key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            continue
+        if isinstance(state, dict):
+            return state
+    return None
+
+
+def thinned(xs: Sequence[Any], ys: Sequence[float], most: int = 1500) -> tuple[list[Any], list[float]]:
+    """At most `most` points of a long curve; of each stretch its lowest and its highest, so that no peak is lost."""
+    if len(xs) <= most:
+        return list(xs), list(ys)
+    edges = [round(k * len(xs) / (most // 2)) for k in range(most // 2 + 1)]
+    chosen: list[int] = []
+    for begin, end in pairwise(edges):
+        stretch = range(begin, end)
+        chosen += sorted({min(stretch, key=ys.__getitem__), max(stretch, key=ys.__getitem__)})
+    return [xs[k] for k in chosen], [ys[k] for k in chosen]

@@ -1,0 +1,269 @@
+"""What happened in a training, for `hf-pipetransformer report`: lines in `output_dir/pipeline_metrics.jsonl`.
+
+`pipeline_events.jsonl` (`events.py`) has the layouts; this file has what changes between them:
+
+    {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
+    {"kind": "time",  ...}  seconds of the main process since the last such line, by what it did; steps and rows done
+    {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
+    {"kind": "cache_off", ...}  why there is no cache of frozen layers any more
+    {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
+
+The Trainer's own `trainer_state.json` is written with checkpoints only; this is written as the training goes, so an
+interrupted run leaves a record, too. All lines of one `train()` carry the same "run", as do the layouts'.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import psutil
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "pipeline_metrics.jsonl"
+
+RECORDED_ARGUMENTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
+    *("learning_rate", "lr_scheduler_type", "optim", "weight_decay", "max_grad_norm", "warmup_steps"),
+    *("seed", "bf16", "fp16", "gradient_checkpointing", "full_determinism"),
+    *("pipeline_parallel_size", "pipeline_schedule", "num_microbatches"),
+    *("freeze_policy", "freeze_alpha", "freeze_strategy", "freeze_steps", "freeze_schedule", "max_frozen_layers"),
+    *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib"),
+)
+"""Those that say how the training ran. Not all: some hold tokens and paths."""
+
+
+class RunRecorder(TrainerCallback):
+    """Watches the training on every process; the main process writes. Never raises, never communicates.
+
+    Args:
+        args: of the training.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self.run: str | None = None
+        """Names this `train()` in all records; the time when it began."""
+        self._args = args
+        self._writes = False
+        self._is_training = False
+        self._inside: str | None = None  # what the main process does while the Trainer's hooks do not tell
+        self._is_evaluating = False
+        self._mark = 0.0
+        self._seconds: dict[str, float] = {}
+        self._steps = self._rows = 0
+        self._micro_batches: Counter[int] = Counter()
+        self._most_resident = 0
+        self._process = psutil.Process()
+        self._has_warned = False
+
+    # ------------------------------------------------------------------------------------ told by the trainer
+    def begin(self, is_main_process: bool) -> None:
+        """`train()` has been called."""
+        self._writes = is_main_process
+        self._is_training = True
+        self.run = datetime.now().isoformat(timespec="milliseconds")
+        self._mark = time.perf_counter()
+        self._forget()
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Inside, time counts as spent for `what`; the time before it as that of getting the next batch."""
+        self._lap("batches")
+        self._inside = what
+        try:
+            yield
+        finally:
+            self._inside = None
+            self._lap(what)
+
+    def count_rows(self, global_rows: int, micro_batches: int) -> None:
+        """A batch has been trained.
+
+        Args:
+            global_rows: of all pipelines.
+            micro_batches: M, on the last stage; 0 on the others, which do not know.
+        """
+        self._rows += global_rows
+        if micro_batches:
+            self._micro_batches[micro_batches] += 1
+
+    def take_usage(self) -> dict[str, Any] | None:
+        """Of this process under the layout that ends; None if there has been no step since the last one."""
+        if not self._most_resident:
+            return None
+        usage: dict[str, Any] = {"resident_bytes": self._most_resident}
+        if self._args.device.type == "cuda":
+            # of the training so far: to begin anew for each layout would spoil the statistics for everybody else
+            usage["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self._args.device)
+        if self._micro_batches:
+            usage["num_microbatches"] = self._micro_batches.most_common(1)[0][0]
+        self._most_resident = 0
+        self._micro_batches.clear()
+        return usage
+
+    def record_usage(self, everyone: Sequence[Mapping[str, Any] | None], global_step: int) -> None:
+        """Write what `take_usage` gave on each process, if there was a step."""
+        known = [usage for usage in everyone if usage is not None]
+        if not known or len(known) < len(everyone):
+            return
+        counts = [usage["num_microbatches"] for usage in known if "num_microbatches" in usage]
+        self._flush(global_step)
+        self._write(
+            "usage",
+            global_step,
+            resident_bytes=[usage["resident_bytes"] for usage in known],
+            cuda_peak_bytes=[usage["cuda_peak_bytes"] for usage in known if "cuda_peak_bytes" in usage],
+            num_microbatches=max(counts, default=None),
+        )
+
+    def record_cache_off(self, reason: str, global_step: int) -> None:
+        """Why what frozen layers give was not kept, or no longer."""
+        self._write("cache_off", global_step, reason=reason)
+
+    def record_log(self, values: Mapping[str, Any], state: TrainerState) -> None:
+        """Numbers that belong to this step, by name."""
+        numbers = {name: _plain(value) for name, value in values.items() if _is_number(value)}
+        self._write("log", state.global_step, epoch=state.epoch, values=numbers)
+
+    def end(self, has_ended: bool, global_step: int) -> None:
+        """`train()` returns, or raises if not `has_ended`."""
+        if self._is_training:
+            self._lap("ending")
+            self._flush(global_step)
+            self._write("end", global_step, has_ended=has_ended)
+        self._is_training = False
+
+    # ------------------------------------------------------------------------------------ told by the loop
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._lap("preparing")
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._lap("other")
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._lap("batches")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._lap("steps")
+        self._steps += 1
+        self._most_resident = max(self._most_resident, self._process.memory_info().rss)
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self._is_evaluating = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        self._lap(self._inside or ("evaluating" if self._is_evaluating else "other"))
+        self._is_evaluating = False
+        self._flush(state.global_step)
+        self.record_log(logs or {}, state)
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._lap("evaluating")
+        self._is_evaluating = False
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._lap("saving")
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._lap("other")
+        self._flush(state.global_step)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._lap("ending")
+
+    # ------------------------------------------------------------------------------------ inside
+    def _lap(self, what: str) -> None:
+        """Time since the last call was spent for `what`."""
+        now = time.perf_counter()
+        if self._is_training:
+            self._seconds[what] = self._seconds.get(what, 0.0) + now - self._mark
+        self._mark = now
+
+    def _forget(self) -> None:
+        self._seconds.clear()
+        self._steps = self._rows = 0
+
+    def _flush(self, global_step: int) -> None:
+        if self._seconds:
+            seconds = {what: round(value, 6) for what, value in self._seconds.items()}
+            self._write("time", global_step, steps=self._steps, rows=self._rows, seconds=seconds)
+        self._forget()
+
+    def _write(self, kind: str, global_step: int, **values: Any) -> None:
+        if not self._writes or self.run is None:
+            return
+        line = {"kind": kind, "run": self.run, "time": round(time.time(), 3), "global_step": global_step, **values}
+        path = Path(self._args.output_dir or ".") / FILE_NAME
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a record is not worth a training
+            if not self._has_warned:
+                logger.warning("%s cannot be written (%s): the report will lack what it would say.", path, error)
+            self._has_warned = True
+
+
+def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
+    """What does not change during a training, in plain values."""
+    device = args.device
+    is_cuda = device.type == "cuda"
+    arguments = {name: getattr(args, name) for name in RECORDED_ARGUMENTS if hasattr(args, name)}
+    config = getattr(model, "config", None)
+    return {
+        "model": type(model).__name__,
+        "name_or_path": getattr(config, "_name_or_path", "") or None,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "world_size": args.world_size,
+        "global_batch_size": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
+        "device": torch.cuda.get_device_name(device) if is_cuda else f"{device.type} ({platform.machine()})",
+        "device_type": device.type,
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "hf_pipetransformer": sys.modules[__name__.partition(".")[0]].__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            "python": ".".join(map(str, sys.version_info[:3])),
+        },
+        "arguments": {name: _plain(value) for name, value in arguments.items()},
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say; it has no word for infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(getattr(value, "value", value))
