@@ -82,6 +82,7 @@ class ActivationCache:
         capacity: samples that are expected.
         storage_dtype: of what is kept; None: as it is computed.
         device: of this process.
+        padded_left: rows with padding on the left may be kept, too.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ActivationCache:
         capacity: int,
         storage_dtype: torch.dtype | None,
         device: torch.device,
+        padded_left: bool = False,
     ) -> None:
         self.counts = CacheCounts()
         self.failure: OSError | None = None
@@ -105,8 +107,10 @@ class ActivationCache:
         self._capacity = capacity
         self._storage_dtype = storage_dtype
         self._device = device
+        self._padded_left = padded_left
         self._generations: list[_Generation] = []  # the newest first
         self._writes = False
+        self._began = time.time()
         self._writer = _Writer(self)
 
     # ------------------------------------------------------------------------------------ generations
@@ -183,7 +187,7 @@ class ActivationCache:
     def _find(self, batch: Batch, keys: Sequence[bytes], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
         """Number of units -> the rows that were found behind so many, and their states on the device."""
         self.counts.rows += len(keys)
-        spans = spans_of(batch)
+        spans = self._spans_of(batch)
         found: dict[int, tuple[list[int], torch.Tensor]] = {}
         missing = list(range(len(keys)))
         for index, generation in enumerate(self._generations):
@@ -247,7 +251,7 @@ class ActivationCache:
         return observer
 
     def _put(self, keys: Sequence[bytes], state: torch.Tensor, batch: Batch) -> None:
-        spans = spans_of(batch)
+        spans = self._spans_of(batch)
         if spans is None:
             return
         if self._writer.is_busy:
@@ -263,6 +267,13 @@ class ActivationCache:
         layout = _Layout.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
         self._writer.put(_Entries(self._generations[0], list(keys), copy, spans, layout, copied))
 
+    def _spans_of(self, batch: Batch) -> list[slice] | None:
+        """Where the rows' own tokens are; None for a batch that is not to be kept or looked for."""
+        spans = spans_of(batch)
+        if spans is None or (not self._padded_left and any(span.start for span in spans)):
+            return None
+        return spans
+
     def open_writer(self, generation: _Generation, layout: _Layout) -> GenerationWriter:
         """The first one to write decides what the generation's facts say."""
         return self._store.writer(
@@ -272,6 +283,10 @@ class ActivationCache:
             capacity=self._capacity,
             facts=layout.facts(),
         )
+
+    def make_room(self) -> bool:
+        """Delete one generation that an earlier training left in the folder, if none has used it since this one began."""
+        return self._store.evict(self._began)
 
     def stop_writing(self, error: OSError) -> None:
         """Say once why frozen layers are computed from here on."""
@@ -398,12 +413,7 @@ class _Writer:
         while (entries := self._queue.get()) is not None:
             try:
                 if self._cache.failure is None:
-                    try:
-                        self._write(entries)
-                    except OSError as error:
-                        if error.errno != errno.ESTALE:
-                            raise
-                        self._write_again(entries)
+                    self._write_somehow(entries)
             except OSError as error:
                 self._cache.stop_writing(error)
             except Exception as error:  # a bug of ours must not stop the training
@@ -425,10 +435,16 @@ class _Writer:
         self._cache.counts.stored += self._open[1].put(entries.keys, rows)
         self.last = entries
 
-    def _write_again(self, entries: _Entries) -> None:
-        """Another process has deleted the generation, or made it anew: go on in the new one."""
-        self.close_generation()
-        self._write(entries)
+    def _write_somehow(self, entries: _Entries) -> None:
+        """Go on in a new generation where another process has deleted this one, and with room made where it is full."""
+        while True:
+            try:
+                return self._write(entries)
+            except OSError as error:
+                if error.errno == errno.ESTALE and self._open is not None:
+                    self.close_generation()
+                elif error.errno != errno.ENOSPC or not self._cache.make_room():
+                    raise
 
 
 def _tokens(batch: Batch) -> int | None:

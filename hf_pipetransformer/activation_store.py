@@ -340,6 +340,32 @@ class ActivationStore:
             path.rename(self._unique(_DELETED))
         self._remove_deleted()
 
+    def mark_used(self, num_frozen: int, fingerprint: str) -> None:
+        """Note that a generation is in use, for `evict`. One that does not exist, or may not be touched, is left."""
+        with suppress(OSError):
+            os.utime(self._path(num_frozen, fingerprint))
+
+    def evict(self, unused_since: float) -> bool:
+        """Delete the generation that has not been used for the longest time, whoever made it.
+
+        Args:
+            unused_since: seconds since the epoch; one that was made or marked later is not deleted.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            OSError: The folder cannot be written to.
+        """
+        used: list[tuple[float, int, str]] = []
+        for number, fingerprint in self.generations():
+            with suppress(OSError):  # deleted meanwhile
+                used.append((self._path(number, fingerprint).stat().st_mtime, number, fingerprint))
+        if not used or min(used)[0] >= unused_since:
+            return False
+        self.delete(*min(used)[1:])
+        return True
+
     def generations(self) -> list[tuple[int, str]]:
         """`(num_frozen, fingerprint)` of all generations in the folder, those of other models too, in order."""
         names = [_GENERATION.fullmatch(entry.name) for entry in _scan(self.folder)]

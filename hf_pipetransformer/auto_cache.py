@@ -143,7 +143,10 @@ class AutoCache:
         store.max_bytes = size_limit(store, max_gib)
         rank = pipeline.mesh.rank
         capacity = max(capacity, LEAST_CAPACITY)
-        cache = ActivationCache(pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device)
+        padded_left = any(verdict.padded_left for verdict in verdicts)
+        cache = ActivationCache(
+            pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device, padded_left
+        )
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
         return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description)
@@ -166,6 +169,7 @@ class AutoCache:
         elif boundary > self._boundary:
             self._boundary = boundary
             self.cache.advance(boundary, self._fingerprint(boundary))
+            self._store.mark_used(*self.cache.generations[0])  # an earlier training may have made it
             self._publish()
             self._pipeline.use_cache(self.cache)
         self._norms = self._norms_here()  # of what this process holds under the plan now in force
@@ -191,6 +195,8 @@ class AutoCache:
         counts = report.counts
         if not counts.rows:
             return None
+        for generation in self.cache.generations:
+            self._store.mark_used(*generation)
         if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
             self._turn_off(_changing(counts))
         elif self.num_cached < self._boundary and counts.hits + counts.stored >= ENOUGH * counts.rows:

@@ -16,8 +16,8 @@ rows, for all boundaries between layers at once.
     7  a b c d  noise as padding,   no unit reads it, nor the head, nor the loss
                 after each unit
 
-Each batch is one forward for all boundaries. What the sample does not show is not found, such as a leak of padding
-with rows of one length: `varied_samples` picks rows that differ.
+Each batch is one forward for all boundaries. `varied_samples` picks rows of different lengths. Where there are none,
+every second row is shortened, since the next row of the dataset may be shorter.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ TOLERANCES: Mapping[torch.dtype, float] = {torch.float16: 5e-3, torch.bfloat16: 
 
 FLOAT32_TOLERANCE = 1e-5
 
+IGNORED_LABEL = -100
+"""What cross entropy leaves out."""
+
 Collator = Callable[[list[Any]], Any]
 LossOf = Callable[[Batch], torch.Tensor]
 
@@ -65,12 +68,14 @@ class CacheVerdict:
         errors: the largest difference that each check has found, relative to the largest value: "repeat" (3 above),
             "ignored" (4), "padded ids" (5), "neighbours", "padded length" and "alone" (6), "padding" and "loss" (7).
             A check that had nothing to compare (no padding, no labels), or that came too late, is missing.
+        padded_left: the sample had padding on the left. If not, nothing has been found out about rows that have.
     """
 
     num_frozen: int
     reason: str | None
     slot: CarrySlot | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
+    padded_left: bool = False
 
 
 def probe_boundaries(
@@ -112,7 +117,7 @@ def probe_boundaries(
                 what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
     return tuple(
-        CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.errors.get(f, {}))
+        CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.errors.get(f, {}), probe.padded_left)
         for f in range(1, stack.num_units + 1)
     )
 
@@ -163,6 +168,7 @@ class _Probe:
         open: boundaries that nothing speaks against so far -> the one tensor that crosses them.
         reasons: what speaks against the others.
         errors: what was measured, by the name of the check.
+        padded_left: some rows had padding on the left.
     """
 
     def __init__(self, stack: LayerStack, samples: Sequence[Any], collate: Collator, ignored: Collection[str]) -> None:
@@ -174,6 +180,8 @@ class _Probe:
         self._collate = collate
         self._ignored = ignored
         self._device = next(stack.model.parameters()).device
+        self.padded_left = False
+        self._shortens = False
         self._keys: dict[int, bytes] = {}  # of each sample
         self._states: dict[int, list[torch.Tensor]] = {}  # at each boundary, of each sample, real tokens alone
 
@@ -188,6 +196,11 @@ class _Probe:
     def run(self, freezable: FreezableLayers, loss_of: LossOf | None) -> None:
         """All checks; each leaves out the boundaries that an earlier one has refused."""
         sample = self._rows(range(len(self._samples)))
+        if sample.mask is not None and bool(sample.mask.all()):
+            self._shortens = True
+            self._keys.clear()
+            sample = self._rows(range(len(self._samples)))
+        self.padded_left = any(bool(span.start) for span in sample.spans)
         order = sorted(sample.indices, key=lambda i: _num_tokens(sample.spans[i]))
         shortest = self._rows(order[:1])
         self._choose_tensors(shortest)  # 1
@@ -327,6 +340,9 @@ class _Probe:
         """
         # copies: some collators take the labels out of the samples
         batch = dict(self._collate([copy.copy(self._samples[i]) for i in indices]))
+        if self._shortens:
+            pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
+            batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
         spans, keys = spans_of(batch), content_keys(batch, self._ignored)
         if spans is None:
             raise _Refusal("the attention mask is not [rows, tokens] of 0 and 1, padded at the ends of rows only")
@@ -394,6 +410,22 @@ def _groups(order: Sequence[int]) -> list[tuple[int, ...]]:
     every = tuple(order)
     groups = [every[1::2] * 2, every[::2] * 2, every[:2], every[1:3], *((i,) for i in every)]
     return [group for group in dict.fromkeys(groups) if group]
+
+
+def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
+    """The last third of some rows turned into padding, as it would be if these samples were shorter."""
+    mask = batch["attention_mask"].clone()
+    mask[rows, mask.shape[1] - mask.shape[1] // 3 :] = 0
+    padding = mask == 0
+    others: Batch = {"attention_mask": mask}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape or name == "attention_mask":
+            continue
+        if name in TOKEN_INPUTS:
+            others[name] = value.masked_fill(_aligned(padding, value), pad_id if name == "input_ids" else 0)
+        elif name in NOT_IN_KEYS and value.shape == mask.shape and not value.is_floating_point():
+            others[name] = value.masked_fill(padding, IGNORED_LABEL)
+    return {**batch, **others}
 
 
 def _with_other_values(rows: _Rows, names: Collection[str]) -> _Rows | None:

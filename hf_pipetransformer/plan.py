@@ -211,11 +211,6 @@ class PipelinePlan:
         # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
         return min(sum(unit.trainable_bytes for unit in active), self.parameter_bytes_of(stage))
 
-    def step_flops_of(self, stage: int) -> float:
-        """Return the FLOPs of one row in a stage in a training step: frozen units run forward only."""
-        flops = step_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
-        return sum(flops[unit] for unit in self.units_of(stage))
-
     def forward_flops_of(self, stage: int) -> float:
         """Return the forward FLOPs of one row in a stage."""
         return sum(self.unit_costs[unit].forward_flops for unit in self.units_of(stage))

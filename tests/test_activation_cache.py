@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_zoo import MODELS
-from training_data import PadCollator, TrainingData
+from training_data import Kind, PadCollator, TrainingData
 
 from hf_pipetransformer.activation_cache import ActivationCache
 from hf_pipetransformer.activation_store import ActivationStore
@@ -17,6 +18,7 @@ from hf_pipetransformer.content_keys import content_keys
 from hf_pipetransformer.layer_range import tensors_of
 from hf_pipetransformer.layer_stack import CarrySlot, LayerStack
 
+KIND: Kind = "text-classification"
 CPU = torch.device("cpu")
 SLOTS = {f: CarrySlot(0, 0, True, True) for f in range(1, 5)}
 
@@ -25,8 +27,8 @@ class Setup:
     """A BERT of four layers, its cache, and what is run."""
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None, max_bytes: int | None = None) -> None:
-        self.data = TrainingData("text-classification", 12)
-        self.collate = PadCollator("text-classification")
+        self.data = TrainingData(KIND, 12)
+        self.collate = PadCollator(KIND)
         model = MODELS["bert-classification"].build().eval()
         self.stack = LayerStack.discover(model, self.batch(range(2)))
         self.stack.runner.install()
@@ -174,3 +176,35 @@ def test_reading_is_timed(tmp_path: Path) -> None:
     setup.go(range(4))
     seconds = setup.cache.time_reading()
     assert seconds is not None and 0 < seconds < 1
+
+
+def test_what_earlier_trainings_left_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What has been used since this training began stays, and then the store is full."""
+    earlier = Setup(tmp_path, max_bytes=8000)
+    for name in ("first", "second"):
+        earlier.cache.advance(2, name)
+        earlier.go(range(3))
+    earlier.cache.close()
+    names = earlier.store.generations()
+    for name in names:
+        os.utime(tmp_path / f"{name[0]:03d}-{name[1]}", (0, 0))
+    setup = Setup(tmp_path, max_bytes=earlier.store.nbytes())
+    setup.cache.advance(2, "weights")
+    with caplog.at_level(logging.WARNING):
+        setup.go(range(3))
+        assert setup.go(range(3))[0] == 2 and not caplog.records
+        setup.go(range(3, 12))
+    assert setup.store.generations() == [(2, "weights")]
+    assert "takes nothing more" in caplog.text
+
+
+def test_padding_on_the_left_is_not_kept_unless_it_has_been_examined(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.collate = lambda samples: {  # type: ignore[assignment]
+        name: value.flip(1) if value.dim() > 1 else value for name, value in PadCollator(KIND)(samples).items()
+    }
+    setup.cache.advance(2, "weights")
+    for padded_left, start in ((False, 0), (True, 2)):
+        setup.cache._padded_left = padded_left
+        setup.go(range(4))
+        assert setup.go(range(4))[0] == start

@@ -573,3 +573,17 @@ def test_reading_while_others_write_and_delete(store: ActivationStore, reader: G
     assert hits > 0
     assert hits_of(reader, range(10)) == []
     assert list(store.folder.iterdir()) == []
+
+
+def test_what_has_not_been_used_for_longest_is_evicted_first(store: ActivationStore) -> None:
+    names = [(2, "old"), (3, "older"), (4, "marked"), (5, "new")]
+    for name in names:
+        store.writer(*name, writer=0, capacity=8).close()
+    for age, name in ((20, names[0]), (30, names[1]), (40, names[2])):
+        os.utime(store.folder / f"{name[0]:03d}-{name[1]}", (SECONDS, time.time() - age))
+    store.mark_used(*names[2])
+    store.mark_used(9, "nowhere")
+    began = time.time() - 10
+    assert store.evict(began) and store.generations() == [names[0], *names[2:]]
+    assert store.evict(began) and store.generations() == names[2:]
+    assert not store.evict(began) and store.generations() == names[2:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -233,6 +234,47 @@ def test_other_weights_are_not_evaluated_from_the_cache() -> None:
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
+
+
+def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, str | None]:
+    """What a layer takes is so little that loading cannot be quicker."""
+    trainer = trainer_of(Run(epochs=5), {0: 2, 1: 1}, {3: 1}, activation_cache="auto")
+    make, made = trainer._make_auto_cache, []
+
+    def make_and_tell(pipeline: Any) -> auto_cache.AutoCache:
+        made.append(make(pipeline))
+        assert made[0]._seconds_per_row is not None
+        made[0]._seconds_per_row = [1e-9] * 4
+        return made[0]
+
+    trainer._make_auto_cache = make_and_tell  # type: ignore[method-assign]
+    return outcome_of(trainer), made[0].reason_off
+
+
+def test_it_goes_off_where_loading_takes_longer() -> None:
+    results = run_ranks(slow_to_load, WORLD)
+    (expected,) = run_ranks(reference, 1, Run(epochs=5), {3: 1})
+    assert_same_training([outcome for outcome, _ in results], expected)
+    assert all("loading takes" in str(reason) for _, reason in results)
+
+
+def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
+    """As a launcher with two processes on each of two nodes says it."""
+    os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
+    options = {"activation_cache_dir": folder}
+    return cached(rank, world_size, Run(epochs=6), {0: 2, 1: 2, 2: 1}, {3: 1, 6: 2}, **options)
+
+
+def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
+    """The order is another than on one node, so it is compared with a training whose store cannot be made."""
+    (tmp_path / "file").write_text("not a folder")
+    results = run_ranks(on_two_nodes, WORLD, str(tmp_path / "cache"))
+    uncached = run_ranks(on_two_nodes, WORLD, str(tmp_path / "file" / "cache"))
+    assert_same_training([outcome for outcome, _ in results], uncached[0][0])
+    assert len(list((tmp_path / "cache").glob("*/002-*"))) == 2
+    # the rows of the last batch may fall to the other node, in each epoch to another one
+    first, *_, last = (e["cache_hit_rate"] + e["cache_older_hit_rate"] for e in results[0][1])
+    assert first == 0 and last > 0.85
 
 
 # ------------------------------------------------------------------------------------------ the store's troubles

@@ -184,12 +184,14 @@ def test_a_state_that_is_padded_further_than_the_batch_is_refused():
 def test_convolution_over_tokens_is_refused():
     model = tiny("ConvBertForSequenceClassification", embedding_size=16, head_ratio=1, conv_kernel_size=3)
     assert_refused(probe(model, text(), padding()), "ids of padding change the hidden state")
+    assert_refused(probe(model, text((6, 6, 6, 6)), padding()), "ids of padding change the hidden state")
 
 
 def test_mixing_without_a_mask_is_refused():
     config = hf.FNetConfig(**{name: size for name, size in ENCODER.items() if name != "num_attention_heads"})
     model = without_dropout(hf.FNetForSequenceClassification(config))
-    assert_refused(probe(model, text(), padding()), "ids of padding change the hidden state")
+    for lengths in (LENGTHS, (6, 6, 6, 6)):
+        assert_refused(probe(model, text(lengths), padding()), "ids of padding change the hidden state")
     assert_refused(probe(model, text(), padding(with_mask=False)), "a sample has other inputs in another batch")
     assert accepted(probe(model, text((6, 6, 6, 6)), padding(with_mask=False))) == [1, 2, 3, 4]
 
@@ -223,6 +225,17 @@ def test_padding_on_the_left_is_refused_where_it_matters(name, reason):
 def test_padding_on_the_left_is_accepted_where_it_does_not_matter():
     verdicts = probe(MODELS["llama-classification"].build(), text(), padding("left"))
     assert accepted(verdicts) == [1, 2, 3, 4]
+    assert all(verdict.padded_left for verdict in verdicts)
+
+
+@pytest.mark.parametrize("name", ["bert-classification", "roberta", "llama", "gpt2-classification", "deberta-v2"])
+def test_accepted_with_rows_of_one_length(name):
+    """The rows are shortened for the examination, and a sound model is found sound."""
+    is_labelled = MODELS[name].batch()["labels"].dim() == 2
+    samples = text((6, 6, 6, 6), label_tokens=is_labelled)
+    verdicts = probe(MODELS[name].build(), samples, padding())
+    assert accepted(verdicts) == [verdict.num_frozen for verdict in verdicts]
+    assert "padding" in verdicts[0].errors and not verdicts[0].padded_left
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("bart", [1, 2, 3]), ("t5", [3])])
@@ -477,7 +490,7 @@ def test_any_number_of_samples_will_do(count):
 
 
 def test_what_the_sample_does_not_show_is_not_judged():
-    verdicts = probe(MODELS["bert-tokens"].build(), text((6, 6, 6, 6), label_tokens=True), padding("left"))
+    verdicts = probe(MODELS["vit"].build(), images(), padding())
     assert accepted(verdicts) == [1, 2, 3, 4]
     assert all(verdict.errors.keys() == {"repeat", "ignored", "neighbours", "alone"} for verdict in verdicts)
 
