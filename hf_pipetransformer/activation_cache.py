@@ -285,7 +285,7 @@ class ActivationCache:
         )
 
     def make_room(self) -> bool:
-        """Delete one generation that an earlier training left in the folder, if none has used it since this one began."""
+        """Delete one generation that an earlier training left in the folder, if there is one."""
         return self._store.evict(self._began)
 
     def stop_writing(self, error: OSError) -> None:
@@ -436,7 +436,7 @@ class _Writer:
         self.last = entries
 
     def _write_somehow(self, entries: _Entries) -> None:
-        """Go on in a new generation where another process has deleted this one, and with room made where it is full."""
+        """Go on in a new generation where another process has deleted this one; make room where the store is full."""
         while True:
             try:
                 return self._write(entries)
