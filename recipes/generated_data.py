@@ -136,10 +136,10 @@ def vocabulary() -> list[str]:
     return sorted(set(chain.from_iterable(phrase.split() for phrase in chain.from_iterable(groups))))
 
 
-def build_tokenizer(model_max_length: int = 128) -> PreTrainedTokenizerFast:
-    """Builds a word-level tokenizer for the generated sentences, with BERT's special tokens."""
+def build_tokenizer(model_max_length: int = 128, more_words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Builds a word-level tokenizer for the generated sentences, and other words, with BERT's special tokens."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    ids = {word: i for i, word in enumerate([*special, *vocabulary()])}
+    ids = {word: i for i, word in enumerate([*special, *vocabulary(), *more_words])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,0 +1,266 @@
+#!/usr/bin/env python
+"""Trains a model for image classification (ViT, DeiT, BEiT) in pipeline stages.
+
+The data is scikit-learn's handwritten digits (the default: 1,797 images of 8 × 8, no download), a set from the hub
+(`--dataset_name uoft-cs/cifar100 --label_column fine_label`), or folders of one's own with a folder of images for each
+class (`--train_dir`, `--validation_dir`).
+
+With the fixed transforms (resize and normalise) an image is the same in every epoch, so what frozen layers give for it
+is kept and taken from the activation cache. With `--augment` it is another one each time: nothing is found in the
+cache, which notices that and turns itself off.
+
+All arguments can stand in one YAML or JSON file, given first; those after it on the command line win:
+
+    accelerate launch --config_file accelerate_configs/cpu_2.yaml recipes/run_image_classification.py \
+        recipes/configs/digits.yaml
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
+from PIL import Image as PILImage
+from PIL import ImageOps
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    EvalPrediction,
+    PretrainedConfig,
+    ViTImageProcessorPil,
+    default_data_collator,
+)
+
+from hf_pipetransformer import PipeTransformerTrainer
+
+from common import (
+    LABEL,
+    SMALL_MODEL,
+    ModelArguments,
+    evaluate,
+    load_config,
+    load_model,
+    parse_arguments,
+    print_summary,
+    split_names,
+    start,
+    take_part,
+    train,
+)
+from metrics import accuracy_metrics
+
+SMALLEST_CROP = 0.7
+"""Least share of an image's area that `--augment` leaves of it."""
+MOST_PATCHES_A_SIDE = 14
+"""A model made from scratch cuts an image into at most so many patches a side; of 8 pixels, into 4 of 2."""
+
+
+@dataclass
+class DataTrainingArguments:
+    """What the model is trained and evaluated on; the digits of scikit-learn, if nothing is given."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "A set of images on the hub."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
+    train_dir: str | None = field(default=None, metadata={"help": "A folder that holds a folder for each class."})
+    validation_dir: str | None = field(default=None, metadata={"help": "The same for the validation images."})
+    image_column: str | None = field(default=None, metadata={"help": "None: the first column of images."})
+    label_column: str | None = field(default=None, metadata={"help": "None: the first column of classes."})
+    validation_share: float = field(
+        default=0.2, metadata={"help": "Share of the training images to validate on, where there are no others."}
+    )
+    image_size: int | None = field(
+        default=None, metadata={"help": "Pixels a side, for a model made from scratch. Digits: 8, others: 32."}
+    )
+    augment: bool = field(default=False, metadata={"help": "Train on random parts of the images."})
+    augment_flip: bool = field(default=False, metadata={"help": "With augment: mirror every second image, too."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is not None and (self.train_dir or self.validation_dir):
+            raise ValueError("Give dataset_name, or train_dir and validation_dir, not both; neither means the digits.")
+        if not 0.0 < self.validation_share < 1.0:
+            raise ValueError(f"validation_share={self.validation_share} must lie between 0 and 1.")
+        if self.augment_flip and not self.augment:
+            raise ValueError("augment_flip needs augment.")
+
+    @property
+    def wants_digits(self) -> bool:
+        """Whether the data is scikit-learn's."""
+        return not (self.dataset_name or self.train_dir or self.validation_dir)
+
+
+# ---------------------------------------------------------------------------------------------------- data
+def load_images(data_args: DataTrainingArguments, seed: int, cache_dir: str | None = None) -> DatasetDict:
+    """Loads the splits with columns `image` and `label`; splits the training images where there are no others."""
+    if data_args.wants_digits:
+        splits = DatasetDict(train=load_digits())
+    elif data_args.dataset_name is not None:
+        splits = load_dataset(data_args.dataset_name, data_args.dataset_config_name, cache_dir=cache_dir)
+    else:
+        given = {"train": data_args.train_dir, "validation": data_args.validation_dir}
+        folders = {name: f"{path}/**" for name, path in given.items() if path is not None}
+        splits = load_dataset("imagefolder", data_files=folders, cache_dir=cache_dir)
+    splits = DatasetDict({name: with_usual_columns(split, data_args) for name, split in splits.items()})
+    if "validation" not in splits and "test" in splits:
+        splits["validation"] = splits["test"]
+    if "validation" not in splits:
+        parts = splits["train"].train_test_split(data_args.validation_share, seed=seed, stratify_by_column=LABEL)
+        splits = DatasetDict(train=parts["train"], validation=parts["test"])
+    return splits
+
+
+def load_digits() -> Dataset:
+    """scikit-learn's handwritten digits, which come with it: grey images of 8 × 8."""
+    from sklearn import datasets as sklearn_datasets
+
+    digits = sklearn_datasets.load_digits()
+    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # they count from 0 to 16
+    classes = ClassLabel(names=[str(name) for name in digits.target_names])
+    return Dataset.from_dict(
+        {"image": [PILImage.fromarray(image) for image in pixels], LABEL: digits.target.tolist()},
+        features=Features({"image": Image(), LABEL: classes}),
+    )
+
+
+def with_usual_columns(split: Dataset, data_args: DataTrainingArguments) -> Dataset:
+    """Names the columns `image` and `label` and drops the others.
+
+    Raises:
+        ValueError: a column is missing, or holds something else.
+    """
+    image = data_args.image_column or _first_of(Image, split)
+    label = data_args.label_column or _first_of(ClassLabel, split)
+    for kind, name, argument in ((Image, image, "image_column"), (ClassLabel, label, "label_column")):
+        if name is None or not isinstance(split.features.get(name), kind):
+            raise ValueError(
+                f"{argument}={name!r} is no column of {kind.__name__}; the columns are"
+                f" {', '.join(f'{key} ({type(value).__name__})' for key, value in split.features.items())}."
+            )
+    split = split.select_columns([image, label])
+    return split.rename_columns({old: new for old, new in ((image, "image"), (label, LABEL)) if old != new})
+
+
+def _first_of(kind: type, split: Dataset) -> str | None:
+    return next((name for name, feature in split.features.items() if isinstance(feature, kind)), None)
+
+
+# ---------------------------------------------------------------------------------------------------- transforms
+class Transform:
+    """Turns a batch of images into what the model reads, when it is asked for. Workers of a loader can receive it.
+
+    Args:
+        processor: resizes and normalises, as the model was pretrained with.
+        num_channels: 1 (grey) or 3.
+        augment: cut a random part of each image out first. Draws from Python's generator, which the trainer seeds for
+            each batch, so all stages of a pipeline see the same.
+        flip: mirror every second image, by chance, too.
+    """
+
+    def __init__(self, processor: Any, num_channels: int, augment: bool = False, flip: bool = False) -> None:
+        self.processor = processor
+        self.mode = "L" if num_channels == 1 else "RGB"
+        self.augment, self.flip = augment, flip
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        images = [image.convert(self.mode) for image in batch["image"]]
+        if self.augment:
+            images = [random_part(image) for image in images]
+        if self.flip:
+            images = [ImageOps.mirror(image) if random.random() < 0.5 else image for image in images]
+        pixels = self.processor(images, return_tensors="np")["pixel_values"]
+        return {"pixel_values": list(pixels), "labels": batch[LABEL]}
+
+
+def random_part(image: PILImage.Image) -> PILImage.Image:
+    """A random part of the image, of its own shape, enlarged to its size."""
+    share = random.uniform(SMALLEST_CROP, 1.0) ** 0.5
+    width, height = image.width * share, image.height * share
+    left, top = random.uniform(0, image.width - width), random.uniform(0, image.height - height)
+    box = (left, top, left + width, top + height)
+    return image.resize(image.size, PILImage.Resampling.BILINEAR, box=box)
+
+
+# ---------------------------------------------------------------------------------------------------- model
+def make_config(model_args: ModelArguments, data_args: DataTrainingArguments, splits: DatasetDict) -> PretrainedConfig:
+    """The model's config with the data's labels; of a model made from scratch with the images' size, too."""
+    names = splits["train"].features[LABEL].names
+    size = data_args.image_size or (8 if data_args.wants_digits else 32)
+    small = {
+        "model_type": "vit",
+        "image_size": size,
+        "patch_size": max(2, -(-size // MOST_PATCHES_A_SIDE)),
+        "num_channels": 1 if data_args.wants_digits else 3,
+        "use_absolute_position_embeddings": True,  # BEiT; else it would not know where a patch is
+        **SMALL_MODEL,
+    }
+    labels = {"label2id": {name: i for i, name in enumerate(names)}, "id2label": dict(enumerate(names))}
+    return load_config(model_args, small, **labels)
+
+
+def make_processor(model_args: ModelArguments, config: PretrainedConfig) -> Any:
+    """The processor that the model was pretrained with, or one that resizes and scales to [-1, 1]."""
+    if model_args.model_name_or_path is not None:
+        return AutoImageProcessor.from_pretrained(model_args.model_name_or_path, **model_args.hub)
+    half = [0.5] * config.num_channels
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return ViTImageProcessorPil(size={"height": height, "width": width}, image_mean=half, image_std=half)
+
+
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """The share of images whose class is right."""
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return accuracy_metrics(np.argmax(logits, axis=-1), np.asarray(prediction.label_ids))
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Trains and evaluates as the arguments say.
+
+    Every rank must call this. Returns the metrics of training and evaluation.
+    """
+    model_args, data_args, training_args = parse_arguments(
+        sys.argv[1:] if arguments is None else arguments, DataTrainingArguments
+    )
+    training_args.remove_unused_columns = False  # the transforms read `image`, which no model knows
+    start(training_args)
+
+    with training_args.main_process_first(desc="loading of the data"):
+        splits = load_images(data_args, training_args.seed, model_args.cache_dir)
+    config = make_config(model_args, data_args, splits)
+    model = load_model(AutoModelForImageClassification, model_args, config)
+    processor = make_processor(model_args, config)
+    channels = getattr(config, "num_channels", 3)
+
+    train_dataset = eval_dataset = None
+    if training_args.do_train:
+        images = take_part(splits[split_names("train", splits)[0]], data_args.max_train_samples, training_args.seed)
+        transform = Transform(processor, channels, data_args.augment, data_args.augment_flip)
+        train_dataset = images.with_transform(transform)
+    if training_args.do_eval:
+        images = take_part(splits["validation"], data_args.max_eval_samples, training_args.seed)
+        eval_dataset = images.with_transform(Transform(processor, channels))
+
+    trainer = PipeTransformerTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        compute_metrics=compute_metrics,
+        processing_class=processor,
+        data_collator=default_data_collator,
+    )
+    results = {**train(trainer), **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset})}
+    if training_args.push_to_hub:
+        trainer.push_to_hub(finetuned_from=model_args.model_name_or_path, tasks="image-classification")
+    print_summary(trainer, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()
