@@ -7,7 +7,8 @@ with the uncut model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -104,6 +105,7 @@ class LayerStack:
         Raises:
             UnsupportedModelError: the model has no sequential layers, or they depend on one another in a way that
                 cannot be cut.
+            Exception: whatever the whole model raises on the batch.
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
@@ -112,7 +114,8 @@ class LayerStack:
             try:
                 whole = output_tensors(runner.trace(batch))  # 1
                 table = ParameterTable(model)
-                reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
+                with _refusing_what_fails(model):
+                    reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
                 unreached = frozenset(table.names) - frozenset().union(*reached)
                 boundaries = _boundaries(runner, used)
                 # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then
@@ -129,9 +132,10 @@ class LayerStack:
                     for everywhere in (False, True)
                     for slots in (boundaries, _all_used(boundaries))
                 )
-                for stack in candidates:
-                    if stack._equals_uncut(whole, batch):  # 3
-                        return stack
+                with _refusing_what_fails(model):
+                    for stack in candidates:
+                        if stack._equals_uncut(whole, batch):  # 3
+                            return stack
             finally:
                 runner.remove()
         raise UnsupportedModelError(
@@ -169,6 +173,25 @@ class LayerStack:
                         with self.runner.to_the_end(k, carry):
                             parts = output_tensors(self.model(**batch))
         return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
+
+
+@contextmanager
+def _refusing_what_fails(model: nn.Module) -> Iterator[None]:
+    """Inside, an error of the model is a refusal: the whole model has just run on the same batch.
+
+    Gemma 3n's upper layers take keys and values from a dictionary that lower ones have filled.
+    """
+    try:
+        yield
+    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            model,
+            f"run one layer at a time it fails ({type(error).__name__}: {error}), where the whole model does not (do"
+            " its layers read what earlier ones leave behind?).",
+            USE_ONE_STAGE,
+        ) from error
 
 
 def output_tensors(output: Any) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from model_zoo import MODELS, REFUSED, Batch, RefusedModel, ZooModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.ghosts import make_ghost
@@ -353,6 +354,40 @@ def test_a_head_that_reads_every_layer_is_refused_even_where_layers_hardly_matte
     model = refused.make_model()  # with its own small initial weights
     with pytest.raises(UnsupportedModelError):
         LayerStack.discover(model, refused.batch(rows=2))
+
+
+def test_layers_that_leave_something_behind_for_others_are_refused():
+    """As Gemma 3n's keys and values do, in a dictionary that passes by the layers' outputs."""
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index, self.linear = index, nn.Linear(3, 3)
+
+        def forward(self, hidden: Tensor, left_behind: dict[int, Tensor]) -> Tensor:
+            left_behind[self.index] = hidden
+            return self.linear(hidden) + left_behind[max(0, self.index - 2)]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(index) for index in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            left_behind: dict[int, Tensor] = {}
+            for layer in self.layers:
+                x = layer(x, left_behind)
+            return x
+
+    model = Model()
+    with pytest.raises(
+        UnsupportedModelError, match=r"it fails \(KeyError: 0\), where the whole model does not"
+    ) as info:
+        LayerStack.discover(model, {"x": torch.ones(2, 3)})
+    assert isinstance(info.value.__cause__, KeyError)
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(TypeError, match="unexpected keyword"):  # no finding about the layers
+        LayerStack.discover(model, {"y": torch.ones(2, 3)})
 
 
 @pytest.mark.parametrize("bounds", [(0, 2, 6), (0, 4, 6)])
