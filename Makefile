@@ -27,6 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (about 2 minutes, no download)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
+	@echo "What happened, for a browser:"
+	@$(BIN)/hf-pipetransformer report outputs/demo
 
 test: $(STAMP) ## Run the tests (no network, no GPU)
 	$(BIN)/python -m pytest

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import gzip
+import sys
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 def page(trainings: Sequence[Training], folder: Path) -> str:
     """The page of the last training."""
     import jinja2
-    from plotly.offline import get_plotlyjs, get_plotlyjs_version
+    from plotly.offline import get_plotlyjs_version
 
     from . import report_figures
 
@@ -65,7 +67,6 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    versions = facts.get("versions", {})
     text: str = environment.get_template(TEMPLATE).render(
         title=str(facts.get("model", folder.resolve().name)),
         subtitle=" · ".join(_subtitle(training, folder)),
@@ -76,12 +77,19 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
         layouts=_layout_table(training.layouts),
         arguments=_arguments(facts),
         trainings=_training_table(trainings) if len(trainings) > 1 else [],
-        version=versions.get("hf_pipetransformer", ""),
+        version=sys.modules[__name__.partition(".")[0]].__version__,
         written=datetime.now().strftime("%Y-%m-%d %H:%M"),
         plotly_version=get_plotlyjs_version(),
-        plotly_gz=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        plotly_gz=_packed_plotly(),
     )
     return text
+
+
+@cache
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def _json_of(figure: Any) -> str:
@@ -111,7 +119,7 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
     tiles = []
     total = sum(training.seconds.values())
     if total:
-        tiles.append((_duration(total), f"{training.last_step:,} steps, all included"))
+        tiles.append((_duration(total), f"for {training.last_step:,} steps, all in"))
     layouts = [layout for layout in training.layouts if layout.last_step > layout.first_step]
     if layouts:
         shapes = [layout.shape for k, layout in enumerate(layouts) if k == 0 or layout.shape != layouts[k - 1].shape]
@@ -119,24 +127,24 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
         tiles.append((" → ".join(shown), "stages × replicas"))
         frozen, number = layouts[-1].num_frozen, layouts[-1].event["num_layers"]
         if frozen:
-            tiles.append((f"{frozen} of {number}", "layers frozen at the end"))
+            tiles.append((f"{frozen} of {number}", "layers frozen"))
     speeds = [layout.samples_per_second for layout in layouts if layout.samples_per_second is not None]
     if speeds:
         is_elastic = len(speeds) > 1
         label = "samples/s"
         if is_elastic:
-            label += f", first → last layout (× {speeds[-1] / speeds[0]:.2f})"
+            label += f" (× {speeds[-1] / speeds[0]:.2f})"
         tiles.append(
             (" → ".join(f"{speed:,.0f}" for speed in ((speeds[0], speeds[-1]) if is_elastic else speeds)), label)
         )
     hits = training.curve("cache_hit_rate")[1]
     if any(hits):
-        tiles.append((f"{max(hits):.0%}", "rows from the cache, best epoch"))
+        tiles.append((f"{max(hits):.0%}", "of rows cached, at best"))
     names = [n for n in training.names if n.startswith("eval_")]
     for name in [n for n in names if n.endswith(("accuracy", "_f1", "combined_score"))][:1] or ["eval_loss"]:
         values = training.curve(name)[1]
         if values:
-            tiles.append((f"{values[-1]:.4g}", name.removeprefix("eval_").replace("_", " ") + ", last evaluation"))
+            tiles.append((f"{values[-1]:.4g}", name.removeprefix("eval_").replace("_", " ") + " at the end"))
     losses = training.curve("loss")[1]
     if losses and not any(name in training.names for name in names):
         tiles.append((f"{losses[-1]:.4g}", "training loss, last entry"))
@@ -147,8 +155,8 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
     """The header and a row for each layout; none without layouts."""
     if not layouts:
         return []
-    head = ("event", "steps", "K × R", "stages begin at layer", "frozen", "cached", "M", "samples/s", "ms a step")
-    more = ("predicted", "memory MiB, measured", "predicted", "change took", "moved MiB")
+    head = ("event", "steps", "K × R", "stages from layer", "frozen", "cached", "M", "samples/s", "ms a step")
+    more = ("ms predicted", "MiB measured", "MiB predicted", "change, s", "MiB moved")
     rows: list[tuple[str, ...]] = [(*head, *more)]
     for layout in layouts:
         event, prediction, usage = layout.event, layout.prediction, layout.usage
@@ -170,7 +178,7 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
                 f"{1e3 * prediction['seconds']:,.1f}" if prediction is not None else "",
                 f"{max(peaks) / MIB:,.0f}" if peaks else "",
                 f"{max(predicted) / MIB:,.1f}" if predicted else "",
-                f"{event['seconds']:.3f} s" if is_change else "",
+                f"{event['seconds']:.3f}" if is_change else "",
                 f"{event['bytes_moved'] / MIB:,.1f}" if is_change else "",
             )
         )
@@ -183,7 +191,6 @@ def _arguments(facts: Any) -> list[tuple[str, str]]:
         return []
     name = facts.get("name_or_path")
     words = [
-        ("model", facts["model"]),
         *([("from", Path(name).name if Path(name).is_absolute() else name)] if name else []),
         ("processes", str(facts["world_size"])),
         ("backend", str(facts.get("backend") or "none")),

@@ -136,13 +136,13 @@ class Training:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         ends = [int(event["global_step"]) for event in self.events[1:]]
-        layouts = [Layout(e, end) for e, end in zip(self.events, [*ends, self.last_step], strict=True)]
+        layouts = [Layout(event, end) for event, end in zip(self.events, [*ends, self.last_step], strict=False)]
         for line in self.lines:
+            if not layouts or line["kind"] not in ("time", "usage"):
+                continue
             step = int(line["global_step"])
             # an event at step s is of the steps after s
             index = max((k for k, layout in enumerate(layouts) if layout.first_step < step), default=0)
-            if not layouts or line["kind"] not in ("time", "usage"):
-                continue
             old = layouts[index]
             if line["kind"] == "usage":
                 layouts[index] = replace(old, usage=line)

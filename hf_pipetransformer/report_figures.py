@@ -197,7 +197,7 @@ def draw_gradients(training: Training) -> Drawing:
     if not figure.data:
         return Drawing(name, title, "No gradient norm was logged.")
     _over_steps(figure, training)
-    return Drawing(name, title, "Before clipping, over the layers that train: those of frozen layers are not in it.", figure)
+    return Drawing(name, title, "Before clipping; the gradients of frozen layers are not in it.", figure)
 
 
 def draw_cache(training: Training) -> Drawing:
@@ -223,7 +223,7 @@ def draw_cache(training: Training) -> Drawing:
     )
     figure.update_layout(barmode="stack")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02], secondary_y=False)
-    figure.update_yaxes(title="size, MiB", rangemode="tozero", showgrid=False, secondary_y=True)
+    figure.update_yaxes(title_text="size, MiB", rangemode="tozero", showgrid=False, tickmode="auto", secondary_y=True)
     _over_steps(figure, training)
     figure.update_xaxes(range=[0, training.last_step + width])
     caption = "Share of an epoch's rows that were found, drawn at the epoch's end, and size of the store on this node."
@@ -282,8 +282,10 @@ def draw_time(training: Training) -> Drawing:
             showarrow=False,
             xanchor="left",
         )
-    figure.update_layout(barmode="stack", showlegend=False, height=110 + 30 * len(shown), margin={"l": 10, "r": 110})
-    figure.update_xaxes(title="seconds", rangemode="tozero")
+    figure.update_layout(
+        barmode="stack", showlegend=False, height=110 + 30 * len(shown), margin={"l": 10, "r": 110, "t": 8}
+    )
+    figure.update_xaxes(title_text="seconds", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
     return Drawing(name, title, " ".join(_words_on_time(training, total)), figure, is_wide=True)
 
@@ -320,7 +322,7 @@ def draw_memory(training: Training) -> Drawing:
     what = "allocated on the GPU, peak so far" if is_cuda else "resident, after a step"
     figure = make_subplots(cols=2, subplot_titles=("predicted for the stage", f"measured: {what}"))
     _style(figure, "MiB")
-    labels = [_label(layout) for layout in layouts]
+    labels = [_label(layout).replace(", ", "<br>") for layout in layouts]
     predicted = [_predicted_by_rank(layout) for layout in layouts]
     measured = [list(layout.usage[key]) if layout.usage else [] for layout in layouts]
     for column, values in ((1, predicted), (2, measured)):
@@ -337,8 +339,8 @@ def draw_memory(training: Training) -> Drawing:
             )
     figure.update_layout(barmode="group", height=330, margin={"t": 64})
     figure.update_annotations(font={"size": 13})
-    figure.update_xaxes(type="category")
-    figure.update_yaxes(title="MiB", row=1, col=2)
+    figure.update_xaxes(type="category", tickangle=0)
+    figure.update_yaxes(title_text="MiB", row=1, col=2)
     words = [
         "Predicted: parameters, gradients, Adam's state, activations, messages.",
         "Measured by torch, without its own workspaces; peaks of one layout hide lower ones of later layouts."
@@ -414,7 +416,7 @@ def draw_step(training: Training) -> Drawing:
     )
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_xaxes(showticklabels=True, rangemode="tozero", showgrid=True)
-    figure.update_xaxes(title="milliseconds", row=len(layouts), col=1)
+    figure.update_xaxes(title_text="milliseconds", row=len(layouts), col=1)
     words = [
         "Simulated from the times of the model's parts, measured before the training, on the slowest process;",
         "messages take no time in it. One pipeline of each layout, on one scale; all train the same global batch.",
@@ -505,7 +507,7 @@ def _figure(y_title: str) -> go.Figure:
 
 def _style(figure: go.Figure, y_title: str) -> None:
     figure.update_layout(
-        template="plotly_white",
+        template="none",  # plotly's own take a second for each figure
         height=280,
         margin={"l": 56, "r": 16, "t": 36, "b": 44},
         font={"family": "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif", "size": 12},
@@ -513,14 +515,15 @@ def _style(figure: go.Figure, y_title: str) -> None:
         showlegend=True,
         colorway=COLORS,
     )
-    figure.update_layout(yaxis_title=y_title)
-    figure.update_yaxes(zeroline=False, gridcolor="#edf0f3")
-    figure.update_xaxes(zeroline=False, gridcolor="#edf0f3")
+    axis = {"zeroline": False, "gridcolor": "#e8ebef", "automargin": True, "ticklabelstandoff": 4}
+    figure.update_xaxes(axis, title_standoff=10)
+    figure.update_yaxes(axis, title_standoff=10)
+    figure.update_layout(yaxis_title_text=y_title)
 
 
 def _over_steps(figure: go.Figure, training: Training) -> None:
     figure.update_layout(hovermode="x unified")
-    figure.update_xaxes(title="optimizer step", range=[0, max(training.last_step, 1)])
+    figure.update_xaxes(title_text="optimizer step", range=[0, max(training.last_step, 1)])
     for layout in training.layouts[1:]:
         figure.add_vline(x=layout.first_step, line={"color": "#b6bcc6", "width": 1, "dash": "dash"})
 
@@ -533,7 +536,7 @@ def _add_curve(
         return
     x, y = thinned(steps, values)
     mode = "lines+markers" if markers or len(x) == 1 else "lines"
-    figure.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": color, "width": 2})
+    figure.add_scatter(x=x, y=y, name=label, mode=mode, cliponaxis=False, line={"color": color, "width": 2})
 
 
 def _corners(training: Training) -> list[int]:

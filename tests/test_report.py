@@ -1,0 +1,383 @@
+"""The report: its numbers are those of the records, whatever is missing, and a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import run
+from test_plan import times_of, unit
+
+from hf_pipetransformer import events, report, report_figures, run_recorder
+from hf_pipetransformer.plan import MIB
+from hf_pipetransformer.planner import make_plan
+from hf_pipetransformer.report_data import Training, read_trainings, thinned
+from hf_pipetransformer.timeline import simulate
+
+UNITS = tuple(unit(k) for k in range(6))
+TIMES = times_of(6)
+FIRST, SECOND = "2026-01-01T10:00:00.000", "2026-01-01T11:00:00.000"
+FACTS = {
+    "model": "BertForSequenceClassification",
+    "name_or_path": "/home/me/my-bert",
+    "num_parameters": 1_600_000,
+    "world_size": 4,
+    "global_batch_size": 16,
+    "device": "cpu (x86_64)",
+    "device_type": "cpu",
+    "backend": "gloo",
+    "threads": 1,
+    "versions": {"hf_pipetransformer": "0.1", "torch": "2.13"},
+    "arguments": {"freeze_policy": "alpha", "bf16": False, "freeze_schedule": {"1": 4}, "learning_rate": 4e-4},
+}
+
+
+@dataclass
+class Run:
+    """Writes records as a training would."""
+
+    folder: Path
+    name: str = FIRST
+
+    def event(self, kind: str, step: int, stages: int, frozen: int = 0, times: Any = TIMES, **facts: Any) -> Run:
+        plan = make_plan(
+            UNITS, 4, stages, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=frozen, times=times
+        )
+        begins = kind in ("start", "resume")
+        events.record(
+            self.folder, kind, plan, step, step / 100, run=self.name, facts={**FACTS, **facts} if begins else None
+        )
+        return self
+
+    def line(self, kind: str, step: int, **values: Any) -> Run:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / run_recorder.FILE_NAME).open("a") as file:
+            file.write(json.dumps({"kind": kind, "run": self.name, "time": 0.0, "global_step": step, **values}) + "\n")
+        return self
+
+    def steps(self, begin: int, end: int, seconds_each: float, every: int = 10) -> Run:
+        """Steps `begin` + 1 to `end`, and a loss of 1 / step."""
+        for step in range(begin + every, end + 1, every):
+            seconds = {"steps": every * seconds_each, "batches": 0.25}
+            self.line("time", step, steps=every, rows=every * 16, seconds=seconds)
+            self.line("log", step, values={"loss": 1 / step, "learning_rate": 1e-4, "grad_norm": 2.0})
+        return self
+
+    def usage(self, step: int, m: int | None) -> Run:
+        return self.line("usage", step, resident_bytes=[MIB] * 4, cuda_peak_bytes=[], num_microbatches=m)
+
+    def end(self, step: int, has_ended: bool = True) -> Run:
+        return self.line("end", step, has_ended=has_ended)
+
+
+def elastic_run(folder: Path) -> Run:
+    """4 x 1 for 50 steps, 2 x 2 with two frozen layers for 50 more."""
+    first = Run(folder).event("start", 0, 4).steps(0, 50, 0.2).usage(50, 4)
+    return first.event("transform", 50, 2, 2).steps(50, 100, 0.1).usage(100, 8).end(100)
+
+
+def the_training(folder: Path) -> Training:
+    (training,) = read_trainings(folder)
+    return training
+
+
+class Page(HTMLParser):
+    """The parts of a page that a browser would draw."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.links: list[str] = []
+        self.text = ""
+        self._script: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        attributes = dict(attrs)
+        self.links += [attributes[name] for name in ("src", "href") if name in attributes]
+        self._script = attributes.get("id", "") if tag in ("script", "style") else None
+
+    def handle_data(self, data: str) -> None:
+        if self._script is None:
+            self.text += data
+        elif self._script.startswith("data-"):
+            self.figures[self._script.removeprefix("data-")] = json.loads(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = None
+
+
+def page_of(folder: Path) -> Page:
+    return Page(report.write_report(folder).read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------------ what is read
+def test_layouts_get_their_steps_time_and_memory(tmp_path: Path) -> None:
+    elastic_run(tmp_path)
+    first, second = the_training(tmp_path).layouts
+    assert (first.shape, first.first_step, first.last_step, first.num_frozen) == ("4 × 1", 0, 50, 0)
+    assert (second.shape, second.first_step, second.last_step, second.num_frozen) == ("2 × 2", 50, 100, 2)
+    assert first.seconds == pytest.approx(10) and second.seconds == pytest.approx(5)
+    assert first.samples_per_second == pytest.approx(50 * 16 / (10 + 5 * 0.25))
+    assert (first.num_microbatches, second.num_microbatches) == (4, 8)
+
+
+def test_the_prediction_is_that_of_the_micro_batches_in_use(tmp_path: Path) -> None:
+    elastic_run(tmp_path)
+    for layout in the_training(tmp_path).layouts:
+        prediction = layout.prediction
+        candidates = layout.event["predicted"]["steps"]
+        assert (prediction is None) == (layout.num_microbatches not in [c["num_microbatches"] for c in candidates])
+        if prediction is not None:
+            assert prediction["num_microbatches"] == layout.num_microbatches
+
+
+def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 4).steps(0, 80, 0.2).event("transform", 80, 2, 2).steps(80, 90, 0.1).end(90, False)
+    Run(tmp_path, SECOND).event("resume", 50, 4).steps(50, 100, 0.3).usage(100, 4).end(100)
+    training = the_training(tmp_path)
+    assert [(e["event"], e["global_step"]) for e in training.events] == [("start", 0), ("resume", 50)]
+    steps, losses = training.curve("loss")
+    assert steps == list(range(10, 101, 10)) and losses == [1 / step for step in steps]
+    assert training.repeated_steps == 40 and training.calls == 2 and training.is_complete
+    assert training.seconds["steps"] == pytest.approx(80 * 0.2 + 10 * 0.1 + 50 * 0.3)  # all that was spent
+    assert sum(layout.steps for layout in training.layouts) == 100
+    assert any("40 steps were done again" in problem for problem in training.problems)
+
+
+def test_a_training_resumed_twice(tmp_path: Path) -> None:
+    """The second resume goes back to before the first one."""
+    Run(tmp_path).event("start", 0, 4).steps(0, 60, 0.2)
+    Run(tmp_path, "2026-01-01T10:30:00.000").event("resume", 50, 4).steps(50, 90, 0.2)
+    Run(tmp_path, SECOND).event("resume", 20, 2).steps(20, 70, 0.2).end(70)
+    training = the_training(tmp_path)
+    assert [e["global_step"] for e in training.events] == [0, 20]
+    assert training.curve("loss")[0] == list(range(10, 71, 10))
+    assert training.last_step == 70
+
+
+def test_several_trainings_are_told_apart(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 4).steps(0, 30, 0.2).end(30)
+    Run(tmp_path, SECOND).event("start", 0, 2).steps(0, 20, 0.2).end(20)
+    assert [(t.name, t.last_step) for t in read_trainings(tmp_path)] == [(FIRST, 30), (SECOND, 20)]
+    page = page_of(tmp_path)
+    assert "Trainings in this folder" in page.text and "2026-01-01 10:00:00" in page.text
+    assert page.figures["loss"]["data"][0]["x"] == [10, 20]
+
+
+def test_an_interrupted_training_says_so(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 4).steps(0, 30, 0.2)
+    training = the_training(tmp_path)
+    assert training.is_complete is False
+    assert "interrupted after step 30, or is still running" in page_of(tmp_path).text
+    assert training.layouts[0].usage is None
+
+
+def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    elastic_run(tmp_path)
+    with (tmp_path / run_recorder.FILE_NAME).open("a") as file:
+        file.write('{"kind": "time", "global_st')
+    training = the_training(tmp_path)
+    assert training.problems[0] == f"{run_recorder.FILE_NAME}: 1 line cannot be read and were left out."
+    assert training.last_step == 100
+
+
+def write_state(folder: Path, steps: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    history = [{"step": step, "loss": 2.0, "epoch": 1.0} for step in range(5, steps + 1, 5)]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": steps}))
+
+
+def test_the_trainers_own_state_stands_in(tmp_path: Path) -> None:
+    """Of an earlier version's folder, or another Trainer's: losses, and words on all that is missing."""
+    write_state(tmp_path / "checkpoint-20", 20)
+    training = the_training(tmp_path)
+    assert training.curve("loss") == ([5, 10, 15, 20], [2.0] * 4)
+    page = page_of(tmp_path)
+    assert set(page.figures) == {"loss"}
+    assert "time and memory are not known" in page.text and "layouts and frozen layers are not known" in page.text
+
+
+def test_the_state_of_an_earlier_training_is_not_mixed_in(tmp_path: Path) -> None:
+    write_state(tmp_path, 20)
+    elastic_run(tmp_path)
+    assert the_training(tmp_path).curve("loss")[0][0] == 10
+
+
+def test_the_state_tells_what_was_before_a_resume_into_a_new_folder(tmp_path: Path) -> None:
+    write_state(tmp_path / "checkpoint-100", 100)
+    Run(tmp_path).event("resume", 50, 4).steps(50, 100, 0.2).end(100)
+    assert the_training(tmp_path).curve("loss")[0] == [*range(5, 60, 5), *range(60, 101, 10)]
+
+
+def test_events_of_an_early_version(tmp_path: Path) -> None:
+    """Neither names nor predictions nor metrics."""
+    kept = ("event", "global_step", "epoch", "num_layers", "num_frozen_layers", "pipeline_parallel_size")
+    kept = (*kept, "data_parallel_size", "num_microbatches", "stage_bounds", "seconds", "bytes_moved", "phases")
+    elastic_run(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / events.FILE_NAME).read_text().splitlines()]
+    (tmp_path / run_recorder.FILE_NAME).unlink()
+    (tmp_path / events.FILE_NAME).write_text("".join(json.dumps({k: e[k] for k in kept}) + "\n" for e in lines))
+    assert [layout.shape for layout in the_training(tmp_path).layouts] == ["4 × 1", "2 × 2"]
+    page = page_of(tmp_path)
+    assert "not timed" in page.text and "Memory was not recorded" in page.text
+
+
+# ------------------------------------------------------------------------------------------ what is drawn
+def test_each_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
+    elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.9, "eval_loss": 0.4, "eval_runtime": 3.0})
+    figures = page_of(tmp_path).figures
+
+    def traces(name: str) -> dict[str, dict[str, Any]]:
+        return {trace["name"]: trace for trace in figures[name]["data"] if "name" in trace}
+
+    assert traces("layers")["trained"]["y"] == [6, 6, 4, 4]
+    assert traces("layers")["frozen (forward only)"]["y"] == [0, 0, 2, 2]
+    assert traces("shape")["K stages"]["x"] == [0, 50, 50, 100]
+    assert traces("shape")["K stages"]["y"] == [4, 4, 2, 2]
+    assert traces("shape")["R replicas"]["y"] == [1, 1, 2, 2]
+    assert traces("shape")["M micro-batches"]["y"] == [4, 4, 8, 8]
+    assert traces("loss")["training"]["y"] == [1 / step for step in range(10, 101, 10)]
+    assert traces("loss")["evaluation"]["y"] == [0.4]
+    assert set(traces("quality")) == {"accuracy"}
+    assert traces("speed")["between two log entries"]["y"][::2] == pytest.approx([160 / 2.25] * 5 + [160 / 1.25] * 5)
+    memory = [trace for trace in figures["memory"]["data"] if trace["name"] == "process 0"]
+    assert memory[1]["y"] == [1.0, 1.0] and memory[0]["y"][0] > 0
+    lasting = sum(sum(trace["x"]) for trace in figures["time"]["data"])
+    assert lasting == pytest.approx(10 + 5 + 10 * 0.25)
+
+
+def test_the_step_is_that_of_the_simulation(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 4).steps(0, 20, 0.2).end(20)
+    (layout,) = the_training(tmp_path).layouts
+    prediction = layout.prediction
+    assert prediction is not None
+    m = prediction["num_microbatches"]
+    timeline = simulate(prediction["forward"], prediction["backward"], m)
+    bars = {trace["name"]: trace for trace in page_of(tmp_path).figures["step"]["data"]}
+    assert len(bars["forward"]["x"]) == len(bars["backward"]["x"]) == 4 * m
+    ends = [a + b for a, b in zip(bars["backward"]["base"], bars["backward"]["x"], strict=True)]
+    assert max(ends) == pytest.approx(1e3 * timeline.seconds)
+    assert bars["waiting (bubble)"]["x"] == pytest.approx([1e3 * timeline.seconds] * 4)
+    assert bars["gradients over replicas, optimizer"]["base"] == pytest.approx([1e3 * timeline.seconds] * 4)
+
+
+def test_cache_hits_or_why_there_are_none(tmp_path: Path) -> None:
+    metrics = {"cache_hit_rate": 0.0, "cache_older_hit_rate": 0.0, "cache_rows_stored": 160, "cache_bytes": MIB}
+    some = elastic_run(tmp_path / "hits").line("log", 60, values=metrics)
+    assert "160 rows were put into it" in page_of(some.folder).text
+    some.line("log", 100, values={**metrics, "cache_hit_rate": 0.75})
+    bars = page_of(some.folder).figures["cache"]["data"]
+    assert bars[0]["x"] == [60, 100] and bars[0]["y"] == [0.0, 0.75]
+    off = elastic_run(tmp_path / "off").line("cache_off", 100, reason="loading takes longer")
+    assert "because loading takes longer" in page_of(off.folder).text
+    none = Run(tmp_path / "none").event("start", 0, 4).steps(0, 20, 0.2).end(20)
+    assert "No layer was frozen" in page_of(none.folder).text
+
+
+def test_one_stage_without_freezing_and_times(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 1, times=None).steps(0, 20, 0.2).usage(20, 1).end(20)
+    page = page_of(tmp_path)
+    assert {"loss", "layers", "shape", "speed", "time", "memory"} <= set(page.figures)
+    assert "step" not in page.figures and "were not timed" in page.text
+
+
+def test_long_logs_are_thinned_and_keep_their_peaks(tmp_path: Path) -> None:
+    xs, ys = list(range(100_000)), [0.0] * 100_000
+    ys[54_321] = 7.0
+    x, y = thinned(xs, ys)
+    assert len(x) <= 1500 and max(y) == 7.0 and x[y.index(7.0)] == 54_321 and x == sorted(x)
+    Run(tmp_path).event("start", 0, 4).steps(0, 4_000, 0.2, every=1).end(4_000)
+    figures = page_of(tmp_path).figures
+    speed = figures["speed"]["data"][0]
+    assert len(speed["x"]) <= 2 * report_figures.MOST_BINS and speed["x"][-1] == 4_000
+    assert len(figures["loss"]["data"][0]["x"]) <= 1500
+
+
+def test_many_processes_are_summed_up() -> None:
+    bars = report_figures._bars([list(range(64)), []])
+    assert [(label, values) for label, _, values in bars] == [
+        ("largest", [63, None]),
+        ("median", [31.5, None]),
+        ("smallest", [0, None]),
+    ]
+
+
+def test_nothing_on_the_page_is_taken_for_markup(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    Run(tmp_path).event("start", 0, 4, model=evil).steps(0, 20, 0.2).line("log", 20, values={f"eval_{evil}": 1.0})
+    text = report.write_report(tmp_path).read_text()
+    assert "<script>alert" not in text
+    assert evil.removeprefix("eval_") in Page(text).figures["quality"]["data"][0]["name"]
+
+
+def test_the_page_needs_no_network_and_tells_no_path(tmp_path: Path) -> None:
+    elastic_run(tmp_path)
+    path = report.write_report(tmp_path)
+    page = Page(path.read_text())
+    assert page.links == []
+    assert "my-bert" in page.text and "/home/me" not in page.text
+    assert path.stat().st_size < 2.5 * MIB
+    assert "1 → 4" in page.text and "bf16" not in page.text
+
+
+# ------------------------------------------------------------------------------------------ the command
+def test_the_command_prints_the_path(tmp_path: Path) -> None:
+    elastic_run(tmp_path / "run")
+    result = run("report", str(tmp_path / "run"))
+    assert result.exit_code == 0 and result.stdout.strip() == str(tmp_path / "run" / "report.html")
+    result = run("report", str(tmp_path / "run"), "--output", str(tmp_path / "new" / "my.html"))
+    assert result.exit_code == 0 and (tmp_path / "new" / "my.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_folder_without_a_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run("report", str(tmp_path / name))
+    assert result.exit_code == 2 and "give the output_dir of a training" in result.stderr
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    elastic_run(tmp_path / "run")
+    assert "name a file in it" in run("report", str(tmp_path / "run"), "--output", str(tmp_path)).stderr
+    (tmp_path / "file").write_text("")
+    result = run("report", str(tmp_path / "run"), "--output", str(tmp_path / "file" / "x.html"))
+    assert result.exit_code == 2 and "Choose another --output" in result.stderr
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "NEEDED", ("plotly", "no_such_package"))
+    result = run("report", str(tmp_path))
+    assert result.exit_code == 2
+    assert "needs no_such_package" in result.stderr and "pip install 'hf_pipetransformer[report]'" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------ a browser
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_draws_all_figures_without_an_error(tmp_path: Path) -> None:
+    elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.9})
+    path = report.write_report(tmp_path)
+    names = set(Page(path.read_text()).figures)
+    assert CHROMIUM is not None
+    options = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+        " --disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=20000"
+    )
+    profile = tmp_path / "profile"
+    command = [CHROMIUM, *options.split(), f"--user-data-dir={profile}", "--dump-dom", path.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in result.stderr, result.stderr
+    assert 'data-drawn="yes"' in result.stdout
+    drawn = re.findall(r'class="figure js-plotly-plot" id="figure-([a-z-]+)"', result.stdout)
+    assert set(drawn) == names and len(names) >= 8
+    assert result.stdout.count('class="main-svg"') >= len(names)
