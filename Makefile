@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style quality clean
+.PHONY: help demo test style quality docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,11 @@ quality: $(STAMP) ## Check format, lint, types and the direction of the imports
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP) ## Build the documentation with the API into build/site; warnings are errors
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 clean: ## Remove the environment, caches and outputs
 	rm -rf $(VENV) build dist outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
