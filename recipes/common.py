@@ -177,6 +177,8 @@ def load_config(model_args: ModelArguments, small: Mapping[str, Any], **options:
 def load_model(auto_class: Any, model_args: ModelArguments, config: PretrainedConfig) -> nn.Module:
     """Loads the model, or makes it from its config with random weights; puts adapters on it where they are wanted."""
     if model_args.model_name_or_path is None:
+        # transformers 5.23 iterates over it where a model type has several classes for a task (DeiT)
+        config.architectures = config.architectures or []
         model = auto_class.from_config(config)
     else:
         model = auto_class.from_pretrained(
@@ -331,7 +333,7 @@ def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float])
         table.add_row("Frozen layers", f"{last['num_frozen_layers']} of {last['num_layers']}")
         hits = [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
         if hits:
-            table.add_row("Cache hits, by epoch", ", ".join(f"{rate:.0%}" for rate in hits))
+            table.add_row("Cache hits", f"{hits[-1]:.0%} in the last epoch that used the cache")
     table.add_row("Device", training_args.device.type)
     if "train_runtime" in results:
         table.add_row("Training time", f"{results['train_runtime']:.1f} s")

@@ -173,7 +173,9 @@ def tokenize(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        rows = [[*ids, *end] for ids in tokenizer(batch["text"], add_special_tokens=False)["input_ids"]]
+        # not verbose: it would warn of texts that are longer than the model reads, and they are cut below
+        encoded = tokenizer(batch["text"], add_special_tokens=False, verbose=False)
+        rows = [[*ids, *end] for ids in encoded["input_ids"]]
         rows = [row[:length] for row in rows if len(row) > 1] if data_args.line_by_line else blocks_of(rows, length)
         return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], "labels": rows}
 

@@ -1,0 +1,145 @@
+"""Causal language modelling: texts, blocks, the tokenizer that is made on the spot, and the recipe from end to end."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+from transformers import EvalPrediction
+
+pytest.importorskip("datasets")
+
+from datasets import Dataset, DatasetDict
+
+import run_clm
+from common import SMALL_MODEL, ModelArguments, load_config, load_model
+
+
+def arguments(**options: object) -> run_clm.DataTrainingArguments:
+    return run_clm.DataTrainingArguments(**{"generated_data": 50, "block_size": 16, **options})
+
+
+def test_blocks_hold_every_token_once_but_for_the_rest() -> None:
+    assert run_clm.blocks_of([[1, 2, 3], [4], [5, 6, 7, 8]], 3) == [[1, 2, 3], [4, 5, 6]]
+    assert run_clm.blocks_of([[1, 2]], 3) == []
+
+
+@pytest.fixture(scope="module")
+def texts() -> DatasetDict:
+    return run_clm.load_texts(arguments(), seed=0)
+
+
+def test_tokenizer_is_the_same_each_time_and_gives_the_text_back(texts: DatasetDict) -> None:
+    tokenizer = run_clm.train_tokenizer(texts["train"], 300, 16)
+    again = run_clm.train_tokenizer(texts["train"], 300, 16)
+    assert tokenizer.get_vocab() == again.get_vocab()
+    assert len(tokenizer) == 300
+    for text in (texts["train"][0]["text"], "Grüße, 世界!\n"):  # bytes: nothing is unknown
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_packed_and_padded_samples(texts: DatasetDict) -> None:
+    tokenizer = run_clm.train_tokenizer(texts["train"], 300, 16)
+    packed = run_clm.tokenize(texts, tokenizer, arguments())["train"]
+    assert {len(row) for row in packed["input_ids"]} == {16}
+    whole = tokenizer.eos_token.join(texts["train"]["text"])
+    assert whole.startswith(tokenizer.decode([t for row in packed["input_ids"] for t in row])[:500])
+
+    lines = run_clm.tokenize(texts, tokenizer, arguments(line_by_line=True))["train"]
+    assert len(lines) == len(texts["train"])
+    short = next(row for row in lines if len(row["input_ids"]) < 16)
+    assert short["input_ids"][-1] == tokenizer.eos_token_id
+    long = max(lines, key=lambda row: len(row["input_ids"]))
+    batch = run_clm.make_collator(tokenizer, line_by_line=True)([short, long])
+    padding = batch["attention_mask"] == 0
+    assert padding.any() and (batch["labels"][padding] == -100).all()
+    assert (batch["labels"][~padding] == batch["input_ids"][~padding]).all()  # the end is learnt
+
+
+def test_own_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one line\n\n   \nanother\n" * 20, encoding="utf-8")
+    splits = run_clm.load_texts(arguments(generated_data=None, train_file=str(tmp_path / "a.txt")), 0, str(tmp_path))
+    assert {name: len(split) for name, split in splits.items()} == {"train": 38, "validation": 2}
+    assert set(splits["train"]["text"]) == {"one line", "another"}
+
+
+def test_user_errors() -> None:
+    with pytest.raises(ValueError, match="got none"):
+        run_clm.DataTrainingArguments()
+    with pytest.raises(ValueError, match="block_size=1"):
+        arguments(block_size=1)
+    rows = Dataset.from_dict({"body": ["a", ""], "n": [1, 2]})
+    assert list(run_clm.only_texts(rows, None)["text"]) == ["a"]
+    with pytest.raises(ValueError, match="text_column='n': no such column of text; the columns are body, n"):
+        run_clm.only_texts(rows, "n")
+    few = DatasetDict(train=Dataset.from_dict({"text": ["a b"]}))
+    tokenizer = run_clm.train_tokenizer(few["train"], 300, 16)
+    with pytest.raises(ValueError, match="fewer tokens than one block of block_size=16"):
+        run_clm.tokenize(few, tokenizer, arguments())
+
+
+def test_perplexity_counts_tokens_and_not_rows() -> None:
+    """Two rows of unequal length; what no label asks for does not count."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, 5, generator=generator)
+    labels = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]])
+    per_row = run_clm.token_losses(logits, labels)
+    assert per_row[:, 1].tolist() == [3.0, 1.0]
+    log_shares = logits.log_softmax(dim=-1)
+    asked = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 2)]
+    loss = -sum(float(log_shares[row, position, token]) for row, position, token in asked) / 4
+    hits = sum(int(logits[row, position].argmax()) == token for row, position, token in asked) / 4
+    result = run_clm.compute_metrics(EvalPrediction(predictions=per_row.numpy(), label_ids=labels.numpy()))
+    assert result == pytest.approx({"perplexity": math.exp(loss), "accuracy": hits})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_small_models_of_every_kind(model_type: str) -> None:
+    small = {"vocab_size": 50, "max_position_embeddings": 16, **SMALL_MODEL}
+    model_args = ModelArguments(model_type=model_type, config_overrides="num_hidden_layers=2")
+    config = load_config(model_args, small, use_cache=False)
+    model = load_model(run_clm.AutoModelForCausalLM, model_args, config)
+    ids = torch.arange(16)[None]
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
+    assert sum(p.numel() for p in model.parameters()) < 1e6
+
+
+def test_adapters_are_put_on(texts: DatasetDict) -> None:
+    pytest.importorskip("peft")
+    model_args = ModelArguments(model_type="llama", lora_rank=2)
+    small = {"vocab_size": 50, "max_position_embeddings": 16, **SMALL_MODEL}
+    model = load_model(run_clm.AutoModelForCausalLM, model_args, load_config(model_args, small))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    for bad, message in (({"lora_rank": 0}, "lora_rank=0"), ({"lora_target_modules": ["q"]}, "needs lora_rank")):
+        with pytest.raises(ValueError, match=message):
+            ModelArguments(**bad)
+
+
+# ------------------------------------------------------------------------------------------ from end to end
+def run(rank: int, world_size: int, folder: str, *more: str) -> dict[str, float]:
+    overrides = "n_layer=2,n_embd=16,n_head=2"
+    return run_clm.main(
+        f"--model_type gpt2 --config_overrides {overrides} --generated_data 60 --vocab_size 300 --block_size 16"
+        f" --max_eval_samples 32 --output_dir {folder} --do_train --do_eval --pipeline_parallel_size {world_size}"
+        " --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --max_steps 3 --report_to none".split()
+        + list(more)
+    )
+
+
+def test_packed_blocks_from_end_to_end(tmp_path: Path) -> None:
+    """Batches and blocks are all full, so the perplexity is that of the mean loss."""
+    results, _ = run_ranks(run, 2, str(tmp_path))
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
+    assert (tmp_path / "tokenizer.json").is_file() and (tmp_path / "model.safetensors").is_file()
+
+
+def test_padded_lines_with_adapters_from_end_to_end(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    results, _ = run_ranks(run, 2, str(tmp_path), "--line_by_line", "--lora_rank", "2")
+    assert results["eval_samples"] == 32 and results["eval_perplexity"] > 1.0
+    assert (tmp_path / "adapter_model.safetensors").is_file()

@@ -1,0 +1,160 @@
+"""Image classification: data, transforms, and the recipe from end to end."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import run_ranks
+from PIL import Image as PILImage
+
+pytest.importorskip("datasets")
+pytest.importorskip("sklearn")
+
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from transformers import EvalPrediction, ViTImageProcessorPil
+
+import run_image_classification as recipe
+from common import ModelArguments, load_model
+
+
+def test_digits_are_those_of_sklearn() -> None:
+    from sklearn.datasets import load_digits
+
+    digits = recipe.load_digits()
+    original = load_digits()
+    assert len(digits) == 1797 and digits.features["label"].names == list("0123456789")
+    for row in (0, 1000, 1796):
+        assert digits[row]["label"] == original.target[row]
+        np.testing.assert_allclose(np.asarray(digits[row]["image"]) / 255 * 16, original.images[row], atol=0.04)
+
+
+def test_validation_images_are_split_off_alike_and_by_class() -> None:
+    splits = recipe.load_images(recipe.DataTrainingArguments(), seed=3)
+    again = recipe.load_images(recipe.DataTrainingArguments(), seed=3)
+    assert (len(splits["train"]), len(splits["validation"])) == (1437, 360)
+    assert splits["validation"]["label"][:] == again["validation"]["label"][:]
+    counts = np.bincount(splits["validation"]["label"])
+    assert counts.min() >= 34 and counts.max() <= 38
+
+
+def test_folders_of_images(tmp_path: Path) -> None:
+    for split, number in (("train", 3), ("val", 2)):
+        for label, shade in (("black", 0), ("white", 255)):
+            folder = tmp_path / split / label
+            folder.mkdir(parents=True)
+            for i in range(number):
+                PILImage.new("RGB", (10, 6), (shade, shade, shade)).save(folder / f"{i}.png")
+    arguments = recipe.DataTrainingArguments(
+        train_dir=str(tmp_path / "train"), validation_dir=str(tmp_path / "val"), image_size=12
+    )
+    splits = recipe.load_images(arguments, seed=0, cache_dir=str(tmp_path / "cache"))
+    assert {name: len(split) for name, split in splits.items()} == {"train": 6, "validation": 4}
+    assert splits["train"].features["label"].names == ["black", "white"]
+    config = recipe.make_config(ModelArguments(model_type="deit"), arguments, splits)
+    assert (config.image_size, config.patch_size, config.num_channels, config.num_labels) == (12, 2, 3, 2)
+    processor = recipe.make_processor(ModelArguments(), config)
+    rows = splits["train"].with_transform(recipe.Transform(processor, 3))
+    assert rows[0]["pixel_values"].shape == (3, 12, 12)
+    assert {float(np.mean(row["pixel_values"])) for row in rows} == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("model_type", ["vit", "deit", "beit"])
+def test_models_read_what_the_transform_gives(model_type: str) -> None:
+    import torch
+    from transformers import default_data_collator
+
+    arguments = recipe.DataTrainingArguments()
+    splits = recipe.load_images(arguments, seed=0)
+    model_args = ModelArguments(model_type=model_type, config_overrides="num_hidden_layers=1,hidden_size=16")
+    config = recipe.make_config(model_args, arguments, splits)
+    rows = splits["validation"].with_transform(recipe.Transform(recipe.make_processor(model_args, config), 1))
+    with torch.no_grad():
+        model = load_model(recipe.AutoModelForImageClassification, model_args, config)
+        output = model(**default_data_collator([rows[0], rows[1]]))
+    assert output.logits.shape == (2, 10) and output.loss.isfinite()
+
+
+def transform(**options: Any) -> recipe.Transform:
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
+    return recipe.Transform(processor, 1, **options)
+
+
+def pixels(transformed: dict[str, list]) -> np.ndarray:
+    return np.stack(transformed["pixel_values"])
+
+
+def test_fixed_transforms_are_fixed_and_random_ones_follow_the_seed() -> None:
+    batch = recipe.load_digits()[:4]
+    fixed = transform()
+    np.testing.assert_array_equal(pixels(fixed(batch)), pixels(fixed(batch)))
+    np.testing.assert_allclose(pixels(fixed(batch))[0, 0], np.asarray(batch["image"][0]) / 127.5 - 1, atol=1e-6)
+    augmented = transform(augment=True)
+    random.seed(5)
+    first, second = pixels(augmented(batch)), pixels(augmented(batch))
+    random.seed(5)
+    np.testing.assert_array_equal(pixels(augmented(batch)), first)
+    assert np.abs(first - second).max() > 0.1
+    assert first.shape == (4, 1, 8, 8) and first.min() >= -1 and first.max() <= 1
+
+
+def test_flips_mirror_about_half() -> None:
+    image = PILImage.fromarray(np.tile(np.array([0, 0, 0, 0, 255, 255, 255, 255], dtype=np.uint8), (8, 1)))
+    random.seed(0)
+    flipped = pixels(transform(flip=True)({"image": [image] * 100, "label": [0] * 100}))
+    assert 30 < (flipped[:, 0, 0, 0] == 1.0).sum() < 70
+
+
+def test_user_errors() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        recipe.DataTrainingArguments(dataset_name="cifar100", train_dir="images")
+    with pytest.raises(ValueError, match=r"validation_share=1\.0"):
+        recipe.DataTrainingArguments(validation_share=1.0)
+    with pytest.raises(ValueError, match="augment_flip needs augment"):
+        recipe.DataTrainingArguments(augment_flip=True)
+    rows = Dataset.from_dict(
+        {"picture": [PILImage.new("L", (2, 2))], "fine": [0], "id": [7]},
+        features=Features({"picture": Image(), "fine": ClassLabel(names=["a"]), "id": Value("int64")}),
+    )
+    usual = recipe.with_usual_columns(rows, recipe.DataTrainingArguments())
+    assert usual.column_names == ["image", "label"]
+    with pytest.raises(ValueError, match=r"label_column='id' is no column of ClassLabel; .* id \(Value\)"):
+        recipe.with_usual_columns(rows, recipe.DataTrainingArguments(label_column="id"))
+
+
+def test_accuracy() -> None:
+    logits = np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    metrics = recipe.compute_metrics(EvalPrediction(predictions=logits, label_ids=np.array([1, 0, 0])))
+    assert metrics == {"accuracy": pytest.approx(2 / 3)}
+
+
+# ------------------------------------------------------------------------------------------ from end to end
+def run(rank: int, world_size: int, folder: str, *more: str) -> tuple[dict[str, float], list[float]]:
+    rates: list[float] = []
+    stock = recipe.PipeTransformerTrainer.log
+
+    def log(self: Any, logs: dict[str, float], *rest: Any, **keywords: Any) -> None:
+        if "cache_hit_rate" in logs:
+            rates.append(logs["cache_hit_rate"])
+        stock(self, logs, *rest, **keywords)
+
+    recipe.PipeTransformerTrainer.log = log  # type: ignore[method-assign]
+    overrides = "num_hidden_layers=3,hidden_size=16,num_attention_heads=2,intermediate_size=32"
+    arguments = (
+        f"--config_overrides {overrides} --max_train_samples 64 --max_eval_samples 20 --output_dir {folder} --do_train"
+        " --do_eval --pipeline_parallel_size 2 --per_device_train_batch_size 8 --num_train_epochs 4 --report_to none"
+        " --freeze_policy schedule --activation_cache on --freeze_schedule"
+    )
+    results = recipe.main([*arguments.split(), '{"1": 1}', *more])
+    return results, rates
+
+
+def test_fixed_transforms_hit_the_cache_and_random_ones_do_not(tmp_path: Path) -> None:
+    (results, rates), _ = run_ranks(run, 2, str(tmp_path / "fixed"))
+    assert results["eval_samples"] == 20 and 0.0 <= results["eval_accuracy"] <= 1.0
+    assert rates[-1] > 0.9
+    (_, rates), _ = run_ranks(run, 2, str(tmp_path / "random"), "--augment")
+    assert max(rates) < 0.1

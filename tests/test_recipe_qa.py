@@ -1,0 +1,245 @@
+"""Question answering: SQuAD's scores, windows, the choice of answers, and the recipe from end to end."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from distributed import run_ranks
+
+pytest.importorskip("datasets")
+
+from datasets import Dataset
+
+import answers
+import generated_questions
+import run_qa
+from generated_data import build_tokenizer
+
+
+# ------------------------------------------------------------------------------------------ scores
+def test_normalised_answers() -> None:
+    assert answers.normalize_answer("The  Cat's, an-imal!") == "cats animal"
+    assert answers.normalize_answer("Theatre of a nation") == "theatre of nation"
+    assert answers.normalize_answer("the") == ""
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "exact", "f1"),
+    [
+        ("the Norman Conquest", "norman conquest.", 1.0, 1.0),
+        ("in the year 1066", "1066", 0.0, 0.5),  # one word of three, all of one: 2 · 1/3 · 1 / (4/3)
+        ("Duke William of Normandy", "William the Conqueror", 0.0, 1 / 3),  # 1/4 and 1/2
+        ("Rollo", "William", 0.0, 0.0),
+        ("a b b c", "b b d", 0.0, 2 / 3),  # "a" is an article; words count as often as they are in both
+    ],
+)
+def test_scores_by_hand(prediction: str, truth: str, exact: float, f1: float) -> None:
+    assert answers.exact_match(prediction, truth) == exact
+    assert answers.f1(prediction, truth) == pytest.approx(f1)
+
+
+def test_squad_takes_the_best_truth_and_counts_in_percent() -> None:
+    scores = answers.squad_metrics(["1066", "the year"], [["in 1066", "1066"], ["year one", "day"]])
+    assert scores == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
+
+
+def test_squad_2_by_hand() -> None:
+    predictions = ["1066", "", "Rollo", ""]
+    references = [["in 1066"], ["William"], [], []]
+    expected = {
+        "exact": 25.0,
+        "f1": 100 * (2 / 3 + 0 + 0 + 1) / 4,
+        "HasAns_exact": 0.0,
+        "HasAns_f1": 100 * (2 / 3) / 2,
+        "NoAns_exact": 50.0,
+        "NoAns_f1": 50.0,
+    }
+    assert answers.squad_v2_metrics(predictions, references) == pytest.approx(expected)
+
+
+def test_truths_that_are_only_articles() -> None:
+    """The scripts differ: in 1.1 two texts without words share none; in 2 such a truth does not count."""
+    assert answers.squad_metrics(["the"], [["a"]]) == {"exact_match": 100.0, "f1": 0.0}
+    assert answers.squad_v2_metrics(["x"], [["a", "x"]])["f1"] == 100.0
+    assert answers.squad_v2_metrics([""], [["the"]])["exact"] == 100.0
+
+
+def test_offline_scores_go_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    scores = answers.load_scores(allows_no_answer=False)
+    assert scores({"b": "yes", "a": "no"}, {"a": ["no"], "b": ["no"]}) == {"exact_match": 50.0, "f1": 50.0}
+
+
+# ------------------------------------------------------------------------------------------ the choice of answers
+CONTEXT = "red green blue"
+OFFSETS = [None, None, (0, 3), (4, 9), (10, 14), None]  # [CLS] question red green blue [SEP]
+
+
+def window(start: dict[int, float], end: dict[int, float]) -> tuple[np.ndarray, np.ndarray, list]:
+    logits = np.full((2, len(OFFSETS)), -9.0)
+    for row, scores in enumerate((start, end)):
+        for position, score in scores.items():
+            logits[row, position] = score
+    return logits[0], logits[1], OFFSETS
+
+
+def test_best_pair_lies_inside_the_context_and_runs_forward() -> None:
+    found = answers.best_candidates(
+        CONTEXT, [window({1: 9.0, 4: 5.0, 2: 3.0}, {3: 4.0, 5: 8.0, 2: 2.0})], answers.AnswerRules()
+    )
+    assert [c.text for c in found[:2]] == ["red green", "red"]  # "blue ... green" would score more, but runs backward
+    assert found[0].score == 7.0
+    assert sum(c.probability for c in found) == pytest.approx(1.0)
+
+
+def test_answers_are_not_too_long_and_the_best_window_counts() -> None:
+    windows = [window({2: 3.0}, {4: 4.0}), window({3: 2.0}, {3: 1.0})]
+    assert answers.best_candidates(CONTEXT, windows, answers.AnswerRules())[0].text == "red green blue"
+    assert answers.best_candidates(CONTEXT, windows, answers.AnswerRules(max_answer_length=2))[0].text == "green"
+
+
+@pytest.mark.parametrize(("threshold", "answer"), [(0.0, ""), (1.5, "green")])
+def test_no_answer_where_its_score_is_higher_in_every_window(threshold: float, answer: str) -> None:
+    rules = answers.AnswerRules(allows_no_answer=True, null_score_diff_threshold=threshold)
+    windows = [window({0: 2.0, 3: 1.0}, {0: 2.0, 3: 2.0}), window({0: 9.0}, {0: 9.0})]  # null: min(4, 18), best: 3
+    found = answers.best_candidates(CONTEXT, windows, rules)
+    assert (found[0].text, found[0].score) == ("", 4.0)
+    assert answers.choose_answer(found, rules) == answer
+    higher = [window({0: 0.0, 3: 1.0}, {0: 0.0, 3: 2.0}), windows[1]]
+    assert answers.choose_answer(answers.best_candidates(CONTEXT, higher, rules), rules) == "green"
+
+
+def test_a_window_without_context_has_no_answer() -> None:
+    nothing = (np.zeros(2), np.zeros(2), [None, None])
+    assert answers.best_candidates(CONTEXT, [nothing], answers.AnswerRules())[0].text == ""
+
+
+# ------------------------------------------------------------------------------------------ windows
+def arguments(**options: object) -> run_qa.DataTrainingArguments:
+    return run_qa.DataTrainingArguments(**{"generated_data": 10, "max_seq_length": 16, "doc_stride": 3, **options})
+
+
+def rows_of(questions: list[dict]) -> Dataset:
+    return Dataset.from_list(questions)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_windows_overlap_and_mark_the_answer(side: str) -> None:
+    rng = random.Random(1)
+    questions = [{"id": str(i), **generated_questions.generate_question(rng)} for i in range(50)]
+    for row in questions:  # longer than a window, with the answer anywhere
+        shift = "in the end everyone said honestly overall "
+        row["context"] = shift + row["context"] + " and to me it was fun all in all"
+        row["answers"] = {
+            "text": row["answers"]["text"],
+            "answer_start": [start + len(shift) for start in row["answers"]["answer_start"]],
+        }
+    tokenizer = build_tokenizer(64, more_words=generated_questions.QUESTION_WORDS)
+    tokenizer.padding_side = side
+    windows = run_qa.make_windows(rows_of(questions), tokenizer, arguments(), "test")
+    assert len(windows) > 2 * len(questions)
+    assert {len(ids) for ids in windows["input_ids"]} == {16}
+    found = set()
+    for row in windows:
+        question = questions[row["example"]]
+        first, last = row["start_positions"], row["end_positions"]
+        inside = [pair for pair in row["offsets"] if pair is not None]
+        text = question["context"][inside[0][0] : inside[-1][1]]
+        if (first, last) == (0, 0):
+            begin = question["answers"]["answer_start"][0]
+            whole = inside[0][0] <= begin and begin + len(question["answers"]["text"][0]) <= inside[-1][1]
+            assert not whole, text
+            continue
+        found.add(row["example"])
+        begin, end = row["offsets"][first][0], row["offsets"][last][1]
+        assert question["context"][begin:end] == question["answers"]["text"][0]
+    assert found == set(range(len(questions)))
+
+
+def test_perfect_logits_give_the_right_answers() -> None:
+    """From rows to windows to logits and back: exact match 100."""
+    rng = random.Random(2)
+    questions = rows_of([{"id": str(i), **generated_questions.generate_question(rng, True)} for i in range(40)])
+    tokenizer = build_tokenizer(64, more_words=generated_questions.QUESTION_WORDS)
+    data_args = arguments(version_2_with_negative=True, max_seq_length=24)
+    windows = run_qa.make_windows(questions, tokenizer, data_args, "test")
+    logits = [np.zeros((len(windows), 24)) for _ in range(2)]
+    for scores, column in zip(logits, ("start_positions", "end_positions"), strict=True):
+        scores[np.arange(len(windows)), windows[column]] = 5.0
+    candidates = run_qa.answer_all(questions, windows, (logits[0], logits[1]), data_args.rules)
+    chosen = {key: answers.choose_answer(found, data_args.rules) for key, found in candidates.items()}
+    assert chosen == {row["id"]: "".join(row["answers"]["text"][:1]) for row in questions}
+    assert 0 < sum(not text for text in chosen.values()) < 40
+
+
+def test_user_errors() -> None:
+    with pytest.raises(ValueError, match="doc_stride=20 must lie between 0 and max_seq_length=16"):
+        arguments(doc_stride=20)
+    with pytest.raises(ValueError, match="n_best_size=0"):
+        _ = arguments(n_best_size=0).rules
+    with pytest.raises(ValueError, match="got none"):
+        arguments(generated_data=None)
+    good = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
+    with pytest.raises(ValueError, match="train data lacks id, answers"):
+        run_qa.check_questions(rows_of([good]).remove_columns(["id", "answers"]), "train", arguments())
+    unanswered = {**good, "answers": {"text": [], "answer_start": []}}
+    with pytest.raises(ValueError, match=r"1 of the 2 questions .* row 1\): set version_2_with_negative"):
+        run_qa.check_questions(rows_of([good, unanswered]), "train", arguments())
+    run_qa.check_questions(rows_of([good, unanswered]), "train", arguments(version_2_with_negative=True))
+
+
+# ------------------------------------------------------------------------------------------ generated questions
+def test_generated_questions_have_their_answers() -> None:
+    splits = generated_questions.generate_questions(200, 50, seed=1, with_unanswerable=True)
+    rows = splits["train"] + splits["validation"]
+    assert rows == [r for s in generated_questions.generate_questions(200, 50, 1, True).values() for r in s]
+    assert len({row["context"] for row in rows}) == 250
+    for row in rows:
+        for text, begin in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
+            assert row["context"][begin : begin + len(text)] == text
+    without = [row for row in rows if not row["answers"]["text"]]
+    assert 0.08 < len(without) / len(rows) < 0.25
+    assert {row["question"] for row in without} == {generated_questions.WHO}
+    assert all(row["answers"]["text"] for row in generated_questions.generate_questions(100, 1)["train"])
+    with pytest.raises(ValueError, match="num_train=0"):
+        generated_questions.generate_questions(0, 1)
+
+
+def test_every_generated_word_has_a_token() -> None:
+    tokenizer = build_tokenizer(64, more_words=generated_questions.QUESTION_WORDS)
+    rows = generated_questions.generate_questions(300, 1)["train"]
+    encoded = tokenizer([row["question"] for row in rows], [row["context"] for row in rows])["input_ids"]
+    assert tokenizer.unk_token_id not in {token for ids in encoded for token in ids}
+
+
+# ------------------------------------------------------------------------------------------ from end to end
+def run(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    rows = generated_questions.generate_questions(24, 8)
+    files = {name: f"{folder}/{name}.jsonl" for name in ("train", "validation")}
+    if rank == 0:
+        for name, path in files.items():
+            Path(path).write_text("\n".join(map(json.dumps, rows[name])), encoding="utf-8")
+        build_tokenizer(32, generated_questions.QUESTION_WORDS).save_pretrained(f"{folder}/tokenizer")
+    dist.init_process_group("gloo")
+    dist.barrier()
+    overrides = "num_hidden_layers=2,hidden_size=16,num_attention_heads=2,intermediate_size=32"
+    return run_qa.main(
+        f"--train_file {files['train']} --validation_file {files['validation']} --test_file {files['validation']}"
+        f" --tokenizer_name {folder}/tokenizer --config_overrides {overrides} --max_seq_length 32 --doc_stride 8"
+        f" --output_dir {folder}/out --do_train --do_eval --do_predict --pipeline_parallel_size 2"
+        f" --per_device_train_batch_size 4 --max_steps 2 --report_to none --cache_dir {folder}/cache".split()
+    )
+
+
+def test_from_files_to_answers(tmp_path: Path) -> None:
+    results = run_ranks(run, 2, str(tmp_path), env={"HF_HUB_OFFLINE": "1"})
+    assert results[0]["eval_samples"] == 8
+    assert 0.0 <= results[0]["eval_exact_match"] <= results[0]["eval_f1"] <= 100.0
+    predictions = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert set(predictions) == {f"generated-{i}" for i in range(24, 32)}
+    assert set(json.loads((tmp_path / "out" / "nbest_predictions.json").read_text())) == set(predictions)
