@@ -91,10 +91,11 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     return count
 
 
-_UNKNOWN_TO_TORCH: dict[Any, Any] = {
+UNKNOWN_TO_TORCH: dict[Any, Any] = {
     torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
 }
+"""Operations that torch's `FlopCounterMode` would count as nothing -> what they take."""
 
 
 class _Meter:
@@ -107,7 +108,7 @@ class _Meter:
         self._flops_before = 0
         self._saved: dict[int, int] = {}
         self._weights = {stack.table[name].untyped_storage().data_ptr() for name in stack.table.names}
-        self._counter = FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH)
+        self._counter = FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> _Meter:

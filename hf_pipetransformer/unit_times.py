@@ -77,7 +77,7 @@ class ModelTimes:
             backward.
         units: in the order of execution.
         head: what follows them, the loss included.
-        update_seconds_per_byte: of trainable parameters, for an AdamW step.
+        update_seconds_per_byte: of trainable parameters, for clipping and an AdamW step.
         reduce_seconds_per_byte: of an all-reduce over all processes; 0 for one process.
     """
 
@@ -269,13 +269,14 @@ class _Clock:
 
 
 def _update_seconds_per_byte(device: torch.device, clock: _Clock) -> float:
-    """Of an AdamW step, the Trainer's default."""
+    """Of clipping and a step of the Trainer's default optimizer: fused AdamW takes a fifth of a plain one's time."""
     parameter = nn.Parameter(torch.zeros(UPDATE_SAMPLE_ELEMENTS, device=device))
     parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
+    optimizer = torch.optim.AdamW([parameter], fused=device.type in ("cpu", "cuda"))
     times = []
     for _ in range(REPETITIONS + 1):
         marks = [clock.mark()]
+        nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
         marks.append(clock.mark())
         times.append(clock.gaps(marks)[0])

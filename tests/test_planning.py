@@ -1,0 +1,171 @@
+"""The command `plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from hf_pipetransformer import local_profile
+from hf_pipetransformer.cli import app
+from hf_pipetransformer.device_table import DEVICES, GIB
+from hf_pipetransformer.devices import USABLE_MEMORY
+from hf_pipetransformer.inspection import model_class
+from hf_pipetransformer.local_profile import labelled_batch, refuse_too_large
+from hf_pipetransformer.planning import DEFAULT_SAMPLES
+
+TRAINING = ("--devices", "4", "--batch", "64", "--seq", "128", "--epochs", "8")
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def values(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    AutoConfig.for_model("bert", **TINY, num_hidden_layers=6).save_pretrained(folder)
+    return str(folder)
+
+
+def test_plan_prints_tables() -> None:
+    result = run("bert", *TRAINING, "--samples", "6400")
+    assert result.exit_code == 0
+    out = result.stdout
+    assert "BertForSequenceClassification: 109,483,778 parameters, 12 layers; 4 devices, 64 rows × 128 tokens" in out
+    assert re.search(r"^1 +0 +0 +1 × 4 +1 +12 ", out, re.MULTILINE)
+    assert "8 epochs of 100 steps: " in out
+    assert "plain DDP" in out and "static pipeline" in out and "counted FLOPs alone" in out
+    assert "\nAdvice\n- K = 1 throughout: " in out
+    assert "\nAssumed\n- a100-80g: 312 TFLOP/s of which layers reach 45% (an estimate" in out
+    assert max(map(len, out.split("\nAdvice")[0].splitlines())) < 160
+
+
+def test_plan_as_json() -> None:
+    answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
+    assert set(answer) == {
+        "model", "profile", "devices", "batch_rows", "samples", "steps_per_epoch", "memory_budget_bytes", "epochs",
+        "seconds", "compared_with", "flop_bound", "cache", "advice", "assumed",
+    }  # fmt: skip
+    assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
+    assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]
+    assert answer["memory_budget_bytes"] == int(DEVICES["a100-80g"].memory_bytes * USABLE_MEMORY)
+    assert answer["seconds"] == pytest.approx(sum(epoch["seconds"] for epoch in answer["epochs"]))
+    for epoch in answer["epochs"]:
+        assert epoch["stages"] * epoch["replicas"] == 4
+        assert len(epoch["stage_bytes"]) == epoch["stages"]
+        assert sum(epoch["shares"].values()) == pytest.approx(1)
+    assert set(answer["compared_with"]) == {"best_static_layout", "plain_DDP", "static_pipeline"}
+
+
+def test_memory_decides_the_stages() -> None:
+    """109 million parameters in fp32 with AdamW take 1.63 GiB before any activation."""
+    bert = ("bert", "--devices", "4", "--batch", "4", "--seq", "16", "--epochs", "2", "--no-freeze")
+    small, large = values(*bert, "--memory-gib", "1.2"), values(*bert, "--memory-gib", "8")
+    assert small["epochs"][0]["stages"] > 1
+    assert max(small["epochs"][0]["stage_bytes"]) <= small["memory_budget_bytes"] == int(1.2 * GIB * USABLE_MEMORY)
+    ddp = small["compared_with"]["plain_DDP"]
+    assert (ddp["fits"], ddp["seconds"], ddp["speed_up"]) == (False, None, None)
+    assert 1.6 < ddp["largest_stage_bytes"] / GIB < 1.8
+    assert "Plain DDP does not fit: K = 1 needs 1.6 GiB" in small["advice"][0]
+    assert large["compared_with"]["plain_DDP"]["fits"]
+
+
+def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
+    arguments = (tiny, *TRAINING, "--freeze-schedule", '{"2": 1, "4": 5}', "--pipeline-parallel-size", "2")
+    answer = values(*arguments, "--no-elastic", "--no-cache")
+    assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 0, 1, 1, 5, 5, 5, 5]
+    assert {epoch["stages"] for epoch in answer["epochs"]} == {2}
+    assert {epoch["num_cached_layers"] for epoch in answer["epochs"]} == {0}
+    assert answer["cache"]["off"] == "switched off"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["--batch", "63"], 2, "batch_rows is 63, but 4 devices bring the same number"),
+        (["--seq", "513"], 2, "seq is 513, but BertForSequenceClassification has 512 positions"),
+        (["--device", "abacus"], 2, "device='abacus' is not in the table, which has v100-16g"),
+        (["--profile", "guess"], 2, "profile is 'guess', but must be one of analytic, cpu, cuda"),
+        (["--alpha", "1"], 2, "freeze_alpha=1.0"),
+        (["--freeze-schedule", "{1: 2}"], 2, "freeze_schedule is '{1: 2}', which is no JSON"),
+        (["--freeze-schedule", '{"1": 99}'], 2, "freeze_schedule asks for 99 frozen layers"),
+        (["--pipeline-parallel-size", "3"], 2, "pipeline_parallel_size is 3, but must divide the world size 4"),
+        (["--pipeline-parallel-size", "many"], 2, "pipeline_parallel_size is 'many'"),
+        (["--memory-gib", "0.01"], 2, "no pipeline fits"),
+        (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
+        (["--task", "cooking"], 2, "--task is 'cooking'"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str, tiny: str) -> None:
+    result = run(tiny, *TRAINING, *arguments)
+    assert result.exit_code == exit_code
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_unknown_and_unsupported_models() -> None:
+    assert run("wav2vec2", *TRAINING).exit_code == 1
+    result = run("bert", *TRAINING, "--task", "ctc")
+    assert result.exit_code == 2 and "no ctc model for BertConfig" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------ on this machine
+def test_plan_by_times_measured_here(tiny: str) -> None:
+    """Two processes time the parts at once; what they find is what the forecast goes by."""
+    answer = values(
+        tiny, "--devices", "2", "--batch", "8", "--seq", "16", "--epochs", "3", "--samples", "64", "--profile", "cpu"
+    )
+    assert answer["profile"] == "cpu"
+    assert "times measured here" in answer["assumed"][0]
+    steps = [epoch["step_seconds"] for epoch in answer["epochs"]]
+    assert all(0 < step < 10 for step in steps)
+    assert answer["cache"]["generation_bytes_per_node"] in (0, 64 * 16 * 32 * 4)
+
+
+def test_profile_times_every_part(tmp_path: Path) -> None:
+    """What one of the processes does, here alone."""
+    config = AutoConfig.for_model("bert", **TINY, num_hidden_layers=2)
+    local_profile._measure(0, 1, str(tmp_path), 1, config, model_class(config), "cpu", 4, 16, 2048)
+    times, read_bytes_per_second = torch.load(tmp_path / "profile", weights_only=False)
+    assert len(times.units) == 2
+    assert all(part.forward.of(4) > 0 and part.backward.of(4) > 0 for part in times.units)
+    assert times.reduce_seconds_per_byte == 0  # nobody to reduce with
+    assert read_bytes_per_second > 0
+
+
+@pytest.mark.parametrize(("model_type", "shape"), [("bert", (2,)), ("llama", (2, 8))])
+def test_labels_fit_the_answer(model_type: str, shape: tuple[int, ...]) -> None:
+    config = AutoConfig.for_model(model_type, **TINY, num_hidden_layers=1)
+    model = model_class(config).from_config(config)
+    batch = labelled_batch(model, 2, 8)
+    assert batch["labels"].shape == shape
+    assert torch.isfinite(model(**batch).loss)
+
+
+def test_a_model_too_large_to_be_made_here() -> None:
+    with pytest.raises(ValueError, match=r"makes the model with random weights, 1 × 1,000,000\.0 GiB"):
+        refuse_too_large(10**6 * 2**30, "cpu", 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_no_cuda_device() -> None:
+    result = run("bert", *TRAINING, "--profile", "cuda")
+    assert result.exit_code == 2
+    assert "no CUDA device is here: use 'analytic'" in result.stderr

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hf_pipetransformer.costs import measure_costs
+from hf_pipetransformer.dummy_inputs import dummy_batch
+from hf_pipetransformer.inspection import build_ghost_model, model_class
+from hf_pipetransformer.layer_stack import LayerStack
+from hf_pipetransformer.workload import measure_workload
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+
+
+def tiny(model_type: str, **changes: Any) -> Any:
+    changes = {"num_key_value_heads": 2, **changes} if model_type == "qwen2" else changes
+    config = AutoConfig.for_model(model_type, **{**TINY, **changes})
+    return build_ghost_model(config, model_class(config))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize("tokens", [7, 64, 200])
+def test_long_rows_cost_what_they_are_measured_to_cost(model_type: str, tokens: int) -> None:
+    model = tiny(model_type)
+    batch = dummy_batch(model, 1, tokens=tokens)
+    measured = measure_costs(LayerStack.discover(model, batch), batch)
+    assert measure_workload(model, tokens).unit_costs == measured
+
+
+def test_attention_is_counted() -> None:
+    """4 products of 32 x 32 and 2 of 32 x 48 with each token, and two of T x T x 32: 2 FLOPs each."""
+    for tokens in (50, 100):
+        unit = measure_workload(tiny("bert"), tokens).unit_costs[0]
+        assert unit.forward_flops == 2 * (tokens * (4 * 32 * 32 + 2 * 32 * 48) + 2 * tokens**2 * 32)
+
+
+def test_what_can_be_frozen_and_kept() -> None:
+    bert = measure_workload(tiny("bert", num_hidden_layers=4), 16)
+    assert (bert.max_frozen, bert.cacheable) == (4, frozenset({1, 2, 3, 4}))
+    assert bert.cache_row_bytes(1) == bert.cache_row_bytes(4) == 16 * 32 * 4
+    assert bert.weight_bytes == sum(p.numel() * 4 for p in tiny("bert", num_hidden_layers=4).parameters())
+    tied = measure_workload(tiny("llama", num_hidden_layers=3, tie_word_embeddings=True), 16)
+    assert tied.max_frozen == 3  # the last norm is left
+    config = AutoConfig.for_model("t5", d_model=32, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=2, d_kv=16)
+    t5 = measure_workload(build_ghost_model(config, model_class(config)), 16)
+    assert 1 not in t5.cacheable  # the relative bias travels along
+
+
+def test_images_have_one_size() -> None:
+    config = AutoConfig.for_model(
+        "vit", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32
+    )
+    model = build_ghost_model(config, model_class(config))
+    short, long = measure_workload(model, 8), measure_workload(model, 4096)
+    assert short == long and not short.tokens_matter
+    assert torch.Size([1, 3, 32, 32]) == dummy_batch(model, 1)["pixel_values"].shape
+
+
+def test_rows_longer_than_the_positions() -> None:
+    with pytest.raises(ValueError, match="seq is 513, but BertForSequenceClassification has 512 positions"):
+        measure_workload(tiny("bert"), 513)
