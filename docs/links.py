@@ -1,7 +1,7 @@
 """For the site: links out of docs/, which lead to files of the repository, lead to the page that documents them.
 
-The pages are read in the repository, too, where `../hf_pipetransformer/stage.py` is the right link. In the site a module is
-on the page under api/ that names it; other files of the repository are no part of it, and their names stay as text.
+The pages are read in the repository, too, where `../hf_pipetransformer/stage.py` is the right link. In the site a
+module is on the page under api/ that names it; other files are no part of it, and their names stay as text.
 """
 
 from __future__ import annotations

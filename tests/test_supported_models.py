@@ -1,0 +1,164 @@
+"""The script behind docs/supported_models.md finds what it should, on a few architectures of each outcome."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, BertForSequenceClassification
+
+from hf_pipetransformer.dummy_inputs import dummy_batch
+from hf_pipetransformer.layer_stack import LayerStack
+
+import supported_models as script
+import tiny_models
+
+SMALLEST = tiny_models.VARIANTS[0]
+
+
+def candidate(name: str) -> script.Candidate:
+    return next(c for c in script.candidates() if c.name == name)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Small configurations
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_hang_together_still_do():
+    config = tiny_models.tiny_config("llava", SMALLEST).config
+    text, default = config.text_config, CONFIG_MAPPING["llava"]().text_config
+    assert text.hidden_size * 16 == default.hidden_size
+    assert text.num_attention_heads * text.head_dim == text.hidden_size
+    assert text.num_hidden_layers == config.vision_config.num_hidden_layers == tiny_models.LAYERS
+    assert config.image_token_index < text.vocab_size == tiny_models.VOCABULARY
+    assert config.vision_config.image_size == 2 * config.vision_config.patch_size
+
+
+def test_the_first_layers_have_one_of_each_kind():
+    kinds = tiny_models.tiny_config("qwen3_next", SMALLEST).config.layer_types
+    assert len(kinds) == tiny_models.LAYERS
+    assert set(kinds) == {"linear_attention", "full_attention"}
+
+
+def test_what_is_random_is_switched_off_and_what_is_asked_for_is_noted():
+    tiny = tiny_models.tiny_config("wav2vec2", SMALLEST)
+    assert tiny.conditions == ["layerdrop=0.0"]
+    assert tiny.config.layerdrop == tiny.config.hidden_dropout == tiny.config.mask_time_prob == 0.0
+
+
+def test_every_class_is_a_candidate_once_under_its_own_type():
+    found = script.candidates()
+    assert len({c.name for c in found}) == len(found) > 800
+    assert candidate("LlamaForCausalLM").model_type == "llama"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Outcomes
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stacks"),
+    [("BertForSequenceClassification", 1), ("T5ForConditionalGeneration", 2), ("ViTForImageClassification", 1)],
+)
+def test_supported(name, stacks):
+    finding = script.examine(candidate(name))
+    assert (finding.result, finding.reason, finding.stacks) == ("supported", "", stacks)
+    assert finding.units == stacks * tiny_models.LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("XLMForSequenceClassification", "no stack of sequential layers"), ("ResNetForImageClassification", "BatchNorm")],
+)
+def test_refused(name, reason):
+    finding = script.examine(candidate(name))
+    assert finding.result == "refused" and reason in finding.reason
+
+
+def test_a_model_that_cannot_be_run_is_not_tried():
+    finding = script.examine(script.Candidate("ReformerForMaskedLM", "bert", "masked language modelling"))
+    assert finding.result == "not tried" and finding.reason
+
+
+def test_a_cut_that_gives_something_else_is_failing(monkeypatch):
+    """The comparison can fail: here one weight is another one while the model is cut."""
+    cut_step = script.cut_step
+
+    def with_another_weight(stack, cut, batch):
+        with torch.no_grad():
+            stack.model.classifier.weight[0, 0] += 0.1
+        return cut_step(stack, cut, batch)
+
+    monkeypatch.setattr(script, "cut_step", with_another_weight)
+    finding = script.examine(candidate("BertForSequenceClassification"))
+    assert finding.result == "failing" and "output 0 differs by" in finding.reason
+
+
+def test_a_gradient_that_is_missing_is_a_difference():
+    model = tiny_models.build(BertForSequenceClassification, tiny_models.tiny_config("bert", SMALLEST).config)
+    batch = dict(dummy_batch(model))
+    whole = script.whole_step(model, batch)
+    parts = script.step_when_cut(LayerStack.discover(model, batch), 2, batch)
+    assert script._differs(whole, parts) == ""
+    del parts["gradient of bert.embeddings.word_embeddings.weight"]
+    assert "word_embeddings" in script._differs(whole, parts)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------
+
+
+def finding(name: str, result: str, reason: str = "") -> script.Finding:
+    return script.Finding(name, "bert", "masked language modelling", result, reason)
+
+
+def test_results_that_are_there_are_not_made_again(tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def examine(family, timeout_s, memory_gib):
+        asked.extend(c.name for c in family)
+        return iter([finding(c.name, "supported") for c in family])
+
+    monkeypatch.setattr(script, "examine_in_process", examine)
+    results = tmp_path / "results.jsonl"
+    lines = [finding("BertForMaskedLM", "refused"), finding("BertForPreTraining", "supported")]
+    results.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
+    chosen = [c for c in script.candidates() if c.model_type == "bert"]
+    script.run(chosen, results, 1.0, 1.0, retry=False)
+    assert asked == [c.name for c in chosen if c.name not in ("BertForMaskedLM", "BertForPreTraining")]
+    asked.clear()
+    script.run(chosen, results, 1.0, 1.0, retry=True)
+    assert asked == ["BertForMaskedLM"]
+    assert {f.result for f in script.read_results(results).values()} == {"supported"}
+
+
+def test_a_class_that_takes_too_long_does_not_stop_the_next(monkeypatch):
+    def examine(candidate):
+        while candidate.name == "slow":
+            pass
+        return finding(candidate.name, "supported")
+
+    monkeypatch.setattr(script, "examine", examine)
+    family = [script.Candidate(name, "bert", "") for name in ("first", "slow", "last")]
+    found = list(script.examine_in_process(family, timeout_s=1.0, memory_gib=64))
+    assert [(f.name, f.result) for f in found] == [
+        ("first", "supported"),
+        ("slow", "not tried"),
+        ("last", "supported"),
+    ]
+    assert found[1].reason == "no result after 1 s"
+
+
+def test_the_table_counts_and_shortens(tmp_path):
+    reason = "BertForX cannot be trained as a pipeline: it <is> so. Set pipeline_parallel_size=1."
+    script.write_table([finding("A", "supported"), finding("B", "refused", reason)], tmp_path / "table.md")
+    page = (tmp_path / "table.md").read_text()
+    assert "| masked language modelling | 1 | 1 |  |  |" in page
+    assert "| **all 2** | **1** | **1** | **0** | **0** |" in page
+    assert "| it \\<is\\> so. | B |" in page
+    assert "| bert | A |" in page
