@@ -1,0 +1,247 @@
+#!/usr/bin/env python
+"""Whole trainings: pipelines that freeze, shrink, multiply and cache, beside those that do not.
+
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/end_to_end.py \
+        --task sst2 --model FOLDER --data FOLDER --seeds 1 2 3 --output results.json
+
+All variants run one after the other in the same processes, with the same data, seed, epochs and trainer; then come the
+next seed and the next alpha:
+
+    a    transformers.Trainer under DDP
+    b    K stages to the end                                       M settled on the first steps
+    c    layers freeze                                             elastic=False, no cache
+    d    layers freeze, the others are divided anew among K
+         stages, and what frozen layers give is kept               elastic=False
+    e    layers freeze, K shrinks, freed processes become
+         replicas                                                  no cache
+    f    all of it
+
+What is compared is the time of training (without evaluation), the metric at the end, and the efficiency: the speed-up
+over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a cached
+one 0 times its forward).
+
+Every result is written as soon as it is there. What `--output` has already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from datetime import datetime, timezone
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from end_to_end_tasks import Task, digits, squad, sst2
+from rich.console import Console
+from rich.table import Table
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.utils import logging as transformers_logging
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.plan import step_flops
+
+FREEZES: dict[str, Any] = {"freeze_policy": "alpha"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "a": {},
+    "b": {},
+    "c": {**FREEZES, "elastic": False, "activation_cache": "off"},
+    "d": {**FREEZES, "elastic": False},
+    "e": {**FREEZES, "activation_cache": "off"},
+    "f": FREEZES,
+}
+DDP, STATIC, ALL = "a", "b", "f"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--task", choices=["sst2", "squad", "digits"], required=True)
+    parser.add_argument("--model", help="folder or name of a pretrained encoder; digits need none")
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl and validation.jsonl; digits need none")
+    parser.add_argument("--samples", type=int, default=2048, help="of the training file, chosen at random")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--alpha", type=Fraction, default=Fraction(1, 3), help="such as 1/3")
+    parser.add_argument("--alphas", nargs="*", type=Fraction, default=[], help="more of them, for variant f alone")
+    parser.add_argument("--stages", type=int, default=0, help="K at the start; 0: one for each process")
+    parser.add_argument("--batch", type=int, default=32, help="rows of the global batch")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
+    options = parser.parse_args()
+    if options.task != "digits" and not (options.model and options.data):
+        parser.error(f"--task {options.task} needs --model and --data")
+    return options
+
+
+class Meter(TrainerCallback):
+    """Seconds of each epoch's training, and the FLOPs of a row over all steps."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.seconds: list[float] = []
+        self.flops = self.flops_unfrozen = 0.0
+        self._began = 0.0
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        pipeline = getattr(self.trainer, "pipeline", None)
+        if pipeline is not None:
+            plan = pipeline.current_plan
+            self.flops += sum(step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers))
+            self.flops_unfrozen += sum(step_flops(plan.unit_costs, 0))
+
+    @property
+    def allowed(self) -> float:
+        """Speed-up over a training without freezing, if time were FLOPs."""
+        return self.flops_unfrozen / self.flops if self.flops else 1.0
+
+
+def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, task: Task) -> dict[str, Any]:
+    world = PartialState().num_processes
+    set_seed(seed)
+    model = task.build_model()
+    with tempfile.TemporaryDirectory() as folder:
+        common: dict[str, Any] = {
+            "output_dir": folder,
+            "per_device_train_batch_size": options.batch // world,
+            "per_device_eval_batch_size": 64,
+            "num_train_epochs": options.epochs,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_strategy": "epoch",
+            "seed": seed,
+            **task.options,
+        }
+        trainer_class: type[Trainer] = Trainer
+        arguments: TrainingArguments
+        if variant == DDP:
+            arguments = TrainingArguments(**common, use_cpu=not torch.accelerator.is_available())
+        else:
+            trainer_class = PipeTransformerTrainer
+            stages = options.stages or world
+            arguments = PipeTransformerTrainingArguments(
+                **common, pipeline_parallel_size=stages, freeze_alpha=float(alpha), **VARIANTS[variant]
+            )
+        meter = Meter()
+        trainer = trainer_class(
+            model=model,
+            args=arguments,
+            train_dataset=task.train,
+            eval_dataset=task.validation,
+            data_collator=task.collate,
+            compute_metrics=task.compute_metrics,
+            callbacks=[meter],
+        )
+        meter.trainer = trainer
+        trainer.train()
+        history = trainer.state.log_history
+        return {
+            "variant": variant,
+            "seed": seed,
+            "alpha": str(alpha),
+            "seconds": sum(meter.seconds),
+            "epoch_seconds": meter.seconds,
+            "metric": trainer.evaluate()[f"eval_{task.metric}"],
+            "allowed": meter.allowed,
+            "loss": [entry["loss"] for entry in history if "loss" in entry],
+            "changes": [entry for entry in history if "transform_seconds" in entry],
+            "cache": [entry for entry in history if "cache_hit_rate" in entry],
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    PipeTransformerTrainingArguments("unused")  # sets up the processes
+    state = PartialState()
+    results: list[dict[str, Any]] = []
+    if options.output.exists():
+        results = json.loads(options.output.read_text())["results"]
+    state.wait_for_everyone()  # all have read it
+    wanted = [(variant, seed, options.alpha) for seed in options.seeds for variant in options.variants]
+    wanted += [(ALL, seed, alpha) for seed in options.seeds for alpha in options.alphas]
+    done = {(r["variant"], r["seed"], r["alpha"]) for r in results}
+    for variant, seed, alpha in wanted:
+        if (variant, seed, str(alpha)) in done:
+            continue
+        done.add((variant, seed, str(alpha)))
+        results.append(run(variant, seed, alpha, options, make_task(options, seed)))
+        if state.is_main_process:
+            write(options, results, state.num_processes)
+            print({k: results[-1][k] for k in ("variant", "seed", "alpha", "seconds", "metric")}, flush=True)
+    if state.is_main_process:
+        Console().print(summary(results, options, state.num_processes))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_task(options: argparse.Namespace, seed: int) -> Task:
+    if options.task == "digits":
+        return digits(seed)
+    return {"sst2": sst2, "squad": squad}[options.task](options.model, options.data, options.samples, seed)
+
+
+def write(options: argparse.Namespace, results: list[dict[str, Any]], processes: int) -> None:
+    facts = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "accelerate")},
+        "processes": processes,
+        "options": {k: str(v) for k, v in vars(options).items() if k not in ("model", "data", "output")},
+    }
+    options.output.write_text(json.dumps({**facts, "results": results}, indent=2))
+
+
+def summary(results: list[dict[str, Any]], options: argparse.Namespace, processes: int) -> Table:
+    """A line for each variant and alpha: means over the seeds, of times each against (a) and (b) of its own seed."""
+    table = Table(title=f"{options.task}, {options.epochs} epochs, {processes} processes")
+    for column in ("variant", "alpha", "seeds", "training s", "/ (a)", "/ (b)", "FLOPs allow", "efficiency", "metric"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    base = {(r["variant"], r["seed"]): r["seconds"] for r in results if r["variant"] in (DDP, STATIC)}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["variant"], result["alpha"]), []).append(result)
+    for (variant, alpha), group in groups.items():
+        over_ddp = [base[DDP, r["seed"]] / r["seconds"] for r in group if (DDP, r["seed"]) in base]
+        over_static = [base[STATIC, r["seed"]] / r["seconds"] for r in group if (STATIC, r["seed"]) in base]
+        allowed = statistics.fmean(r["allowed"] for r in group)
+        table.add_row(
+            variant,
+            alpha if variant not in (DDP, STATIC) else "",
+            str(len(group)),
+            spread([r["seconds"] for r in group], 1),
+            spread(over_ddp, 2),
+            spread(over_static, 2),
+            f"{allowed:.2f}",
+            f"{statistics.fmean(over_ddp) / allowed:.2f}" if over_ddp else "",
+            spread([r["metric"] for r in group], 4),
+        )
+    return table
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Mean and standard deviation."""
+    if not values:
+        return ""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+
+
+if __name__ == "__main__":
+    main()
