@@ -24,6 +24,7 @@ from training_runs import (
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer.data import first_samples
+from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.frozen_prefix import FreezableLayers
 from hf_pipetransformer.layer_stack import LayerStack
 
@@ -188,3 +189,11 @@ def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
         assert [entry["num_frozen_layers"] for entry in log if "transform_seconds" in entry] == [1, 2]
         hits = sum(entry.get("cache_hit_rate", 0) + entry.get("cache_older_hit_rate", 0) for entry in log)
         assert (hits > 0) == (cache == "on")
+
+
+def test_adapters_on_a_quantised_base_are_refused() -> None:
+    run, _ = LORA["bert"]
+    model = build("bert")
+    model.get_base_model().is_quantized = True
+    with pytest.raises(UnsupportedModelError, match="quantised"):
+        LayerStack.discover(model, dict(PadCollator(run.kind)(first_samples(run.data(2), 2))))

@@ -122,9 +122,9 @@ def test_adapters_are_put_on(texts: DatasetDict) -> None:
 
 # ------------------------------------------------------------------------------------------ from end to end
 def run(rank: int, world_size: int, folder: str, *more: str) -> dict[str, float]:
-    overrides = "n_layer=2,n_embd=16,n_head=2"
+    overrides = "num_hidden_layers=2,hidden_size=16,intermediate_size=32"
     return run_clm.main(
-        f"--model_type gpt2 --config_overrides {overrides} --generated_data 60 --vocab_size 300 --block_size 16"
+        f"--model_type llama --config_overrides {overrides} --generated_data 60 --vocab_size 300 --block_size 16"
         f" --max_eval_samples 32 --output_dir {folder} --do_train --do_eval --pipeline_parallel_size {world_size}"
         " --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --max_steps 3 --report_to none".split()
         + list(more)

@@ -1,7 +1,10 @@
 """The recipes' parts that need no process group: generated data, metrics, columns and arguments."""
 
+import importlib
 import itertools
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,3 +307,42 @@ def test_predictions_file(tmp_path):
     assert (tmp_path / "p.tsv").read_text().splitlines() == ["index\tprediction", "0\tpositive", "1\tnegative"]
     run_glue.write_predictions(tmp_path / "r.tsv", np.array([1.25]), ())
     assert (tmp_path / "r.tsv").read_text().splitlines()[1] == "0\t1.250"
+
+
+# ---------------------------------------------------------------- all recipes
+
+RECIPES = {
+    "cifar100": "run_image_classification",
+    "clm_demo": "run_clm",
+    "demo": "run_glue",
+    "digits": "run_image_classification",
+    "qa_demo": "run_qa",
+    "squad": "run_qa",
+    "sst2": "run_glue",
+    "wikitext": "run_clm",
+}
+CONFIGS = Path(run_glue.__file__).parent / "configs"
+
+
+def test_every_config_belongs_to_a_recipe():
+    assert {path.stem for path in CONFIGS.iterdir()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_configs_are_read_by_their_recipe(name, tmp_path):
+    """All names are known and all values allowed; `pipeline_parallel_size` needs its processes."""
+    recipe = importlib.import_module(RECIPES[name])
+    given = [str(CONFIGS / f"{name}.yaml"), "--pipeline_parallel_size", "1", "--output_dir", str(tmp_path)]
+    _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments)
+    assert training_args.do_train and training_args.do_eval
+    assert RECIPES[name] in (CONFIGS / f"{name}.yaml").read_text()  # the command in its first lines
+
+
+def test_layouts_come_from_the_run_itself(tmp_path):
+    args = run_glue.PipeTransformerTrainingArguments(output_dir=str(tmp_path), report_to="none", do_train=True)
+    assert common.layouts_of(args) == ["1 stage × 1 replica"]
+    events = [("start", 3), ("start", 1), ("transform", 1), ("cache", 1)]  # of two trainings in one folder
+    lines = [json.dumps({"event": event, "pipeline_parallel_size": stages}) for event, stages in events]
+    (tmp_path / "pipeline_events.jsonl").write_text("\n".join([*lines, '{"event": "something else"}']))
+    assert common.layouts_of(args) == ["1 stage × 1 replica"]
+    assert [event["event"] for event in common.events_of(args)] == ["start", "transform", "cache"]
