@@ -121,10 +121,11 @@ def answer(name: str, task: str, request: Request) -> Answer:
     if not workload.tokens_matter:
         assumed = ("rows have the size of the configuration; --seq does not matter for this model", *assumed)
     result = forecast(job, workload, machine)
+    row = f"rows × {request.seq} tokens" if workload.tokens_matter else "rows"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
-        f" devices, {job.batch_rows} rows × {request.seq} tokens a step, {job.num_epochs} epochs of"
+        f" devices, {job.batch_rows} {row} a step, {job.num_epochs} epochs of"
         f" {job.num_samples:,} samples"
     )
     return Answer(result, type(model).__name__, title, assumed)
