@@ -25,7 +25,7 @@ OPTIONS = (
 )
 WIDTH = 1180
 TALLEST = 6000
-COLORS = 64
+COLORS = 96
 """Of a palette; figures have few, and the files become a third as large."""
 PARTS = {
     "step": ("#step",),
