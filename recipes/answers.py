@@ -43,7 +43,7 @@ class AnswerRules:
     """How answers are chosen.
 
     Attributes:
-        n_best: starts and ends that are tried for each window, and candidates that are kept for each example.
+        n_best: starts and ends in the context that are tried for each window, and candidates that are kept for each example.
         max_answer_length: in tokens.
         allows_no_answer: SQuAD 2: a question may have no answer in its text.
         null_score_diff_threshold: no answer, if its score exceeds the best answer's by more than this.
@@ -79,9 +79,9 @@ def best_candidates(
     """
     found: dict[str, float] = {}
     for start_logits, end_logits, offsets in windows:
-        inside = np.array([offset is not None for offset in offsets])
-        starts, ends = (np.argsort(-scores)[: rules.n_best] for scores in (start_logits, end_logits))
-        starts, ends = starts[inside[starts]], ends[inside[ends]]
+        # only these: padding that was left out of the loss may have any score
+        inside = np.flatnonzero([offset is not None for offset in offsets])
+        starts, ends = (inside[np.argsort(-scores[inside])][: rules.n_best] for scores in (start_logits, end_logits))
         lengths = ends[None, :] - starts[:, None] + 1
         for i, j in np.argwhere((lengths >= 1) & (lengths <= rules.max_answer_length)):
             first, last = offsets[starts[i]], offsets[ends[j]]

@@ -331,7 +331,9 @@ def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float])
     if events and events[-1]["num_frozen_layers"]:
         last = events[-1]
         table.add_row("Frozen layers", f"{last['num_frozen_layers']} of {last['num_layers']}")
-        hits = [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+        # "older": what fewer layers gave, before the latest freeze
+        log = [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+        hits = [entry["cache_hit_rate"] + entry["cache_older_hit_rate"] for entry in log]
         if len(hits) > 1:  # the first epoch fills the cache
             table.add_row("Cache hits", f"up to {max(hits):.0%} of an epoch's samples")
     table.add_row("Device", training_args.device.type)

@@ -5,8 +5,9 @@ The data is a set from the hub (`--dataset_name squad`), files of one's own in S
 `--validation_file`, `--test_file`: JSON Lines or JSON), or a set that is generated on the spot
 (`--generated_data 2000`). Each text is cut into overlapping windows; the best answer over all of its windows counts.
 
-Windows are padded to one fixed length: the loss is a softmax over all positions, padding included, so with another
-padding it would be another loss (docs/numerics.md).
+Windows are padded to one fixed length: the models' loss is a softmax over all positions, padding included, so with
+another padding it would be another loss (docs/numerics.md). For the same reason what frozen layers give cannot be
+cached, unless `--mask_padding` leaves padding out.
 
 All arguments can stand in one YAML or JSON file, given first; those after it on the command line win:
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import (
     AutoModelForQuestionAnswering,
@@ -83,6 +85,10 @@ class DataTrainingArguments:
     doc_stride: int = field(default=128, metadata={"help": "Tokens that neighbouring windows share."})
     pad_to_max_length: bool = field(
         default=True, metadata={"help": "Pad to max_seq_length, so that the loss does not depend on the batch."}
+    )
+    mask_padding: bool = field(
+        default=False,
+        metadata={"help": "Leave padding out of the loss's softmax: then what frozen layers give can be cached, too."},
     )
     n_best_size: int = field(default=20, metadata={"help": "Candidates for each question that are compared."})
     max_answer_length: int = field(default=30, metadata={"help": "Longest answer, in tokens."})
@@ -269,6 +275,26 @@ def write_answers(folder: Path, candidates: Mapping[str, list[Candidate]], rules
 
 
 # ---------------------------------------------------------------------------------------------------- the run
+class PaddingMaskedTrainer(PipeTransformerTrainer):
+    """Start and end are chosen among a row's own tokens: its loss does not depend on how far it is padded."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean of both cross entropies, as the models compute it, but without padding."""
+        positions = ("start_positions", "end_positions")
+        outputs = model(**{name: value for name, value in inputs.items() if name not in positions})
+        padding = inputs["attention_mask"] == 0
+        losses = [
+            torch.nn.functional.cross_entropy(
+                logits.float().masked_fill(padding, torch.finfo(torch.float32).min), inputs[name]
+            )
+            for logits, name in zip((outputs.start_logits, outputs.end_logits), positions, strict=True)
+        ]
+        loss = torch.stack(losses).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 def find_tokenizer(model_args: ModelArguments, data_args: DataTrainingArguments) -> PreTrainedTokenizerBase:
     """Loads the model's tokenizer, or builds the one of the generated questions."""
     tokenizer = load_tokenizer(model_args)
@@ -320,7 +346,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     multiple = 8 if training_args.fp16 or training_args.bf16 else None
     padding_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
-    trainer = PipeTransformerTrainer(
+    trainer = (PaddingMaskedTrainer if data_args.mask_padding else PipeTransformerTrainer)(
         model=model,
         args=training_args,
         train_dataset=train_windows,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
@@ -114,6 +116,12 @@ def test_no_answer_where_its_score_is_higher_in_every_window(threshold: float, a
     assert answers.choose_answer(answers.best_candidates(CONTEXT, higher, rules), rules) == "green"
 
 
+def test_scores_outside_of_the_context_crowd_nothing_out() -> None:
+    scores = {0: 9.0, 1: 9.0, 5: 9.0}
+    found = answers.best_candidates(CONTEXT, [window({**scores, 3: 1.0}, {**scores, 3: 1.0})], answers.AnswerRules(2))
+    assert found[0].text == "green"
+
+
 def test_a_window_without_context_has_no_answer() -> None:
     nothing = (np.zeros(2), np.zeros(2), [None, None])
     assert answers.best_candidates(CONTEXT, [nothing], answers.AnswerRules())[0].text == ""
@@ -175,6 +183,23 @@ def test_perfect_logits_give_the_right_answers() -> None:
     chosen = {key: answers.choose_answer(found, data_args.rules) for key, found in candidates.items()}
     assert chosen == {row["id"]: "".join(row["answers"]["text"][:1]) for row in questions}
     assert 0 < sum(not text for text in chosen.values()) < 40
+
+
+def test_masked_loss_does_not_depend_on_padding() -> None:
+    class Model:
+        def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+            scores = input_ids.float()
+            return SimpleNamespace(start_logits=scores, end_logits=-scores)
+
+    def loss(length: int) -> float:
+        row = [1, 3, 2, *([9] * (length - 3))]
+        mask = [1, 1, 1, *([0] * (length - 3))]
+        inputs = {"input_ids": torch.tensor([row]), "attention_mask": torch.tensor([mask])}
+        inputs |= {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([2])}
+        return float(run_qa.PaddingMaskedTrainer.compute_loss(None, Model(), inputs))
+
+    own = -torch.tensor([1.0, 3.0, 2.0]).log_softmax(0)[1] - torch.tensor([-1.0, -3.0, -2.0]).log_softmax(0)[2]
+    assert loss(3) == loss(7) == pytest.approx(float(own) / 2)
 
 
 def test_user_errors() -> None:
