@@ -45,8 +45,7 @@ quality: $(STAMP) ## Check format, lint, types and the direction of the imports
 
 docs: $(STAMP) ## Build the documentation with the API into build/site; warnings are errors
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --quiet --strict
-	@echo "build/site/index.html"
+	$(BIN)/mkdocs build --strict
 
 clean: ## Remove the environment, caches and outputs
 	rm -rf $(VENV) build dist outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
