@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import re
 import resource
@@ -245,14 +246,14 @@ def whole_step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tenso
     return _left_behind(model, outputs)
 
 
-def cut_step(stack: LayerStack, cut: int, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Answers and gradients of two stages, run one after the other, each without the other's parameters."""
+def cut_step(stack: LayerStack, cut: int, batch: dict[str, Any], absent: float) -> dict[str, Tensor]:
+    """Answers and gradients of two stages, run one after the other; the other's parameters have the value `absent`."""
     torch.manual_seed(SEED)
-    with _only_parameters_of(stack, 0, cut):
+    with _only_parameters_of(stack, 0, cut, absent):
         sent = stack.runner.run(0, cut, None, batch)
-    received = _as_received(stack, cut, sent)
+    received = _as_received(stack, cut, sent, absent)
     torch.manual_seed(SEED)
-    with _only_parameters_of(stack, cut, stack.num_units):
+    with _only_parameters_of(stack, cut, stack.num_units, absent):
         with stack.runner.to_the_end(cut, received):
             outputs = output_tensors(stack.model(**batch))
         _loss(outputs).backward()
@@ -262,38 +263,40 @@ def cut_step(stack: LayerStack, cut: int, batch: dict[str, Any]) -> dict[str, Te
         for ours, theirs in zip(sent[index], received[index], strict=True)
         if ours.requires_grad and theirs.grad is not None
     ]
-    with _only_parameters_of(stack, 0, cut):
+    with _only_parameters_of(stack, 0, cut, absent):
         torch.autograd.backward([tensor for tensor, _ in arrived], [gradient for _, gradient in arrived])
     return _left_behind(stack.model, outputs)
 
 
 def step_when_cut(stack: LayerStack, cut: int, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """`cut_step`, with the layers' own forwards put back afterwards."""
+    """`cut_step` with NaN for what is absent; with zeros, as in a pipeline, where the model itself looks for NaN."""
     stack.runner.install()
     try:
-        return cut_step(stack, cut, batch)
+        return cut_step(stack, cut, batch, math.nan)
+    except AssertionError:  # I-BERT
+        return cut_step(stack, cut, batch, 0.0)
     finally:
         stack.runner.remove()
 
 
 @contextmanager
-def _only_parameters_of(stack: LayerStack, start: int, stop: int) -> Iterator[None]:
+def _only_parameters_of(stack: LayerStack, start: int, stop: int, absent: float) -> Iterator[None]:
     owned = stack.owned(start, stop)
-    absent = {
-        name: make_ghost(stack.table[name], float("nan") if stack.table[name].is_floating_point() else 0)
+    ghosts = {
+        name: make_ghost(stack.table[name], absent if stack.table[name].is_floating_point() else 0)
         for name in stack.table.names
         if name not in owned
     }
-    with stack.table.replaced(absent):
+    with stack.table.replaced(ghosts):
         yield
 
 
-def _as_received(stack: LayerStack, boundary: int, carry: Carry) -> Carry:
+def _as_received(stack: LayerStack, boundary: int, carry: Carry, absent: float) -> Carry:
     """The carry as another process has it: cut off from the graph, without what nobody reads."""
     received: dict[int, list[Tensor]] = {index: [] for index in carry}
     for slot in stack.boundaries[boundary]:
         sent = carry[slot.stack][slot.position]
-        tensor = sent.detach() if slot.is_used else torch.full_like(sent, float("nan"))
+        tensor = sent.detach() if slot.is_used else torch.full_like(sent, absent)
         received[slot.stack].append(tensor.requires_grad_(slot.needs_gradient and sent.requires_grad))
     return {index: tuple(tensors) for index, tensors in received.items()}
 

@@ -100,10 +100,10 @@ def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
     for part in _parts(config):
         _switch_off(part, tiny.conditions)
         _shrink(part, variant, tokens)
-        if getattr(part, "vocab_size", None) and getattr(part, "pad_token_id", 0) is None:
-            part.pad_token_id = 0  # classifiers on decoders need one to find the last token
         if variant.fill_gaps:
             _fill_gaps(part)
+        if getattr(part, "vocab_size", None) and getattr(part, "pad_token_id", 0) is None:
+            part.pad_token_id = 0  # classifiers on decoders need one to find the last token
     return tiny
 
 
@@ -201,6 +201,8 @@ def _fill_gaps(config: PreTrainedConfig) -> None:
     heads = getattr(config, "num_attention_heads", None)
     width = getattr(config, "hidden_size", None)
     usual = {
+        "vocab_size": 64,
+        "mask_token_id": 4,
         "num_key_value_heads": heads,
         "head_dim": width // heads if type(width) is int and type(heads) is int and heads else None,
         "num_experts_per_tok": 2,

@@ -88,10 +88,10 @@ def test_a_cut_that_gives_something_else_is_failing(monkeypatch):
     """The comparison can fail: here one weight is another one while the model is cut."""
     cut_step = script.cut_step
 
-    def with_another_weight(stack, cut, batch):
+    def with_another_weight(stack, cut, batch, absent):
         with torch.no_grad():
             stack.model.classifier.weight[0, 0] += 0.1
-        return cut_step(stack, cut, batch)
+        return cut_step(stack, cut, batch, absent)
 
     monkeypatch.setattr(script, "cut_step", with_another_weight)
     finding = script.examine(candidate("BertForSequenceClassification"))
