@@ -43,7 +43,7 @@ class AnswerRules:
     """How answers are chosen.
 
     Attributes:
-        n_best: starts and ends in the context that are tried for each window, and candidates that are kept for each example.
+        n_best: starts and ends in the context that are tried for each window; candidates kept for each example.
         max_answer_length: in tokens.
         allows_no_answer: SQuAD 2: a question may have no answer in its text.
         null_score_diff_threshold: no answer, if its score exceeds the best answer's by more than this.
