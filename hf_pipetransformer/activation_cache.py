@@ -126,9 +126,9 @@ class ActivationCache:
         self._writer.close_generation()
         self.failure = None
 
-    def forget_older(self) -> list[tuple[int, str]]:
-        """Look for the newest generation only; return the others, which may be deleted."""
-        older, self._generations = self._generations[1:], self._generations[:1]
+    def forget(self, keep: int) -> list[tuple[int, str]]:
+        """Look for the newest `keep` generations only; return the others, which may be deleted."""
+        older, self._generations = self._generations[keep:], self._generations[:keep]
         for generation in older:
             generation.reader.close()
         return [(generation.num_frozen, generation.fingerprint) for generation in older]
@@ -304,10 +304,7 @@ class ActivationCache:
 
     def close(self) -> None:
         self._writer.close()
-        self.forget_older()
-        for generation in self._generations:
-            generation.reader.close()
-        self._generations = []
+        self.forget(keep=0)
 
     def take_counts(self) -> CacheCounts:
         """What has been counted since the last call."""

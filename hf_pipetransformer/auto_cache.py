@@ -95,6 +95,8 @@ class AutoCache:
         self.num_cached = 0
         """Layers that count as cached."""
         self.reason_off: str | None = None
+        """Why nothing is kept; None: it is."""
+        self._may_pay_later = False  # it is off until more layers are frozen
         self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
         self._allowed = [f for f, reason in reasons.items() if reason is None]
         self._reasons = reasons
@@ -105,7 +107,8 @@ class AutoCache:
         self._digests: dict[str, str] = {}
         self._norms: list[float] = []  # of the frozen weights that are here
         self._boundary = 0  # that is filled
-        self._steps = 0
+        self._steps = 0  # of this epoch
+        self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
         self._reads_first = False  # this epoch is the first one that reads
 
     @classmethod
@@ -158,7 +161,7 @@ class AutoCache:
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int) -> None:
         """The first layers have been frozen: fill the store with what they give from now on."""
-        if not self.is_on:
+        if not self.is_on and not self._may_pay_later:
             return
         # what the last unit gives can only be used where the first stage has the head, too
         num_units = self._pipeline.stack.num_units
@@ -168,6 +171,8 @@ class AutoCache:
             self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
         elif boundary > self._boundary:
             self._boundary = boundary
+            self._began_late = self._steps > 0
+            self.reason_off = None
             self.cache.advance(boundary, self._fingerprint(boundary))
             self._store.mark_used(*self.cache.generations[0])  # an earlier training may have made it
             self._publish()
@@ -184,6 +189,7 @@ class AutoCache:
             What the last epoch brought; None where the cache was not in use.
         """
         self._steps = 0
+        began_late, self._began_late = self._began_late, False
         self._reads_first = False
         self.cache.write(writes)
         if not self.is_on or not self._boundary:
@@ -199,7 +205,7 @@ class AutoCache:
             self._store.mark_used(*generation)
         if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
             self._turn_off(_changing(counts))
-        elif self.num_cached < self._boundary and counts.hits + counts.stored >= ENOUGH * counts.rows:
+        elif self.num_cached < self._boundary and not began_late and _is_filled(counts):
             self._count_as_cached()
         return report
 
@@ -224,7 +230,7 @@ class AutoCache:
             return
         self.num_cached = self._boundary
         self._reads_first = True
-        older = self.cache.forget_older()
+        older = self.cache.forget(keep=1)
         self._publish()
         if self._is_first_here:
             self._delete(older)
@@ -238,21 +244,28 @@ class AutoCache:
             return True
         self._turn_off(
             f"loading takes {1e3 * max(loading):.3g} ms a row, computing the {self._boundary} frozen layers"
-            f" {1e3 * computing:.3g} ms"
+            f" {1e3 * computing:.3g} ms",
+            may_pay_later=True,
         )
         return False
 
-    def _turn_off(self, reason: str) -> None:
+    def _turn_off(self, reason: str, may_pay_later: bool = False) -> None:
+        """Keep nothing from now on, or until more layers are frozen."""
         self.reason_off = reason
+        self._may_pay_later = may_pay_later
         self.num_cached = 0
         self.cache.write(False)
         self.cache.flush()
         self._mesh.gather_objects(None)  # all have written
+        generations = self.cache.forget(keep=0)
         if self._is_first_here:
-            self._delete(self.cache.generations)
+            self._delete(generations)
         self._pipeline.use_cache(None)
         if self._mesh.rank == 0:
-            logger.warning("The activation cache is off: %s.", reason)
+            until = " until more layers are frozen" if may_pay_later else ""
+            logger.log(
+                logging.INFO if may_pay_later else logging.WARNING, "The activation cache is off%s: %s.", until, reason
+            )
 
     def _delete(self, generations: Sequence[tuple[int, str]]) -> None:
         for generation in generations:
@@ -393,6 +406,10 @@ def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = 
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
+
+
+def _is_filled(counts: CacheCounts) -> bool:
+    return counts.hits + counts.stored >= ENOUGH * counts.rows
 
 
 def _changing(counts: CacheCounts) -> str:

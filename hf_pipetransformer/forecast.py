@@ -299,6 +299,7 @@ class _Course:
         assert budget is not None
         self._budget = budget
         self._boundary = 0  # layers whose output is, or is being, put into the store
+        self._refused = 0  # layers whose output does not pay
         self._off: str | None = None if job.caches else "switched off"
 
     def run(self) -> tuple[list[Epoch], str | None]:
@@ -335,20 +336,21 @@ class _Course:
 
     def _fill(self, plan: PipelinePlan) -> None:
         """Choose the boundary to put from now on, as `AutoCache.freeze` does."""
-        if self._off is not None:
+        if self._off is not None and not self._refused:
             return
         # what the last unit gives can only be used where the first stage has the head, too
         highest = min(plan.num_frozen_layers, plan.num_units - (plan.pipeline_parallel_size > 1))
         boundary = max((f for f in self._workload.cacheable if f <= highest), default=0)
         if highest and not self._workload.cacheable:
             self._off = "more than one tensor is read above each of this model's layers"
-        elif boundary > self._boundary:
+        elif boundary > max(self._boundary, self._refused):
+            self._off = None
             disk, needed = self._machine.host.disk_bytes, self._node_bytes(boundary) + self._node_bytes(self._boundary)
             if disk is not None and needed > disk:
                 self._off = (
                     f"a node would keep {needed / 2**30:,.1f} GiB, and its store may take {disk / 2**30:,.1f} GiB"
                 )
-                self._boundary = 0
+                self._boundary = self._refused = 0
             else:
                 self._boundary = boundary
 
@@ -363,7 +365,7 @@ class _Course:
             f"loading would take {1e3 * loading:.3g} ms of a step, computing the {self._boundary} frozen layers"
             f" {1e3 * computing:.3g} ms"
         )
-        self._boundary = 0
+        self._boundary, self._refused = 0, self._boundary
         return False
 
     def _node_bytes(self, boundary: int) -> float:

@@ -103,7 +103,7 @@ def test_rows_of_one_place_are_run_once(tmp_path: Path) -> None:
     start, state = setup.go(range(3))
     assert start == 2 and setup.calls == [(2, 4, 3)]
     setup.assert_right(range(3), state)
-    assert setup.cache.forget_older() == [(2, "weights")]
+    assert setup.cache.forget(keep=1) == [(2, "weights")]
     assert setup.go(range(3, 6))[0] == 0
 
 

@@ -80,15 +80,27 @@ def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -
     assert [e["cache_rows_stored"] for e in epochs] == pytest.approx([run.samples] * 3 + [0], abs=4)
 
 
+def cached_and_changed(
+    rank: int, world_size: int, run: Run, stages: dict[int, int]
+) -> tuple[Outcome, list[dict[str, Any]], list[tuple[int, int]]]:
+    trainer = trainer_of(run, stages, MID_EPOCH)
+    outcome = outcome_of(trainer)
+    history = trainer.state.log_history
+    changes = [(entry["step"], entry["num_cached_layers"]) for entry in history if "transform_seconds" in entry]
+    return outcome, [entry for entry in history if "cache_hit_rate" in entry], changes
+
+
 @pytest.mark.parametrize("stages", [SHRINK, {0: 2, 1: 2, 2: 2}], ids=["shrink", "same"])
 def test_frozen_in_the_middle_of_an_epoch(stages: dict[int, int]) -> None:
     """Half of an epoch is in the store when the next begins: rows are found at several places, or not at all."""
     run = RUNS["bert"]
-    results = run_ranks(cached, WORLD, run, stages, MID_EPOCH)
+    results = run_ranks(cached_and_changed, WORLD, run, stages)
     (expected,) = run_ranks(reference, 1, run, MID_EPOCH)
-    assert_same_training([outcome for outcome, _ in results], expected)
+    assert_same_training([outcome for outcome, *_ in results], expected)
     hits = [hits for hits, _ in hit_rates(results[0][1])]
     assert hits[0] == 0 and 0 < hits[1] < 1 and hits[-1] == 1
+    # steps 2 and 7 freeze; layers count as cached from an epoch on that has a whole one behind it
+    assert results[0][2] == [(2, 0), (6, 1), (7, 1), (12, 2)]
 
 
 @pytest.mark.parametrize("stages", [{0: 2, 4: 1}, {0: 2, 4: 2}], ids=["replicas", "pipeline"])
@@ -236,26 +248,35 @@ def test_other_weights_are_not_evaluated_from_the_cache() -> None:
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
 
 
-def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, str | None]:
-    """What a layer takes is so little that loading cannot be quicker."""
-    trainer = trainer_of(Run(epochs=5), {0: 2, 1: 1}, {3: 1}, activation_cache="auto")
-    make, made = trainer._make_auto_cache, []
+def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
+    """What the first layer takes is so little that loading cannot be quicker; the second takes long."""
+    trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, {3: 1, 12: 2}, activation_cache="auto")
+    make, adapt, reasons = trainer._make_auto_cache, trainer._adapt, list[str | None]()
 
-    def make_and_tell(pipeline: Any) -> auto_cache.AutoCache:
-        made.append(make(pipeline))
-        assert made[0]._seconds_per_row is not None
-        made[0]._seconds_per_row = [1e-9] * 4
-        return made[0]
+    def make_and_change(pipeline: Any) -> auto_cache.AutoCache:
+        cache = make(pipeline)
+        assert cache._seconds_per_row is not None
+        cache._seconds_per_row = [1e-9, 1e3, 1e3, 1e3]
+        return cache
 
-    trainer._make_auto_cache = make_and_tell  # type: ignore[method-assign]
-    return outcome_of(trainer), made[0].reason_off
+    def adapt_and_look() -> None:
+        adapt()
+        assert trainer._auto_cache is not None
+        reasons.append(trainer._auto_cache.reason_off)
+
+    trainer._make_auto_cache, trainer._adapt = make_and_change, adapt_and_look  # type: ignore[method-assign]
+    outcome = outcome_of(trainer)
+    return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], reasons
 
 
-def test_it_goes_off_where_loading_takes_longer() -> None:
+def test_it_waits_for_more_layers_where_loading_takes_longer() -> None:
     results = run_ranks(slow_to_load, WORLD)
-    (expected,) = run_ranks(reference, 1, Run(epochs=5), {3: 1})
-    assert_same_training([outcome for outcome, _ in results], expected)
-    assert all("loading takes" in str(reason) for _, reason in results)
+    (expected,) = run_ranks(reference, 1, Run(epochs=7), {3: 1, 12: 2})
+    for outcome, _, reasons in results:
+        assert_same_training([outcome], expected)
+        assert [reason is None for reason in reasons] == [True] * 6 + [False] * 6 + [True] * 9
+        assert "loading takes" in str(reasons[6])
+    assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
 def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
