@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_pipetransformer
-from hf_pipetransformer.activation_store import ActivationStore
+from hf_pipetransformer.cache.activation_store import ActivationStore
 
 try:
     import lmdb

@@ -47,7 +47,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.plan import step_flops
+from hf_pipetransformer.planning.plan import step_flops
 
 FREEZES: dict[str, Any] = {"freeze_policy": "alpha"}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -36,13 +36,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from hf_pipetransformer.device_table import CacheHost
-from hf_pipetransformer.forecast import Epoch, Job, Machine, forecast
+from hf_pipetransformer.forecast.command import ROWS_TO_TIME
+from hf_pipetransformer.forecast.device_table import CacheHost
+from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
+from hf_pipetransformer.forecast.inspection import build_ghost_model
+from hf_pipetransformer.forecast.local_profile import profile_here
+from hf_pipetransformer.forecast.workload import Workload, measure_workload
 from hf_pipetransformer.freezing import NeverFreeze, SchedulePolicy
-from hf_pipetransformer.inspection import build_ghost_model
-from hf_pipetransformer.local_profile import profile_here
-from hf_pipetransformer.planning import ROWS_TO_TIME
-from hf_pipetransformer.workload import Workload, measure_workload
 
 GOAL = 0.15
 FILLING, READING = 1, 2  # epochs of a training whose layers freeze after the first one

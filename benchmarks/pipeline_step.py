@@ -64,8 +64,8 @@ from transformers import (
 
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.elastic_pipeline import ElasticPipeline
-from hf_pipetransformer.schedule import PipelineScheduler
+from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
+from hf_pipetransformer.pipeline.schedule import PipelineScheduler
 
 # The size of MiniLM-L6; what `BertConfig` says of the rest is MiniLM's, too.
 MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}

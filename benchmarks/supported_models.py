@@ -44,11 +44,11 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as hf_logging
 
-from hf_pipetransformer.dummy_inputs import dummy_batch
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.ghosts import make_ghost
-from hf_pipetransformer.layer_range import Carry
-from hf_pipetransformer.layer_stack import LayerStack, answers, output_tensors, refuse_batch_statistics
+from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.ghosts import make_ghost
+from hf_pipetransformer.model.layer_range import Carry
+from hf_pipetransformer.model.layer_stack import LayerStack, answers, output_tensors, refuse_batch_statistics
 
 from tiny_models import VARIANTS, Variant, build, tiny_config
 

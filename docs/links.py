@@ -1,7 +1,7 @@
 """For the site: links out of docs/, which lead to files of the repository, lead to the page that documents them.
 
-The pages are read in the repository, too, where `../hf_pipetransformer/stage.py` is the right link. In the site a
-module is on the page under api/ that names it; other files are no part of it, and their names stay as text.
+The pages are read in the repository, too, where a path to the module is the right link. In the site a module is on the
+page under api/ that names it; other files are no part of it, and their names stay as text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _API = Path(__file__).parent / "api"
 _PAGE_OF = {
     module: f"api/{page.name}"
     for page in sorted(_API.glob("*.md"))
-    for module in re.findall(r"^::: hf_pipetransformer\.(\w+)$", page.read_text(), re.MULTILINE)
+    for module in re.findall(r"^::: (hf_pipetransformer\.[\w.]+)$", page.read_text(), re.MULTILINE)
 }
 
 
@@ -28,10 +28,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text, target = match[1], posixpath.normpath(posixpath.join("docs", here, match[2]))
         if target.startswith("docs/"):
             return match[0]
-        module = Path(target).stem
-        if target.startswith("hf_pipetransformer/") and module in _PAGE_OF:
+        module = ".".join(Path(target).with_suffix("").parts)
+        if module in _PAGE_OF:
             link = posixpath.relpath(_PAGE_OF[module], here or ".")
-            return f"[{text}]({link}#hf_pipetransformer.{module})"
+            return f"[{text}]({link}#{module})"
         return text
 
     return _LINK.sub(inside, markdown)

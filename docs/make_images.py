@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
-from hf_pipetransformer.report import write_report
+from hf_pipetransformer.report.report import write_report
 
 IMAGES = Path(__file__).parent / "images"
 OPTIONS = (

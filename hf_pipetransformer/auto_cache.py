@@ -32,10 +32,10 @@ import xxhash
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from .activation_cache import ActivationCache, CacheCounts
-from .activation_store import ActivationStore, GenerationReader
-from .cache_probe import CacheVerdict
-from .elastic_pipeline import ElasticPipeline
+from .cache.activation_cache import ActivationCache, CacheCounts
+from .cache.activation_store import ActivationStore, GenerationReader
+from .cache.cache_probe import CacheVerdict
+from .pipeline.elastic_pipeline import ElasticPipeline
 
 logger = logging.getLogger(__name__)
 

@@ -42,9 +42,9 @@ from .freezing import (
     policy_description,
     steps_between_decisions,
 )
-from .frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
-from .layer_stack import LayerStack
-from .micro_batch import slice_rows
+from .model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
+from .model.layer_stack import LayerStack
+from .model.micro_batch import slice_rows
 
 logger = logging.getLogger(__name__)
 

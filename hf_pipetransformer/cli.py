@@ -18,10 +18,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from . import __version__, forecast_text, inspection, planning
-from .device_table import DEVICES
+from . import __version__
 from .errors import UnsupportedModelError
-from .report import write_report
+from .forecast import command, forecast_text, inspection
+from .forecast.device_table import DEVICES
+from .report.report import write_report
 
 app = typer.Typer(
     name="hf-pipetransformer",
@@ -116,7 +117,7 @@ def plan(
     if task != "auto" and task not in inspection.TASKS:
         _fail(2, f"--task is {task!r}, but the tasks are auto, {', '.join(inspection.TASKS)}.")
     try:
-        request = planning.Request(
+        request = command.Request(
             devices=devices,
             batch=batch,
             seq=seq,
@@ -136,7 +137,7 @@ def plan(
             caches=cache,
             is_elastic=elastic,
         )
-        answer = planning.answer(model_or_config, task, request)
+        answer = command.answer(model_or_config, task, request)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:

@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 
-from .costs import UnitCost
-from .devices import memory_budget
-from .elastic_pipeline import ElasticPipeline
-from .mesh import ProcessMesh
-from .micro_batch import Batch
-from .plan import PipelinePlan
-from .planner import largest_stage_bytes, make_plan, replan
+from .model.micro_batch import Batch
+from .pipeline.devices import memory_budget
+from .pipeline.elastic_pipeline import ElasticPipeline
+from .pipeline.mesh import ProcessMesh
+from .planning.costs import UnitCost
+from .planning.plan import PipelinePlan
+from .planning.planner import largest_stage_bytes, make_plan, replan
+from .planning.unit_times import ModelTimes, measure_times, slowest
 from .training_args import PipeTransformerTrainingArguments
-from .unit_times import ModelTimes, measure_times, slowest
 
 logger = logging.getLogger(__name__)
 

@@ -36,31 +36,31 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from . import events
-from .agreement import check_same_everywhere, check_same_size
 from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
-from .cache_probe import probe_boundaries, varied_samples
+from .cache.cache_probe import probe_boundaries, varied_samples
+from .cache.content_keys import KEYS_NAME, KeyingCollator
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
-from .content_keys import KEYS_NAME, KeyingCollator
-from .costs import UnitCost, cost_of_whole, measure_costs
-from .data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
-from .devices import fits
-from .elastic_pipeline import ElasticPipeline, Transformation
 from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
-from .frozen_prefix import FreezableLayers
-from .layer_stack import LayerStack, refuse_batch_statistics
 from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
-from .loss_scaling import LossReduction, with_distinct_labels
-from .loss_study import study_loss
-from .mesh import ProcessMesh
-from .micro_batch import Batch
-from .plan import PipelinePlan
-from .run_recorder import RunRecorder, facts_of_run
-from .stage import StageModule
-from .state import synchronise_weights
+from .model.frozen_prefix import FreezableLayers
+from .model.layer_stack import LayerStack, refuse_batch_statistics
+from .model.loss_scaling import LossReduction, with_distinct_labels
+from .model.loss_study import study_loss
+from .model.micro_batch import Batch
+from .pipeline.agreement import check_same_everywhere, check_same_size
+from .pipeline.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
+from .pipeline.devices import fits
+from .pipeline.elastic_pipeline import ElasticPipeline, Transformation
+from .pipeline.mesh import ProcessMesh
+from .pipeline.stage import StageModule
+from .pipeline.state import synchronise_weights
+from .planning.costs import UnitCost, cost_of_whole, measure_costs
+from .planning.plan import PipelinePlan
+from .planning.unit_times import ModelTimes
+from .report import events
+from .report.run_recorder import RunRecorder, facts_of_run
 from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
-from .unit_times import ModelTimes
 
 logger = logging.getLogger(__name__)
 

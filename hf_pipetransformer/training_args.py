@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
-from .partition import check_schedule
+from .planning.partition import check_schedule
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Their step is taken inside the backward, before gradients are complete."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_pipetransformer.activation_store import ActivationStore, GenerationReader, GenerationWriter
+from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter
 
 FINGERPRINT = "0f" * 16
 SECONDS = 30  # how long a child may take before it is killed

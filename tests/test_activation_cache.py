@@ -12,11 +12,11 @@ import torch
 from model_zoo import MODELS
 from training_data import Kind, PadCollator, TrainingData
 
-from hf_pipetransformer.activation_cache import ActivationCache
-from hf_pipetransformer.activation_store import ActivationStore
-from hf_pipetransformer.content_keys import content_keys
-from hf_pipetransformer.layer_range import tensors_of
-from hf_pipetransformer.layer_stack import CarrySlot, LayerStack
+from hf_pipetransformer.cache.activation_cache import ActivationCache
+from hf_pipetransformer.cache.activation_store import ActivationStore
+from hf_pipetransformer.cache.content_keys import content_keys
+from hf_pipetransformer.model.layer_range import tensors_of
+from hf_pipetransformer.model.layer_stack import CarrySlot, LayerStack
 
 KIND: Kind = "text-classification"
 CPU = torch.device("cpu")

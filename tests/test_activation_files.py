@@ -27,8 +27,8 @@ from stored_rows import (
     put,
 )
 
-from hf_pipetransformer.activation_files import HEADER_BYTES, GenerationFiles, Record, transfer
-from hf_pipetransformer.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
+from hf_pipetransformer.cache.activation_files import HEADER_BYTES, GenerationFiles, Record, transfer
+from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ from stored_rows import (
     put,
 )
 
-from hf_pipetransformer.activation_files import HEADER_BYTES, RECORDS_PER_BUCKET
-from hf_pipetransformer.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
+from hf_pipetransformer.cache.activation_files import HEADER_BYTES, RECORDS_PER_BUCKET
+from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_mistakes_are_told(store: ActivationStore, call: Callable[[ActivationSto
 
 
 def test_a_row_may_be_too_large(writer: GenerationWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_pipetransformer.activation_store.MAX_PAYLOAD_BYTES", 199)
+    monkeypatch.setattr("hf_pipetransformer.cache.activation_store.MAX_PAYLOAD_BYTES", 199)
     with pytest.raises(ValueError, match="200 bytes, but at most 199"):
         put(writer, [1])
 

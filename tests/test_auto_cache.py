@@ -20,7 +20,8 @@ from training_data import TrainingData
 from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainer, activation_cache, auto_cache
+from hf_pipetransformer import PipeTransformerTrainer, auto_cache
+from hf_pipetransformer.cache import activation_cache
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""

@@ -15,9 +15,9 @@ import transformers as hf
 from model_zoo import DECODER, ENCODER, MODELS, without_dropout
 from torch import Tensor, nn
 
-from hf_pipetransformer.cache_probe import FLOAT32_TOLERANCE, CacheVerdict, probe_boundaries, varied_samples
-from hf_pipetransformer.frozen_prefix import FreezableLayers
-from hf_pipetransformer.layer_stack import LayerStack, output_tensors
+from hf_pipetransformer.cache.cache_probe import FLOAT32_TOLERANCE, CacheVerdict, probe_boundaries, varied_samples
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers
+from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
 
 Sample = dict[str, Any]
 Collate = Callable[[list[Sample]], dict[str, Any]]

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from hf_pipetransformer.callbacks import LayerFreezeCallback, rebuild_reducer
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.freezing import FreezeDecision, FreezePolicy
-from hf_pipetransformer.frozen_prefix import FreezableLayers, FrozenPrefix
-from hf_pipetransformer.layer_stack import LayerStack
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers, FrozenPrefix
+from hf_pipetransformer.model.layer_stack import LayerStack
 
 STEPS_PER_EPOCH = 3
 SCHEDULE = {"name": "schedule", "schedule": {1: 1, 2: 3}}

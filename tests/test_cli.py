@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_pipetransformer import __version__, inspection
+from hf_pipetransformer import __version__
 from hf_pipetransformer.cli import app
+from hf_pipetransformer.forecast import inspection
 
 ROOT = Path(__file__).parent.parent  # for processes of their own: the package need not be installed
 

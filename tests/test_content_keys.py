@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from hf_pipetransformer.content_keys import KEYS_NAME, KeyingCollator, content_keys, pop_keys, spans_of
-from hf_pipetransformer.micro_batch import slice_rows
+from hf_pipetransformer.cache.content_keys import KEYS_NAME, KeyingCollator, content_keys, pop_keys, spans_of
+from hf_pipetransformer.model.micro_batch import slice_rows
 
 WORDS = [[7, 8, 9], [5, 6], [7, 8, 9, 4, 5], [8]]
 

@@ -7,8 +7,8 @@ import torch
 from model_zoo import MODELS
 from torch import nn
 
-from hf_pipetransformer.costs import UNKNOWN_TO_TORCH, UnitCost, measure_costs
-from hf_pipetransformer.layer_stack import LayerStack
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, UnitCost, measure_costs
 
 ROWS, WIDTH, INNER, CLASSES = 2, 4, 6, 3
 FLOAT = 4  # bytes

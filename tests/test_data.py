@@ -16,7 +16,14 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
-from hf_pipetransformer.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, part_of, seeded
+from hf_pipetransformer.pipeline.data import (
+    BatchSlice,
+    NumberedBatches,
+    NumberedLoader,
+    first_samples,
+    part_of,
+    seeded,
+)
 
 WORLD = 4
 GLOBAL_BATCH = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from hf_pipetransformer.devices import USABLE_MEMORY, fits, memory_budget
+from hf_pipetransformer.pipeline.devices import USABLE_MEMORY, fits, memory_budget
 
 CPU = torch.device("cpu")
 

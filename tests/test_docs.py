@@ -61,8 +61,16 @@ def test_links_lead_somewhere(page):
 # ---------------------------------------------------------------------------------------------------------
 
 
+PATHS = {
+    path.stem: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem != "__init__"
+}
+"""Of each module the name to import it by."""
+
+
 def names_in(page: str) -> list[str]:
-    modules = "|".join(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+    modules = "|".join(PATHS)
     return re.findall(rf"`((?:{modules})\.[A-Za-z_.]+)(?:\([^`]*\))?`", page)
 
 
@@ -73,11 +81,11 @@ def test_the_paper_index_names_many_functions():
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_functions_that_are_named_exist(page):
     missing = []
-    for name in set(names_in(page.read_text())) - {path.name for path in PACKAGE.glob("*")}:
+    for name in set(names_in(page.read_text())) - {path.name for path in PACKAGE.rglob("*")}:
         module, *attributes = name.split(".")
         if module in ("trainer", "plan") and page.name != "paper_index.md":
             continue  # objects that the user has
-        found = importlib.import_module(f"hf_pipetransformer.{module}")
+        found = importlib.import_module(PATHS[module])
         for attribute in attributes:
             fields = getattr(found, "__annotations__", {})
             found = getattr(found, attribute, fields.get(attribute))
@@ -95,7 +103,7 @@ def test_functions_that_are_named_exist(page):
 def texts_in_the_source() -> tuple[str, ...]:
     """All strings of the package, with `…` in place of what is put in."""
     texts = []
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values]

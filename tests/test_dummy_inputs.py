@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_pipetransformer.dummy_inputs import dummy_batch
-from hf_pipetransformer.inspection import TASKS, build_ghost_model, model_class
+from hf_pipetransformer.forecast.inspection import TASKS, build_ghost_model, model_class
+from hf_pipetransformer.model.dummy_inputs import dummy_batch
 
 # model type, task -> shape of each input for 2 rows of 4 tokens
 SHAPES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {

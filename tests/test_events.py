@@ -7,10 +7,10 @@ import json
 import pytest
 from test_plan import times_of, unit
 
-from hf_pipetransformer import events
-from hf_pipetransformer.elastic_pipeline import Transformation
-from hf_pipetransformer.planner import make_plan
-from hf_pipetransformer.timeline import simulate
+from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
+from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.timeline import simulate
+from hf_pipetransformer.report import events
 
 UNITS = tuple(unit(k) for k in range(6))
 

@@ -9,16 +9,16 @@ import pytest
 from test_plan import times_of, unit
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
-from hf_pipetransformer.device_table import CacheHost, Device
-from hf_pipetransformer.forecast import Forecast, Job, Machine, forecast, forecast_seconds
-from hf_pipetransformer.forecast_text import advise
+from hf_pipetransformer.forecast.device_table import CacheHost, Device
+from hf_pipetransformer.forecast.forecast import Forecast, Job, Machine, forecast, forecast_seconds
+from hf_pipetransformer.forecast.forecast_text import advise
+from hf_pipetransformer.forecast.workload import Workload
 from hf_pipetransformer.freezing import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.layouts import Layouts
-from hf_pipetransformer.mesh import ProcessMesh
-from hf_pipetransformer.plan import PipelinePlan
-from hf_pipetransformer.planner import largest_stage_bytes
-from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds
-from hf_pipetransformer.workload import Workload
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.planning.plan import PipelinePlan
+from hf_pipetransformer.planning.planner import largest_stage_bytes
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 ROW_BYTES = 10
 MEMORY_BYTES = 100

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.layer_range import LayerRangeRunner, tensors_of
+from hf_pipetransformer.model.layer_range import LayerRangeRunner, tensors_of
 
 NAMES = [f"layers.{i}" for i in range(4)]
 

@@ -10,8 +10,14 @@ import transformers as hf
 from model_zoo import ENCODER, MODELS, without_dropout
 from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer.loss_scaling import IGNORED, LossOf, LossReduction, find_loss_reduction, with_distinct_labels
-from hf_pipetransformer.micro_batch import Batch, slice_rows, split_batch
+from hf_pipetransformer.model.loss_scaling import (
+    IGNORED,
+    LossOf,
+    LossReduction,
+    find_loss_reduction,
+    with_distinct_labels,
+)
+from hf_pipetransformer.model.micro_batch import Batch, slice_rows, split_batch
 
 SHIFTS = {"llama-tied", "gpt2"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_pipetransformer.micro_batch import batch_rows, shape_signature, slice_rows, split_batch
+from hf_pipetransformer.model.micro_batch import batch_rows, shape_signature, slice_rows, split_batch
 
 
 def mixed_batch(rows: int = 4, length: int = 3) -> dict:

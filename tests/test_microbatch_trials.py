@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hf_pipetransformer.microbatch_trials import TRIES, MicrobatchTrials
+from hf_pipetransformer.pipeline.microbatch_trials import TRIES, MicrobatchTrials
 
 
 def batch(rows: int, tokens: int = 8) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.partition import (
+from hf_pipetransformer.planning.partition import (
     choose_num_microbatches,
     microbatch_candidates,
     split_greedy,

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer.costs import UnitCost
-from hf_pipetransformer.plan import MIB, PipelinePlan
-from hf_pipetransformer.planner import make_plan
-from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds
+from hf_pipetransformer.planning.costs import UnitCost
+from hf_pipetransformer.planning.plan import MIB, PipelinePlan
+from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 
 def unit(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from test_plan import UNITS, plan_of, times_of, unit
 
-from hf_pipetransformer.costs import UnitCost
-from hf_pipetransformer.plan import MIB, PipelinePlan
-from hf_pipetransformer.planner import largest_stage_bytes, make_plan, replan
-from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds
+from hf_pipetransformer.planning.costs import UnitCost
+from hf_pipetransformer.planning.plan import MIB, PipelinePlan
+from hf_pipetransformer.planning.planner import largest_stage_bytes, make_plan, replan
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 
 def needed(k: int, units: tuple[UnitCost, ...] = UNITS) -> int:

@@ -15,11 +15,11 @@ import pytest
 from test_cli import run
 from test_plan import times_of, unit
 
-from hf_pipetransformer import events, report, report_figures, run_recorder
-from hf_pipetransformer.plan import MIB
-from hf_pipetransformer.planner import make_plan
-from hf_pipetransformer.report_data import Training, read_trainings, thinned
-from hf_pipetransformer.timeline import simulate
+from hf_pipetransformer.planning.plan import MIB
+from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.timeline import simulate
+from hf_pipetransformer.report import events, report, report_figures, run_recorder
+from hf_pipetransformer.report.report_data import Training, read_trainings, thinned
 
 UNITS = tuple(unit(k) for k in range(6))
 TIMES = times_of(6)

@@ -14,8 +14,9 @@ from model_zoo import MODELS
 from training_data import PadCollator, TrainingData
 from transformers import TrainerCallback, TrainerState
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, events
-from hf_pipetransformer.run_recorder import FILE_NAME, RunRecorder
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.report import events
+from hf_pipetransformer.report.run_recorder import FILE_NAME, RunRecorder
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 

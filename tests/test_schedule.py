@@ -12,11 +12,11 @@ from model_zoo import MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_pipetransformer.layer_stack import LayerStack
-from hf_pipetransformer.mesh import ProcessMesh
-from hf_pipetransformer.micro_batch import Batch, slice_rows
-from hf_pipetransformer.schedule import KEPT_SCHEDULES, PipelineScheduler
-from hf_pipetransformer.stage import ShapeBook, StageModule
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.model.micro_batch import Batch, slice_rows
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.pipeline.schedule import KEPT_SCHEDULES, PipelineScheduler
+from hf_pipetransformer.pipeline.stage import ShapeBook, StageModule
 
 ZOO_MODEL = MODELS["bert-classification"]  # four units and no shared parameter
 TOLERANCE = 1e-5

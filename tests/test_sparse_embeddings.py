@@ -8,8 +8,8 @@ from distributed import run_ranks
 from torch import nn
 from training_runs import WORLD, Outcome, Run, assert_same_training, pipeline, reference
 
-from hf_pipetransformer import sparse_embeddings
-from hf_pipetransformer.sparse_embeddings import LARGE, SparseEmbeddings
+from hf_pipetransformer.pipeline import sparse_embeddings
+from hf_pipetransformer.pipeline.sparse_embeddings import LARGE, SparseEmbeddings
 
 
 def test_gradients_over_micro_batches_are_the_dense_ones():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from model_zoo import MODELS
 
-from hf_pipetransformer.layer_stack import LayerStack
-from hf_pipetransformer.micro_batch import Batch
-from hf_pipetransformer.stage import CarriedTensor, ShapeBook, StageModule, StageShapes
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.model.micro_batch import Batch
+from hf_pipetransformer.pipeline.stage import CarriedTensor, ShapeBook, StageModule, StageShapes
 
 CPU = torch.device("cpu")
 INDEX = torch.zeros(1, dtype=torch.long)

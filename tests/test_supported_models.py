@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, BertForSequenceClassification
 
-from hf_pipetransformer.dummy_inputs import dummy_batch
-from hf_pipetransformer.layer_stack import LayerStack
+from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.layer_stack import LayerStack
 
 import supported_models as script
 import tiny_models

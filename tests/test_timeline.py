@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hf_pipetransformer.timeline import order_of_work, simulate
+from hf_pipetransformer.planning.timeline import order_of_work, simulate
 
 
 def drawn(timeline_of: list[tuple[str, int]]) -> str:

@@ -9,9 +9,9 @@ import torch
 from model_zoo import MODELS
 from torch import nn
 
-from hf_pipetransformer import unit_times
-from hf_pipetransformer.layer_stack import LayerStack
-from hf_pipetransformer.unit_times import ModelTimes, PartTimes, Seconds, measure_times, slowest
+from hf_pipetransformer.planning import unit_times
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds, measure_times, slowest
 
 
 class _Slow(torch.autograd.Function):

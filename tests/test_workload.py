@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_pipetransformer.costs import measure_costs
-from hf_pipetransformer.dummy_inputs import dummy_batch
-from hf_pipetransformer.inspection import build_ghost_model, model_class
-from hf_pipetransformer.layer_stack import LayerStack
-from hf_pipetransformer.workload import measure_workload
+from hf_pipetransformer.forecast.inspection import build_ghost_model, model_class
+from hf_pipetransformer.forecast.workload import measure_workload
+from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.planning.costs import measure_costs
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
 

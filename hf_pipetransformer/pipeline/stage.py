@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .activation_cache import ActivationCache
-from .content_keys import KEYS_NAME, pop_keys
-from .layer_range import Carry, Observer
-from .layer_stack import CarrySlot, LayerStack
-from .micro_batch import Batch, batch_rows, shape_signature, slice_rows
+from ..cache.activation_cache import ActivationCache
+from ..cache.content_keys import KEYS_NAME, pop_keys
+from ..model.layer_range import Carry, Observer
+from ..model.layer_stack import CarrySlot, LayerStack
+from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 """Calls the model on a micro-batch and returns this micro-batch's part of the loss, a tensor of one element."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .activation_cache import CacheCounts
-from .elastic_pipeline import WORTH_A_TRIAL, Transformation
-from .plan import PipelinePlan
+from ..cache.activation_cache import CacheCounts
+from ..pipeline.elastic_pipeline import WORTH_A_TRIAL, Transformation
+from ..planning.plan import PipelinePlan
 
 logger = logging.getLogger(__name__)
 

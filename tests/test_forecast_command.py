@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from hf_pipetransformer import local_profile
 from hf_pipetransformer.cli import app
-from hf_pipetransformer.device_table import DEVICES, GIB
-from hf_pipetransformer.devices import USABLE_MEMORY
-from hf_pipetransformer.inspection import model_class
-from hf_pipetransformer.local_profile import labelled_batch, refuse_too_large
-from hf_pipetransformer.planning import DEFAULT_SAMPLES
+from hf_pipetransformer.forecast import local_profile
+from hf_pipetransformer.forecast.command import DEFAULT_SAMPLES
+from hf_pipetransformer.forecast.device_table import DEVICES, GIB
+from hf_pipetransformer.forecast.inspection import model_class
+from hf_pipetransformer.forecast.local_profile import labelled_batch, refuse_too_large
+from hf_pipetransformer.pipeline.devices import USABLE_MEMORY
 
 TRAINING = ("--devices", "4", "--batch", "64", "--seq", "128", "--epochs", "8")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .costs import UnitCost, measure_costs
-from .dummy_inputs import dummy_batch
-from .ghosts import ParameterTable, make_ghost
-from .layer_stack import LayerStack
-from .plan import MIB, PipelinePlan, align
-from .planner import make_plan
+from ..model.dummy_inputs import dummy_batch
+from ..model.ghosts import ParameterTable, make_ghost
+from ..model.layer_stack import LayerStack
+from ..planning.costs import UnitCost, measure_costs
+from ..planning.plan import MIB, PipelinePlan, align
+from ..planning.planner import make_plan
 
 GHOST_VALUE = 0.01
 """Not zero: CLIP divides by the norm of its embeddings."""

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .plan import MIB
+from ..planning.plan import MIB
 from .report_data import Layout, Training, read_trainings
 
 FILE_NAME = "report.html"

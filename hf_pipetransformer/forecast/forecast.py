@@ -16,13 +16,13 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from .auto_cache import WORTH_LOADING
-from .costs import UnitCost
+from ..auto_cache import WORTH_LOADING
+from ..freezing import FreezeDecision, FreezePolicy, next_num_frozen
+from ..planning.costs import UnitCost
+from ..planning.plan import PipelinePlan, StepPrediction, step_flops
+from ..planning.planner import largest_stage_bytes, make_plan, replan
+from ..planning.unit_times import ModelTimes
 from .device_table import CacheHost, Device
-from .freezing import FreezeDecision, FreezePolicy, next_num_frozen
-from .plan import PipelinePlan, StepPrediction, step_flops
-from .planner import largest_stage_bytes, make_plan, replan
-from .unit_times import ModelTimes
 from .workload import Workload
 
 

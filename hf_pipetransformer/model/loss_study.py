@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 from .ghosts import evaluation_mode, reachable_leaves
 from .layer_stack import LayerStack
 from .loss_scaling import LossReduction, find_loss_reduction, unexamined

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from .ghosts import evaluation_mode
-from .layer_range import Carry, Unit, tensors_of
-from .layer_stack import LayerStack, answers, output_tensors
-from .micro_batch import Batch, batch_rows, slice_rows
+from ..model.ghosts import evaluation_mode
+from ..model.layer_range import Carry, Unit, tensors_of
+from ..model.layer_stack import LayerStack, answers, output_tensors
+from ..model.micro_batch import Batch, batch_rows, slice_rows
 
 REPETITIONS = 3
 """Of each measurement; the median counts. The first run of all is thrown away."""

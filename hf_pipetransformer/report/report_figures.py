@@ -13,9 +13,9 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .plan import MIB
+from ..planning.plan import MIB
+from ..planning.timeline import simulate
 from .report_data import Layout, Training, thinned
-from .timeline import simulate
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 PALE = "#dbe5f1"

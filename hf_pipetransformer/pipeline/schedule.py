@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from .micro_batch import Batch, batch_rows, split_batch
+from ..model.micro_batch import Batch, batch_rows, split_batch
 from .stage import ShapeBook, StageModule, StageShapes
 
 KEPT_SCHEDULES = 4

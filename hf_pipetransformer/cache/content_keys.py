@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from .micro_batch import batch_rows
+from ..model.micro_batch import batch_rows
 
 KEYS_NAME = "activation_cache_keys"
 """Under this name a batch carries its keys, an int64 tensor [B, 2] like any other: it can be cut, pinned and moved."""

@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from .activation_cache import ActivationCache
-from .frozen_prefix import FreezableLayers, squared_norms
-from .layer_range import tensors_of
-from .layer_stack import LayerStack
+from ..cache.activation_cache import ActivationCache
+from ..model.frozen_prefix import FreezableLayers, squared_norms
+from ..model.layer_range import tensors_of
+from ..model.layer_stack import LayerStack
+from ..model.micro_batch import Batch
+from ..planning.plan import PipelinePlan
 from .mesh import ProcessMesh
-from .micro_batch import Batch
 from .microbatch_trials import MicrobatchTrials
-from .plan import PipelinePlan
 from .schedule import PipelineScheduler
 from .sparse_embeddings import SparseEmbeddings
 from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule

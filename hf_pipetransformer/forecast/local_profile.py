@@ -22,11 +22,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .activation_store import ActivationStore
-from .dummy_inputs import dummy_batch
-from .layer_stack import LayerStack, answers, output_tensors
-from .mesh import ProcessMesh
-from .unit_times import ModelTimes, measure_times, slowest
+from ..cache.activation_store import ActivationStore
+from ..model.dummy_inputs import dummy_batch
+from ..model.layer_stack import LayerStack, answers, output_tensors
+from ..pipeline.mesh import ProcessMesh
+from ..planning.unit_times import ModelTimes, measure_times, slowest
 
 TIMEOUT = timedelta(minutes=10)
 MEMORY_FOR_WEIGHTS = 0.5

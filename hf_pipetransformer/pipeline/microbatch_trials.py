@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .micro_batch import Batch, batch_rows
+from ..model.micro_batch import Batch, batch_rows
 
 MOST_CANDIDATES = 3
 TRIES = 2

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from ..auto_cache import USABLE_DISK
+from ..freezing import make_policy
+from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from . import inspection
-from .auto_cache import USABLE_DISK
 from .device_table import GIB, CacheHost, device_named
-from .devices import USABLE_MEMORY, memory_budget
 from .forecast import Forecast, Job, Machine, forecast
-from .freezing import make_policy
 from .local_profile import profile_here, refuse_too_large
 from .workload import Workload, measure_workload
 

@@ -35,12 +35,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..model.frozen_prefix import FreezableLayers
+from ..model.ghosts import evaluation_mode, reachable_leaves
+from ..model.layer_range import Carry, Unit, tensors_of
+from ..model.layer_stack import CarrySlot, LayerStack, answers, output_tensors
+from ..model.micro_batch import Batch
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
-from .frozen_prefix import FreezableLayers
-from .ghosts import evaluation_mode, reachable_leaves
-from .layer_range import Carry, Unit, tensors_of
-from .layer_stack import CarrySlot, LayerStack, answers, output_tensors
-from .micro_batch import Batch
 
 SAME = 1e-6
 """Relative to the largest value: where the same kernels run on the same shapes, nothing may move."""

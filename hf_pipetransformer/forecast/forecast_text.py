@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..planning.plan import align
+from ..planning.planner import largest_stage_bytes
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds
-from .plan import align
-from .planner import largest_stage_bytes
 
 GIB = 2**30
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .unit_times import ModelTimes, PartTimes, Seconds
+from ..planning.unit_times import ModelTimes, PartTimes, Seconds
 
 if TYPE_CHECKING:
-    from .costs import UnitCost
+    from ..planning.costs import UnitCost
 
 GB = 1e9
 GIB = 2**30

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 from .ghosts import ParameterTable, evaluation_mode, make_ghost, reachable_leaves
 from .layer_range import Carry, LayerRangeRunner, Unit, tensors_of
 

@@ -15,11 +15,11 @@ from math import prod
 
 from transformers import PreTrainedModel
 
-from .costs import UnitCost, measure_costs
-from .dummy_inputs import dummy_batch
-from .frozen_prefix import FreezableLayers
+from ..model.dummy_inputs import dummy_batch
+from ..model.frozen_prefix import FreezableLayers
+from ..model.layer_stack import LayerStack
+from ..planning.costs import UnitCost, measure_costs
 from .inspection import GhostProducts
-from .layer_stack import LayerStack
 
 MEASURED_TOKENS = (16, 32, 64)
 

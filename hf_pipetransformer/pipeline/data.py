@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from .content_keys import KEYS_NAME
-from .node_order import order_by_node
+from ..cache.content_keys import KEYS_NAME
+from ..cache.node_order import order_by_node
 
 Collator = Callable[[list[Any]], Any]
 

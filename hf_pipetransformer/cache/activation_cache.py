@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from ..model.layer_range import Carry, Observer, Unit, tensors_of
+from ..model.layer_stack import CarrySlot, LayerStack
+from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
 from .content_keys import spans_of
-from .layer_range import Carry, Observer, Unit, tensors_of
-from .layer_stack import CarrySlot, LayerStack
-from .micro_batch import Batch, select_rows
 
 logger = logging.getLogger(__name__)
 

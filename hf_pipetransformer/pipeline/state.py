@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .ghosts import ParameterTable, make_ghost
+from ..model.ghosts import ParameterTable, make_ghost
 from .mesh import ProcessMesh, as_bytes
 
 Holders = Mapping[str, tuple[int, ...]]

@@ -1,0 +1,1 @@
+"""What frozen layers give, kept on disk: keys, store, and whether it may be kept."""

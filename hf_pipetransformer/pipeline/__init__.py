@@ -1,0 +1,1 @@
+"""A running pipeline: processes, stages, schedules, weights that move, data."""

@@ -1,0 +1,1 @@
+"""What happened in a training: its records, and a page made of them."""
