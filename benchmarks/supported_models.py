@@ -181,7 +181,7 @@ def examine(candidate: Candidate) -> Finding:
 def _running_model(candidate: Candidate, finding: Finding) -> Running:
     """The first variant whose whole model runs forwards and backwards, and twice the same."""
     cls = getattr(transformers, candidate.name)
-    first_error: Exception | None = None
+    errors: list[Exception] = []
     for variant in VARIANTS:
         for large_weights in (True, False):
             try:
@@ -190,9 +190,11 @@ def _running_model(candidate: Candidate, finding: Finding) -> Running:
                 continue
             except Exception as error:
                 if not isinstance(error, MemoryError):
-                    first_error = first_error or error
+                    errors.append(error)
                 break
-    raise first_error or MemoryError("no variant of it is small enough, or its values are not finite")
+    if errors:
+        raise errors[:2][-1]  # the second variant's, in which gaps are filled
+    raise MemoryError("no variant of it is small enough, or its values are not finite")
 
 
 class _NotFinite(Exception):

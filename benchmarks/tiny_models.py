@@ -35,11 +35,11 @@ _EXPERT_COUNT = re.compile(r"num_(local_)?experts$|n_routed_experts$|moe_num_exp
 _PER_TOKEN = re.compile(r"experts_per_tok(en)?$|^moe_k$|moe_topk$")
 _WIDTH = re.compile(
     r"hidden|intermediate|embed|model|ffn|feed_?forward|mlp|proj|inner|latent|bottleneck|width|units|channels|rank"
-    r"|dim|size|features|n_embd|^d_[a-z]+$"
+    r"|dim|size|features|n_embd|d_head|^d_[a-z]+$"
 )
 _NO_WIDTH = re.compile(
     r"vocab|image|img|patch|kernel|window|block|chunk|crop|pool|position|num_channels|codebook_size|context|max_|min_"
-    r"|length|batch|heads?$|layers?$|stride|grid|tubelet|factor|frame|sampling|mel|resolution|buckets|roi|cache|group"
+    r"|length|batch|heads$|layers?$|stride|grid|tubelet|factor|frame|sampling|mel|resolution|buckets|roi|cache|group"
     r"|mask_size|theta|index|num_labels|_id$|^num_"
 )
 _TOKEN = re.compile(r"token_ids?$|token_index$|(^|_)(pad|bos|eos|mask|unk|image|video|audio)_(id|idx|index)$")
@@ -208,6 +208,7 @@ def _fill_gaps(config: PreTrainedConfig) -> None:
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,
         "num_experts": 8,
+        "n_shared_experts": 1,
         "attn_layer_indices": [1, 3],
         "default_language": next(iter(getattr(config, "languages", None) or ()), None),
         "layer_types": ["full_attention"] * layers if type(layers) is int else None,
@@ -217,6 +218,12 @@ def _fill_gaps(config: PreTrainedConfig) -> None:
             setattr(config, name, value)
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    config._experts_implementation = "eager"  # the grouped kernel wants larger matrices
+    rope, head_dim = getattr(config, "rope_parameters", None), getattr(config, "head_dim", None) or usual["head_dim"]
+    if isinstance(rope, dict) and "rope_theta" in rope and "mrope_section" not in rope and type(head_dim) is int:
+        frequencies = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        third = frequencies // 3
+        rope["mrope_section"] = [frequencies - 2 * third, third, third]  # the models' own default is for large heads
 
 
 def _smaller(name: str, value: Any, variant: Variant) -> Any:

@@ -55,6 +55,14 @@ def test_model_accepts_its_batch(model_type: str, task: str) -> None:
     assert all(value.shape[0] == 2 for name, value in output.items() if name in ("logits", "last_hidden_state"))
 
 
+def test_videos_under_a_name_of_their_own() -> None:
+    model = ghost("vjepa2", "video-classification", frames_per_clip=4, crop_size=32)
+    batch = dummy_batch(model)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {"pixel_values_videos": (2, 4, 3, 32, 32)}
+    with torch.no_grad():
+        assert model(**batch).logits.shape[0] == 2
+
+
 def test_batch_is_the_same_at_every_call() -> None:
     model = ghost("bart", "auto")
     first, second = dummy_batch(model), dummy_batch(model)

@@ -117,6 +117,33 @@ def test_a_skipped_layer_returns_the_structure_of_the_real_one(runner, batch):
         model(**batch)
 
 
+def test_a_skipped_layer_returns_the_constants_of_its_own_output():
+    """Not of the last layer's: Donut halves its image in each and returns the size, which the next layer needs."""
+
+    class Halving(GradientCheckpointingLayer):
+        def forward(self, hidden: torch.Tensor, size: int) -> tuple[torch.Tensor, int]:
+            return hidden.view(size // 2, 2).sum(1), size // 2
+
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Halving() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = 16
+            for layer in self.layers:
+                x, size = layer(x, size)
+            return x
+
+    model, batch = Pyramid(), {"x": torch.arange(16.0)}
+    runner = LayerRangeRunner(model, [NAMES])
+    runner.install()
+    expected = runner.trace(batch)
+    for start in range(1, 4):
+        with runner.to_the_end(start, runner.run(0, start, None, batch)):
+            assert torch.equal(model(**batch), expected)
+
+
 def test_a_module_that_stands_in_the_list_several_times(batch):
     model = Model()
     model.layers = nn.ModuleList([model.layers[0]] * 4)

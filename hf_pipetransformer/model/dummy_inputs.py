@@ -6,7 +6,7 @@ values do not. What a model is fed depends on its `main_input_name`:
     input_ids            [B, T]                 text; with attention_mask
     input_ids            [B, choices, T]        multiple choice
     pixel_values         [B, C, H, W]           images
-    pixel_values         [B, frames, C, H, W]   video
+    pixel_values         [B, frames, C, H, W]   video; also as pixel_values_videos
     input_values         [B, samples]           raw audio, as long as the convolutions need
     input_values         [B, frames, mels]      audio spectrogram transformers
     input_features       [B, mels, frames]      Whisper
@@ -54,7 +54,7 @@ def dummy_batch(model: PreTrainedModel, rows: int = 2, *, tokens: int = 8) -> di
         batch.update(_text(model, rows, tokens))
         if "pixel_values" in accepted and _is_two_towers(config):
             batch["pixel_values"] = _pixels(config, rows)
-    elif main == "pixel_values":
+    elif main in ("pixel_values", "pixel_values_videos"):
         batch[main] = _pixels(config, rows)
         if _is_two_towers(config) and "input_ids" in accepted:
             batch.update(_text(model, rows, tokens))
@@ -131,10 +131,10 @@ def _is_two_towers(config: PreTrainedConfig) -> bool:
 def _pixels(config: PreTrainedConfig, rows: int) -> torch.Tensor:
     """Return black images, or videos where the configuration counts frames."""
     vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
-    size = _first(vision, ("image_size", "input_size", "img_size"), DEFAULT_IMAGE_SIZE)
+    size = _first(vision, ("image_size", "input_size", "img_size", "crop_size"), DEFAULT_IMAGE_SIZE)
     height, width = _pair(size)
     channels = int(_first(vision, ("num_channels", "in_channels", "in_chans"), 3))
-    frames = _first(vision, ("num_frames",), None)
+    frames = _first(vision, ("num_frames", "frames_per_clip"), None)
     leading = (rows,) if frames is None else (rows, int(frames))
     return torch.zeros(*leading, channels, height, width)
 

@@ -88,6 +88,7 @@ class _Pass:
     position: int = 0  # the unit that is called next
     outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
     calls: list[Unit] | None = None  # filled by `trace`
+    structures: list[_OutputStructure] = field(default_factory=list)  # likewise, of each unit
     observer: Observer | None = None  # told of each unit that computed
     switched: list[nn.Module] = field(default_factory=list)  # in eval mode until the frozen units are through
 
@@ -105,7 +106,8 @@ class LayerRangeRunner:
     def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
         self.model = model
         self.units: tuple[Unit, ...] = ()
-        self._structures: dict[int, _OutputStructure] = {}
+        self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
+        self._structure_of_unit: list[_OutputStructure] = []
         self._pass: _Pass | None = None
         self._computable: range | None = None  # None: every unit has its weights here
         self._poisons_skipped = False
@@ -195,6 +197,7 @@ class LayerRangeRunner:
             output = self.model(**batch)
         self.units = tuple(current.calls or ())
         self._structures = {stack: _OutputStructure.of(out) for stack, out in current.outputs.items()}
+        self._structure_of_unit = current.structures
         return output
 
     def floating_outputs(self, stack: int) -> tuple[bool, ...]:
@@ -288,7 +291,7 @@ class LayerRangeRunner:
                     self._leave_frozen_units(current)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
-                return self._structures[unit.stack].rebuild(values)
+                return self._structure(index, unit, len(values)).rebuild(values)
             if self._on_entry is not None:
                 self._on_entry()
             if index >= self._num_frozen:
@@ -300,6 +303,8 @@ class LayerRangeRunner:
                 if index + 1 == self._num_frozen:
                     self._leave_frozen_units(current)  # the head may be all that trains
             current.outputs[unit.stack] = output
+            if current.calls is not None:
+                current.structures.append(_OutputStructure.of(output))
             if current.observer is not None:
                 current.observer(unit, output)
             if index + 1 == current.stop:
@@ -307,6 +312,11 @@ class LayerRangeRunner:
             return output
 
         return forward
+
+    def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
+        """Of a unit's own output: Donut's layers return the size of their image beside it, and halve it."""
+        own = self._structure_of_unit[index]
+        return own if sum(own.is_tensor) == num_tensors else self._structures[unit.stack]
 
     def _check_order(self, index: int, unit: Unit) -> None:
         expected = self.units[index].name if index < len(self.units) else "the end of the forward"
