@@ -16,11 +16,13 @@ next seed and the next alpha:
          replicas                                                  no cache
     f    all of it
 
-What is compared is the time of training (without evaluation), the metric at the end, and the efficiency: the speed-up
-over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a cached
+What is compared is the time of the epochs (without evaluation; finding the layers, timing them and the probe of the
+cache come before the first one and are in "wall_seconds"), the metric at the end, and the efficiency: the speed-up over
+(a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a cached
 one 0 times its forward).
 
-Every result is written as soon as it is there. What `--output` has already is not run again.
+Every result is written as soon as it is there. What `--output` has already, from a run with the same task and options,
+is not run again.
 """
 
 from __future__ import annotations
@@ -147,7 +149,9 @@ def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, t
             callbacks=[meter],
         )
         meter.trainer = trainer
+        began = time.perf_counter()
         trainer.train()
+        wall_seconds = time.perf_counter() - began
         history = trainer.state.log_history
         return {
             "variant": variant,
@@ -155,6 +159,7 @@ def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, t
             "alpha": str(alpha),
             "seconds": sum(meter.seconds),
             "epoch_seconds": meter.seconds,
+            "wall_seconds": wall_seconds,
             "metric": trainer.evaluate()[f"eval_{task.metric}"],
             "allowed": meter.allowed,
             "loss": [entry["loss"] for entry in history if "loss" in entry],
@@ -172,9 +177,16 @@ def main() -> None:
     state = PartialState()
     results: list[dict[str, Any]] = []
     if options.output.exists():
-        results = json.loads(options.output.read_text())["results"]
+        before = json.loads(options.output.read_text())
+        results = before["results"]
+        other = {k: v for k, v in facts(options, state.num_processes).items() if before.get(k) != v}
+        if other:
+            raise ValueError(
+                f"{options.output} has results of another run, which differs in {other}: give another file."
+            )
     state.wait_for_everyone()  # all have read it
-    wanted = [(variant, seed, options.alpha) for seed in options.seeds for variant in options.variants]
+    alpha_of = {variant: Fraction(0) if variant in (DDP, STATIC) else options.alpha for variant in VARIANTS}
+    wanted = [(variant, seed, alpha_of[variant]) for seed in options.seeds for variant in options.variants]
     wanted += [(ALL, seed, alpha) for seed in options.seeds for alpha in options.alphas]
     done = {(r["variant"], r["seed"], r["alpha"]) for r in results}
     for variant, seed, alpha in wanted:
@@ -198,14 +210,19 @@ def make_task(options: argparse.Namespace, seed: int) -> Task:
 
 
 def write(options: argparse.Namespace, results: list[dict[str, Any]], processes: int) -> None:
-    facts = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    options.output.write_text(json.dumps({"date": date, **facts(options, processes), "results": results}, indent=2))
+
+
+def facts(options: argparse.Namespace, processes: int) -> dict[str, Any]:
+    """What all results of a file have in common."""
+    varied = ("model", "data", "output", "seeds", "variants", "alpha", "alphas")
+    return {
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "accelerate")},
         "processes": processes,
-        "options": {k: str(v) for k, v in vars(options).items() if k not in ("model", "data", "output")},
+        "options": {k: str(v) for k, v in vars(options).items() if k not in varied},
     }
-    options.output.write_text(json.dumps({**facts, "results": results}, indent=2))
 
 
 def summary(results: list[dict[str, Any]], options: argparse.Namespace, processes: int) -> Table:

@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ import xxhash
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from .cache.activation_cache import ActivationCache, CacheCounts
+from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
 from .pipeline.elastic_pipeline import ElasticPipeline
@@ -109,6 +110,8 @@ class AutoCache:
         self._boundary = 0  # that is filled
         self._steps = 0  # of this epoch
         self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
+        self._writes = False  # what is put in this epoch will be read
+        self._marked = time.monotonic()
         self._reads_first = False  # this epoch is the first one that reads
 
     @classmethod
@@ -171,26 +174,29 @@ class AutoCache:
             self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
         elif boundary > self._boundary:
             self._boundary = boundary
-            self._began_late = self._steps > 0
+            self._began_late |= self._steps > 0
             self.reason_off = None
+            self.cache.write(self._writes)  # it may have been off
             self.cache.advance(boundary, self._fingerprint(boundary))
-            self._store.mark_used(*self.cache.generations[0])  # an earlier training may have made it
+            self._mark_used()  # an earlier training may have made it
             self._publish()
             self._pipeline.use_cache(self.cache)
         self._norms = self._norms_here()  # of what this process holds under the plan now in force
 
-    def begin_epoch(self, writes: bool) -> EpochReport | None:
+    def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
         """Look back on the epoch that has ended, and decide for the one that begins.
 
         Args:
             writes: whether what is put in the epoch that begins will be read in a later one.
+            is_whole: it begins with its first batch; not so where a training is resumed.
 
         Returns:
             What the last epoch brought; None where the cache was not in use.
         """
         self._steps = 0
-        began_late, self._began_late = self._began_late, False
+        began_late, self._began_late = self._began_late, not is_whole
         self._reads_first = False
+        self._writes = writes
         self.cache.write(writes)
         if not self.is_on or not self._boundary:
             return None
@@ -201,8 +207,6 @@ class AutoCache:
         counts = report.counts
         if not counts.rows:
             return None
-        for generation in self.cache.generations:
-            self._store.mark_used(*generation)
         if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
             self._turn_off(_changing(counts))
         elif self.num_cached < self._boundary and not began_late and _is_filled(counts):
@@ -212,6 +216,8 @@ class AutoCache:
     def begin_step(self) -> None:
         """Look early whether the first epoch that reads finds anything."""
         self._steps += 1
+        if time.monotonic() - self._marked > SECONDS_BETWEEN_MARKS:
+            self._mark_used()
         if self._reads_first and self._steps == EARLY_STEPS + 1:
             self._reads_first = False
             everyone = self._mesh.gather_objects(self.cache.counts)
@@ -256,8 +262,9 @@ class AutoCache:
         self.num_cached = 0
         self.cache.write(False)
         self.cache.flush()
-        self._mesh.gather_objects(None)  # all have written
         generations = self.cache.forget(keep=0)
+        self._mesh.gather_objects(None)  # all have written, and closed their files
+        self._publish()
         if self._is_first_here:
             self._delete(generations)
         self._pipeline.use_cache(None)
@@ -266,6 +273,11 @@ class AutoCache:
             logger.log(
                 logging.INFO if may_pay_later else logging.WARNING, "The activation cache is off%s: %s.", until, reason
             )
+
+    def _mark_used(self) -> None:
+        self._marked = time.monotonic()
+        for generation in self.cache.generations:
+            self._store.mark_used(*generation)
 
     def _delete(self, generations: Sequence[tuple[int, str]]) -> None:
         for generation in generations:

@@ -125,6 +125,7 @@ class PipeTransformerTrainer(Trainer):
         self._micro_losses: list[torch.Tensor] = []
         self._train_batches: NumberedBatches | None = None
         self._auto_cache: AutoCache | None = None
+        self._cache_folder = Path()
         self._num_cached = 0  # that the plan was made for
         self._epoch_begins = False
         self._epochs_begun = 0
@@ -290,11 +291,6 @@ class PipeTransformerTrainer(Trainer):
         )
 
     @property
-    def _cache_folder(self) -> Path:
-        folder = self.args.activation_cache_dir or os.path.join(self.args.output_dir or ".", "activation_cache")
-        return store_folder(folder)
-
-    @property
     def _datasets(self) -> list[Any]:
         evaluated = self.eval_dataset
         everything = [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
@@ -427,6 +423,10 @@ class PipeTransformerTrainer(Trainer):
         if is_iterable:
             dataset = _whole_stream(dataset)
         args = self.args
+        if self._may_cache:
+            folder = args.activation_cache_dir or os.path.join(args.output_dir or ".", "activation_cache")
+            # processes share it, even if each was given a temporary output_dir of its own
+            self._cache_folder = store_folder(self._processes.gather_objects(folder)[0])
         self._train_batches = NumberedBatches(
             dataset,
             None if is_iterable else _sampler_of(stock),
@@ -520,10 +520,12 @@ class PipeTransformerTrainer(Trainer):
             return
         self._epoch_begins = False
         self._epochs_begun += 1
-        epochs_left = self.state.num_train_epochs - 1 - math.floor((self.state.epoch or 0.0) + 1e-6)
+        done = self.state.epoch or 0.0
+        epochs_left = self.state.num_train_epochs - 1 - math.floor(done + 1e-6)
         # a stream may never come to its beginning again: what it gives is put from its second epoch on
         repeats = self._train_batches is not None and (not self._train_batches.is_iterable or self._epochs_begun > 1)
-        report = cache.begin_epoch(writes=epochs_left >= 1 and repeats)
+        is_whole = abs(done - round(done)) < 1e-6
+        report = cache.begin_epoch(epochs_left >= 1 and repeats, is_whole)
         if report is not None:
             self.log(events.cache_metrics(report.counts, report.nbytes))
 

@@ -194,7 +194,12 @@ def tokenize(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args:
     )
     for name, split in samples.items():
         if not len(split):
-            raise ValueError(f"The {name} texts have fewer tokens than one block of block_size={length}.")
+            raise ValueError(
+                f"The {name} texts have no line of two tokens."
+                if data_args.line_by_line
+                else f"The {name} texts have fewer tokens than one block of block_size={length}: take a smaller one,"
+                " or more text (validation_share, where they are a part of the training texts)."
+            )
     return samples
 
 
@@ -238,7 +243,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         if tokenizer is None:
             learnt_from = texts[split_names("train", texts)[0]]
             tokenizer = train_tokenizer(learnt_from, data_args.vocab_size, data_args.block_size)
-        splits = tokenize(texts, tokenizer, data_args)
+        wanted = {
+            split_names(kind, texts)[0]
+            for kind, is_asked in (("train", training_args.do_train), ("validation", training_args.do_eval))
+            if is_asked
+        }
+        splits = tokenize(DatasetDict({name: texts[name] for name in wanted}), tokenizer, data_args)
     small = {
         "model_type": "gpt2",
         "vocab_size": len(tokenizer),

@@ -188,7 +188,7 @@ def random_part(image: PILImage.Image) -> PILImage.Image:
 # ---------------------------------------------------------------------------------------------------- model
 def make_config(model_args: ModelArguments, data_args: DataTrainingArguments, splits: DatasetDict) -> PretrainedConfig:
     """The model's config with the data's labels; of a model made from scratch with the images' size, too."""
-    names = splits["train"].features[LABEL].names
+    names = next(iter(splits.values())).features[LABEL].names
     size = data_args.image_size or (8 if data_args.wants_digits else 32)
     small = {
         "model_type": "vit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from model_zoo import MODELS
 from training_data import Kind, PadCollator, TrainingData
 
 from hf_pipetransformer.cache.activation_cache import ActivationCache
-from hf_pipetransformer.cache.activation_store import ActivationStore
+from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationWriter
 from hf_pipetransformer.cache.content_keys import content_keys
 from hf_pipetransformer.model.layer_range import tensors_of
 from hf_pipetransformer.model.layer_stack import CarrySlot, LayerStack
@@ -208,3 +209,29 @@ def test_padding_on_the_left_is_not_kept_unless_it_has_been_examined(tmp_path: P
         setup.cache._padded_left = padded_left
         setup.go(range(4))
         assert setup.go(range(4))[0] == start
+
+
+def test_a_generation_that_is_always_gone_stops_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that tells of live files that they have been deleted."""
+
+    def put(*_: Any) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(GenerationWriter, "put", put)
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.go(range(3))
+    assert setup.cache.failure is not None and setup.cache.failure.errno == errno.ESTALE
+
+
+def test_forgetting_everything_closes_the_files(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.go(range(3))
+    assert setup.cache.forget(keep=0) == [(2, "weights")]
+    opened = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
+def _is_open(number: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{number}")

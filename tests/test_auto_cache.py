@@ -249,9 +249,11 @@ def test_other_weights_are_not_evaluated_from_the_cache() -> None:
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
 
 
-def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
+def slow_to_load(
+    rank: int, world_size: int, table: dict[int, int]
+) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
     """What the first layer takes is so little that loading cannot be quicker; the second takes long."""
-    trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, {3: 1, 12: 2}, activation_cache="auto")
+    trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, table, activation_cache="auto")
     make, adapt, reasons = trainer._make_auto_cache, trainer._adapt, list[str | None]()
 
     def make_and_change(pipeline: Any) -> auto_cache.AutoCache:
@@ -270,14 +272,24 @@ def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, list[dict[str, An
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], reasons
 
 
-def test_it_waits_for_more_layers_where_loading_takes_longer() -> None:
-    results = run_ranks(slow_to_load, WORLD)
-    (expected,) = run_ranks(reference, 1, Run(epochs=7), {3: 1, 12: 2})
+@pytest.mark.parametrize(
+    ("freezes_again", "is_on", "stored"),
+    [(12, [True] * 6 + [False] * 6 + [True] * 9, [83, 83, 0]), (6, [True] * 21, [83, 83, 0, 0, 0])],
+)
+def test_it_waits_for_more_layers_where_loading_takes_longer(
+    freezes_again: int, is_on: list[bool], stored: list[int]
+) -> None:
+    """Also where they freeze at the very moment when it is found out."""
+    table = {3: 1, freezes_again: 2}
+    results = run_ranks(slow_to_load, WORLD, table)
+    (expected,) = run_ranks(reference, 1, Run(epochs=7), table)
     for outcome, _, reasons in results:
         assert_same_training([outcome], expected)
-        assert [reason is None for reason in reasons] == [True] * 6 + [False] * 6 + [True] * 9
-        assert "loading takes" in str(reasons[6])
-    assert hit_rates(results[0][1])[-1] == (1, 0)
+        assert [reason is None for reason in reasons] == is_on
+        assert all("loading takes" in reason for reason in reasons if reason is not None)
+    epochs = results[0][1]
+    assert hit_rates(epochs)[-1] == (1, 0)
+    assert [entry["cache_rows_stored"] for entry in epochs] == pytest.approx(stored, abs=4)
 
 
 def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:

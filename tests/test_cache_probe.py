@@ -299,6 +299,14 @@ def test_a_layer_that_does_what_it_should_not(change, below, above):
         assert accepted(verdicts) == [1, 2] or change is drop_always
 
 
+def test_the_padded_length_is_varied_though_all_rows_have_one_length():
+    stack, freezable = taken_apart(MODELS["bert-classification"].build(), text((6, 6, 6, 6)), padding())
+    layer = stack.units[0].module.attention.output
+    layer.register_forward_hook(lambda module, inputs, hidden: hidden * hidden.shape[1])
+    verdicts = probe_boundaries(stack, freezable, text((6, 6, 6, 6)), padding())
+    assert_refused(verdicts, "a row depends on the padded length")
+
+
 def test_a_layer_that_reads_padding_is_named_where_padding_always_was_zero():
     """No batch shows it. But what is kept is without padding, and whether that comes back as zeros is not promised."""
     stack, freezable = taken_apart(MODELS["bert-classification"].build(), text(), padding())

@@ -9,8 +9,8 @@ import torch
 from model_zoo import MODELS
 from torch import nn
 
-from hf_pipetransformer.planning import unit_times
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.planning import unit_times
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds, measure_times, slowest
 
 

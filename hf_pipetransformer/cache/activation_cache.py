@@ -32,6 +32,12 @@ from .content_keys import spans_of
 
 logger = logging.getLogger(__name__)
 
+SECONDS_BETWEEN_MARKS = 600.0
+"""How often a training notes that it uses its generations, so that no other one takes them for left over."""
+
+MOST_RETRIES = 8
+"""Of a batch that finds its generation deleted, or the store full."""
+
 PENDING_BATCHES = 2
 """That may wait to be written. What comes when as many wait is dropped, and is a miss in the next epoch."""
 
@@ -128,6 +134,9 @@ class ActivationCache:
 
     def forget(self, keep: int) -> list[tuple[int, str]]:
         """Look for the newest `keep` generations only; return the others, which may be deleted."""
+        if not keep:
+            self.flush()
+            self._writer.close_generation()
         older, self._generations = self._generations[keep:], self._generations[:keep]
         for generation in older:
             generation.reader.close()
@@ -286,7 +295,7 @@ class ActivationCache:
 
     def make_room(self) -> bool:
         """Delete one generation that an earlier training left in the folder, if there is one."""
-        return self._store.evict(self._began)
+        return self._store.evict(self._began - 2 * SECONDS_BETWEEN_MARKS)
 
     def stop_writing(self, error: OSError) -> None:
         """Say once why frozen layers are computed from here on."""
@@ -434,13 +443,15 @@ class _Writer:
 
     def _write_somehow(self, entries: _Entries) -> None:
         """Go on in a new generation where another process has deleted this one; make room where the store is full."""
-        while True:
+        for is_last in (*[False] * MOST_RETRIES, True):
             try:
                 return self._write(entries)
             except OSError as error:
+                if is_last:
+                    raise
                 if error.errno == errno.ESTALE and self._open is not None:
                     self.close_generation()
-                elif error.errno != errno.ENOSPC or not self._cache.make_room():
+                elif error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._cache.make_room():
                     raise
 
 

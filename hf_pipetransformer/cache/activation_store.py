@@ -352,11 +352,14 @@ class ActivationStore:
             unused_since: seconds since the epoch; one that was made or marked later is not deleted.
 
         Returns:
-            Whether there was one.
+            Whether there is room now that was not there before: one was deleted, or another process is at it.
 
         Raises:
             OSError: The folder cannot be written to.
         """
+        if any(entry.name.startswith(_DELETED) for entry in _scan(self.folder)):
+            self._remove_deleted()
+            return True
         used: list[tuple[float, int, str]] = []
         for number, fingerprint in self.generations():
             with suppress(OSError):  # deleted meanwhile

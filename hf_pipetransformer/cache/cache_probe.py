@@ -413,11 +413,15 @@ def _groups(order: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
-    """The last third of some rows turned into padding, as it would be if these samples were shorter."""
+    """The last third of some rows turned into padding, as it would be if these samples were shorter.
+
+    A batch of such rows alone becomes narrower, unless other inputs may speak of places in it.
+    """
     mask = batch["attention_mask"].clone()
     mask[rows, mask.shape[1] - mask.shape[1] // 3 :] = 0
     padding = mask == 0
     others: Batch = {"attention_mask": mask}
+    is_known = True
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape or name == "attention_mask":
             continue
@@ -425,7 +429,10 @@ def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
             others[name] = value.masked_fill(_aligned(padding, value), pad_id if name == "input_ids" else 0)
         elif name in NOT_IN_KEYS and value.shape == mask.shape and not value.is_floating_point():
             others[name] = value.masked_fill(padding, IGNORED_LABEL)
-    return {**batch, **others}
+        else:
+            is_known = False
+    width = int(mask.any(0).sum()) if is_known else mask.shape[1]
+    return {**batch, **{name: value[:, :width] for name, value in others.items()}}
 
 
 def _with_other_values(rows: _Rows, names: Collection[str]) -> _Rows | None:

@@ -355,14 +355,14 @@ class _Course:
                 self._boundary = boundary
 
     def _pays(self) -> bool:
-        """Whether loading is faster than computing by as much as `AutoCache` asks for."""
-        loading = self._load_seconds(self._boundary)
-        times, rows = self._machine.times, self._job.rows_per_device
-        computing = rows * sum(unit.forward.per_row for unit in times.units[: self._boundary])
+        """Whether a row is loaded faster than computed by as much as `AutoCache` asks for; one process reads."""
+        rows_of_node = self._job.batch_rows / self._machine.num_nodes(self._job.num_devices)
+        loading = self._load_seconds(self._boundary) / rows_of_node
+        computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
         if loading < WORTH_LOADING * computing:
             return True
         self._off = (
-            f"loading would take {1e3 * loading:.3g} ms of a step, computing the {self._boundary} frozen layers"
+            f"loading would take {1e3 * loading:.3g} ms a row, computing the {self._boundary} frozen layers"
             f" {1e3 * computing:.3g} ms"
         )
         self._boundary, self._refused = 0, self._boundary

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..planning.plan import align
 from ..planning.planner import largest_stage_bytes
-from .forecast import Epoch, Forecast, StaticRun, forecast_seconds
+from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start
 
 GIB = 2**30
 
@@ -24,6 +24,7 @@ ALWAYS_ASSUMED = (
     "gradients are reduced after the backward, not during it; messages between stages take no time",
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
     "activations are counted in fp32, as the trainer does; the allocator's waste is not in the memory figures",
+    "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
     "the model may be cached; the trainer finds that out by running rows of the data",
 )
 
@@ -53,22 +54,25 @@ def _about_pipelining(result: Forecast) -> list[str]:
     job, ks = result.job, [epoch.plan.pipeline_parallel_size for epoch in result.epochs]
     budget, needed = result.machine.memory_budget_bytes, largest_stage_bytes(result.first)
     sentences = []
-    if max(ks) == 1:
+    fits = budget is None or needed <= budget
+    if max(ks) == 1 and fits and result.best_static.plan.pipeline_parallel_size == 1:
         frozen = result.epochs[-1].num_frozen > 0
-        what = ("freeze only" if result.cache_off else "freeze + cache only") if frozen else "plain DDP"
+        caches = any(epoch.num_cached for epoch in result.epochs)
+        what = ("freeze + cache only" if caches else "freeze only") if frozen else "plain DDP"
         sentences.append(f"K = 1 throughout: {what} (pipeline_parallel_size=1); pipelining adds nothing here.")
-    elif not result.ddp.fits:
+    elif not result.ddp.fits and ks[0] > 1:
         assert budget is not None
         sentences.append(
             f"Plain DDP does not fit: K = 1 needs {(budget + result.ddp.missing_bytes) / GIB:,.1f} GiB for training,"
             f" and a device has {budget / GIB:,.1f} GiB. Hence {ks[0]} stages at the start."
         )
-    if budget is not None and needed > budget:
+    if not fits:
+        assert budget is not None
         sentences.append(
             f"It does not fit: with K = {ks[0]} the largest stage needs {needed / GIB:,.1f} GiB, and a device has"
             f" {budget / GIB:,.1f} GiB. Raise pipeline_parallel_size, or lower the batch."
         )
-    elif job.pipeline_parallel_size != "auto" and ks[0] > 1:
+    elif job.pipeline_parallel_size != "auto":
         auto = forecast_seconds(replace(job, pipeline_parallel_size="auto"), result.workload, result.machine)
         if auto * HARDLY_FASTER < result.seconds:
             sentences.append(
@@ -83,13 +87,19 @@ def _about_pipelining(result: Forecast) -> list[str]:
 
 def _about_fewer_devices(result: Forecast) -> list[str]:
     """Whether fewer devices, with the same global batch, would do as well."""
-    job = result.job
+    job, budget = result.job, result.machine.memory_budget_bytes
+    if result.machine.device is None or (budget is not None and largest_stage_bytes(result.first) > budget):
+        return []  # times were measured in so many processes; or it fits none
     for n in (n for n in range(1, job.num_devices) if job.num_devices % n == 0):
         if isinstance(job.pipeline_parallel_size, int) and n % job.pipeline_parallel_size:
             continue
+        fewer = replace(job, num_devices=n)
         try:
-            seconds = forecast_seconds(replace(job, num_devices=n), result.workload, result.machine)
+            first = plan_at_start(fewer, result.workload, result.machine)
+            seconds = forecast_seconds(fewer, result.workload, result.machine)
         except ValueError:  # it does not fit so few
+            continue
+        if budget is not None and largest_stage_bytes(first) > budget:
             continue
         if seconds <= result.seconds * HARDLY_FASTER or seconds - result.seconds < START_SECONDS:
             return [

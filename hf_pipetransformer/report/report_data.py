@@ -232,6 +232,8 @@ def _calls(event_lines: Sequence[Line], metric_lines: Sequence[Line]) -> list[_C
 def _group_calls(calls: Sequence[_Call]) -> list[list[_Call]]:
     groups: list[list[_Call]] = []
     for call in calls:
+        if not call.events and not any(line.get("steps") for line in call.lines):
+            continue  # it failed before its first step
         if call.is_resumed and groups:
             groups[-1].append(call)
         else:

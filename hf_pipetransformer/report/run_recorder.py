@@ -2,6 +2,7 @@
 
 `pipeline_events.jsonl` (`events.py`) has the layouts; this file has what changes between them:
 
+    {"kind": "begin", ...}  the first step is about to begin
     {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
     {"kind": "time",  ...}  seconds of the main process since the last such line, by what it did; steps and rows done
     {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class RunRecorder(TrainerCallback):
         """`train()` has been called."""
         self._writes = is_main_process
         self._is_training = True
-        self.run = datetime.now().isoformat(timespec="milliseconds")
+        self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
         self._forget()
 
@@ -150,14 +151,16 @@ class RunRecorder(TrainerCallback):
         self._is_training = False
 
     # ------------------------------------------------------------------------------------ told by the loop
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("preparing")
+        self._write("begin", state.global_step)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._lap("other")
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._lap("batches")
+        self._is_evaluating = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("steps")
@@ -184,8 +187,12 @@ class RunRecorder(TrainerCallback):
         self._lap("evaluating")
         self._is_evaluating = False
 
-    def on_save(self, *_: Any, **__: Any) -> None:
+    def on_predict(self, *_: Any, **__: Any) -> None:
+        self.on_evaluate()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("saving")
+        self._flush(state.global_step)  # a training that is resumed from here goes on with a line of its own
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("other")
