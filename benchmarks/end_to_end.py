@@ -17,8 +17,8 @@ next seed and the next alpha:
     f    all of it
 
 What is compared is the time of the epochs (without evaluation; finding the layers, timing them and the probe of the
-cache come before the first one and are in "wall_seconds"), the metric at the end, and the efficiency: the speed-up over
-(a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a cached
+cache come before the first one and are in "wall_seconds"), the metric at the end, and the efficiency: the speed-up
+over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a cached
 one 0 times its forward).
 
 Every result is written as soon as it is there. What `--output` has already, from a run with the same task and options,

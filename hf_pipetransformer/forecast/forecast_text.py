@@ -88,8 +88,8 @@ def _about_pipelining(result: Forecast) -> list[str]:
 def _about_fewer_devices(result: Forecast) -> list[str]:
     """Whether fewer devices, with the same global batch, would do as well."""
     job, budget = result.job, result.machine.memory_budget_bytes
-    if result.machine.device is None or (budget is not None and largest_stage_bytes(result.first) > budget):
-        return []  # times were measured in so many processes; or it fits none
+    if budget is not None and largest_stage_bytes(result.first) > budget:
+        return []
     for n in (n for n in range(1, job.num_devices) if job.num_devices % n == 0):
         if isinstance(job.pipeline_parallel_size, int) and n % job.pipeline_parallel_size:
             continue
