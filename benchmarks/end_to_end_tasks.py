@@ -73,8 +73,8 @@ SQUAD_TOKENS = 192
 def squad(model: str, folder: Path, samples: int, seed: int) -> Task:
     """Questions: `train.jsonl` and `validation.jsonl` as SQuAD has them; those answered in the first 192 tokens.
 
-    The metric is F1 over the tokens of the answer's span, which is a little stricter than F1 over its words. Nothing is
-    cached, since the model's own loss reads padding.
+    The metric is F1 over the tokens of the answer's span, which is a little stricter than F1 over its words. Nothing
+    is cached, since the model's own loss reads padding.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 
