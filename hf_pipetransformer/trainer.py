@@ -47,7 +47,7 @@ from .model.frozen_prefix import FreezableLayers
 from .model.layer_stack import LayerStack, refuse_batch_statistics
 from .model.loss_scaling import LossReduction, with_distinct_labels
 from .model.loss_study import study_loss
-from .model.micro_batch import Batch
+from .model.micro_batch import Batch, slice_rows
 from .pipeline.agreement import check_same_everywhere, check_same_size
 from .pipeline.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
 from .pipeline.devices import fits
@@ -68,6 +68,8 @@ SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
 LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found."""
+COST_SAMPLE_ROWS = 16
+"""Rows among which the longest one says how long the rows are on which the units' costs are counted."""
 SAMPLES_TO_PROBE = 32
 """Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
 UNKNOWN_SIZE = 2**20
@@ -186,7 +188,7 @@ class PipeTransformerTrainer(Trainer):
                 " instead of overriding get_train_dataloader."
             )
         check_same_size(self._processes, self._train_batches.dataset)
-        rows = self._train_batches.sample_rows(max(LOSS_SAMPLE_ROWS, self._rows_to_time))
+        rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS)
         pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
@@ -345,7 +347,7 @@ class PipeTransformerTrainer(Trainer):
                 stack = LayerStack.discover(self.model, sample)
                 if self.args.uses_pipeline:
                     refuse_batch_statistics(self.model)
-                self._unit_costs: tuple[UnitCost, ...] = measure_costs(stack, sample)
+                self._unit_costs: tuple[UnitCost, ...] = measure_costs(stack, self._padded_sample(rows, collate_fn))
                 if self._freeze_callback is not None:
                     freezable = FreezableLayers.of(stack, sample)
             else:
@@ -411,6 +413,10 @@ class PipeTransformerTrainer(Trainer):
         with seeded(self.args.seed):
             batch = dict(collate_fn(rows))
         return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
+        """Few rows, padded as in a batch with the others: two short ones would make every stage seem to fit."""
+        return slice_rows(self._collate(rows, collate_fn), 0, SAMPLE_ROWS)
 
     # ------------------------------------------------------------------------------------ data
     def get_train_dataloader(self) -> DataLoader:
@@ -688,7 +694,7 @@ class PipeTransformerTrainer(Trainer):
         if isinstance(dataset, IterableDataset):
             dataset = _whole_stream(dataset)
         with seeded(self.args.seed):
-            return first_samples(dataset, SAMPLE_ROWS)
+            return first_samples(dataset, COST_SAMPLE_ROWS)
 
     def prediction_step(
         self,

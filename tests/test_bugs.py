@@ -304,3 +304,18 @@ def test_t5_is_exact_with_every_number_of_microbatches(num_microbatches: int) ->
     expected = run_ranks(reference, 1, run)[0]
     outcomes = run_ranks(pipeline, 2, replace(run, per_device=8), 2, num_microbatches=num_microbatches)
     assert_same_training(outcomes, expected)
+
+
+# ------------------------------------------------------------------------------------------ plans
+def activation_bytes(rank: int, world_size: int, order: str) -> list[int]:
+    by_length = sorted(RUN.data(16), key=lambda sample: len(sample["input_ids"]), reverse=order == "longest first")
+    trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2)
+    trainer.train_dataset = by_length
+    trainer.train()
+    return [unit.activation_bytes for unit in trainer._layouts.first.unit_costs]
+
+
+def test_memory_is_predicted_for_long_rows_where_the_first_are_short() -> None:
+    """Two short rows made the first layout seem small, so that no shorter pipeline ever fitted into its memory."""
+    short, long = (run_ranks(activation_bytes, 2, order)[0] for order in ("shortest first", "longest first"))
+    assert short == long
