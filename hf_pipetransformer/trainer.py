@@ -19,7 +19,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -48,15 +48,17 @@ from .model.layer_stack import LayerStack, refuse_batch_statistics
 from .model.loss_scaling import LossReduction, with_distinct_labels
 from .model.loss_study import study_loss
 from .model.micro_batch import Batch, slice_rows
+from .model.slicing_study import study_slicing
 from .pipeline.agreement import check_same_everywhere, check_same_size
 from .pipeline.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import ElasticPipeline, Transformation
+from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
 from .pipeline.mesh import ProcessMesh
 from .pipeline.stage import StageModule
 from .pipeline.state import synchronise_weights
 from .planning.costs import UnitCost, cost_of_whole, measure_costs
 from .planning.plan import PipelinePlan
+from .planning.token_slicing import RowSlices
 from .planning.unit_times import ModelTimes
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
@@ -70,6 +72,8 @@ LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found."""
 COST_SAMPLE_ROWS = 16
 """Rows among which the longest one says how long the rows are on which the units' costs are counted."""
+MOST_SHAPES_TO_TELL = 8
+"""Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
 SAMPLES_TO_PROBE = 32
 """Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
 UNKNOWN_SIZE = 2**20
@@ -131,6 +135,7 @@ class PipeTransformerTrainer(Trainer):
         self._num_cached = 0  # that the plan was made for
         self._epoch_begins = False
         self._epochs_begun = 0
+        self._shapes_told = 0
         self._timed: tuple[ElasticPipeline, ModelTimes | None] | None = None
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
@@ -243,7 +248,7 @@ class PipeTransformerTrainer(Trainer):
         wanted = self.args.activation_cache == "on" or (
             self.args.activation_cache == "auto" and not self.args.full_determinism
         )
-        return wanted and self._freeze_callback is not None
+        return wanted and self._freeze_callback is not None and not self.args.slices_tokens
 
     def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
         """Of the model's parts, where they decide something: K, M, whether the cache pays.
@@ -331,6 +336,8 @@ class PipeTransformerTrainer(Trainer):
         assert self.pipeline is not None
         if self._train_batches is not None:
             self._study_loss(self.pipeline.stack, self._collate(rows[:LOSS_SAMPLE_ROWS], collate_fn))
+            if self.args.slices_tokens:
+                self._study_slicing(self.pipeline, self._collate(rows[:SAMPLE_ROWS], collate_fn))
         return self.pipeline
 
     def _build_pipeline(self, rows: list[Any], collate_fn: Any) -> None:
@@ -588,10 +595,11 @@ class PipeTransformerTrainer(Trainer):
         if self.accelerator.scaler is not None:
             # a scaler is set up by its first use, and the stages without the loss would not use it
             self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
-        self._micro_losses.clear()
         batch = dict(self._prepare_inputs(inputs))
         if self._slice.rows and self._slice.keys is not None and pipeline.cache is not None:
             batch[KEYS_NAME] = self._slice.keys
+        pipeline.prepare(batch)
+        self._micro_losses.clear()
         pipeline.step(batch)
         self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
@@ -609,16 +617,20 @@ class PipeTransformerTrainer(Trainer):
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
         assert self.pipeline is not None
-        weight = self._reduction.weight(micro_batch, self._num_items) if self._slice.rows else 0.0
-        inputs = dict(micro_batch)
-        if weight == 0.0 and "labels" in inputs:  # a mean over no item would be NaN, and NaN x 0 is NaN
-            inputs["labels"] = torch.zeros_like(inputs["labels"])
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=self._num_items)
-        assert isinstance(loss, torch.Tensor)
-        part = loss.mean() * weight
+        part = self._part_of_loss(model, micro_batch, self._num_items, counts=bool(self._slice.rows))
         self._micro_losses.append(part.detach())
         return part * (self.pipeline.num_replicas * self._loss_scale)
+
+    def _part_of_loss(self, model: nn.Module, batch: Batch, num_items: int, counts: bool = True) -> torch.Tensor:
+        """What a part of a batch of `num_items` adds to the whole batch's loss."""
+        weight = self._reduction.weight(batch, num_items) if counts else 0.0
+        inputs = dict(batch)
+        if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
+            inputs |= {name: torch.zeros_like(inputs[name]) for name in ("labels", "shift_labels") if name in inputs}
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        assert isinstance(loss, torch.Tensor)
+        return loss.mean() * weight
 
     @property
     def _loss_scale(self) -> float:
@@ -634,9 +646,6 @@ class PipeTransformerTrainer(Trainer):
                 assert isinstance(loss, torch.Tensor)
                 return loss.mean()
 
-        is_exact = self.accelerator.mixed_precision == "no" and all(
-            p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
-        )
         is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
         self._reduction, without_gradient = study_loss(
             stack,
@@ -645,9 +654,43 @@ class PipeTransformerTrainer(Trainer):
             shifts_labels=getattr(self, "_loss_shifts_labels", False),
             adds_up=not is_alone,
             is_cut=self.args.uses_pipeline,
-            tolerance=2e-3 if is_exact else 3e-2,
+            tolerance=2e-3 if self._is_exact else 3e-2,
         )
         stack.unreached |= without_gradient
+
+    def _study_slicing(self, pipeline: ElasticPipeline, sample: Batch) -> None:
+        """Try whether the model can be cut along its tokens, before it is cut by layers."""
+        num_items = max(self._reduction.count(sample), 1)
+        windows = study_slicing(
+            pipeline.stack,
+            sample,
+            lambda part: self._part_of_loss(self.model, part, num_items),
+            tolerance=1e-3 if self._is_exact else 1e-1,
+        )
+        pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
+
+    def _tell_slices(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
+        """On the main process alone: a line in the log and a record for each of the first shapes."""
+        if not self.is_world_process_zero() or self._shapes_told == MOST_SHAPES_TO_TELL:
+            return
+        self._shapes_told += 1
+        logger.info("%s", events.describe_slices(parts, seconds))
+        assert self.pipeline is not None
+        events.record(
+            self.args.output_dir or ".",
+            "slices",
+            self.pipeline.current_plan,
+            self.state.global_step,
+            self.state.epoch or 0.0,
+            run=self._recorder.run,
+            slices=events.slices_of(parts, seconds),
+        )
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.accelerator.mixed_precision == "no" and all(
+            p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
+        )
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:

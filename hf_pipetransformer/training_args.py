@@ -37,6 +37,26 @@ def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
     return number
 
 
+def _token_slices(value: Any) -> str | int | list[int]:
+    """The field's value, whether it comes from Python, YAML or the command line."""
+    given = value
+    if isinstance(value, str) and value not in ("off", "auto"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            value = None
+    lengths = list(value) if isinstance(value, (list, tuple)) else [value]
+    is_known = isinstance(value, str) or (
+        bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
+    )
+    if not is_known:
+        raise ValueError(
+            f"token_slices={given!r}: it must be 'off', 'auto', a number of slices (at least 1), or a list of their"
+            " lengths, such as [512, 256, 256]."
+        )
+    return lengths if isinstance(value, (list, tuple)) else value
+
+
 def _from_json(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -49,6 +69,7 @@ def _from_json(name: str, text: str) -> dict[str, Any]:
 
 if TYPE_CHECKING:
     IntOrAuto = int | Literal["auto"]
+    SlicesOrName = str | int | list[int]
 else:
 
     class IntOrAuto:
@@ -56,6 +77,12 @@ else:
 
         def __new__(cls, text: str) -> int | str:
             return _int_or_auto("value", text)
+
+    class SlicesOrName:
+        """Likewise of "off", "auto", an int or a list."""
+
+        def __new__(cls, text: str) -> str | int | list[int]:
+            return _token_slices(text)
 
 
 @dataclass
@@ -75,6 +102,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Micro-batches that a pipeline's batch is cut into. All have one size, so the largest divisor of the
             batch's rows up to this number is used. `"auto"`: the fastest of those that are predicted to be fast, tried
             on the first training steps; with `full_determinism` by a fixed rule.
+        token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
+            Of a causal language model: cut micro-batches along their tokens, too, so that a pipeline has enough to
+            do with few long sequences (TeraPipe, ICML 2021). A number of equal slices; their lengths, as a list (what
+            remains of a row is one more slice); or `"auto"`: slices and micro-batches by a dynamic program over
+            what slices of different lengths are measured to take. While there is one stage nothing is cut.
 
     > Parameters that control the freezing of layers
 
@@ -134,6 +166,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="auto",
         metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
     )
+    token_slices: SlicesOrName = field(
+        default="off",
+        metadata={"help": "Slices along the tokens of a sequence: 'off', 'auto', a number, or lengths as JSON."},
+    )
 
     freeze_policy: str = field(
         default="none",
@@ -177,11 +213,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self._check_cache()
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
+        self.token_slices = _token_slices(self.token_slices)
         check_schedule(self.pipeline_schedule)
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # refuses what is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
+        self._check_slices()
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
             known = dist.is_available() and dist.is_initialized()
@@ -198,6 +236,35 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 if dist.is_initialized():
                     dist.barrier()  # a process that left now would leave others waiting for it to connect
                 raise
+
+    @property
+    def slices_tokens(self) -> bool:
+        """Whether sequences are cut along their tokens."""
+        return self.token_slices != "off"
+
+    def _check_slices(self) -> None:
+        if not self.slices_tokens:
+            return
+        wanted = f"token_slices={self.token_slices!r}"
+        if not self.uses_pipeline:
+            raise ValueError(
+                f"{wanted} needs several stages, and pipeline_parallel_size is 1: raise it, or set token_slices='off'."
+            )
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"{wanted} cannot be combined with label_smoothing_factor={self.label_smoothing_factor}: smoothing"
+                " shifts the labels itself, and each slice would lose one. Set label_smoothing_factor=0."
+            )
+        if self.full_determinism and self.token_slices == "auto":
+            raise ValueError(
+                f"{wanted} goes by measured times, which differ between runs, and full_determinism forbids that: give"
+                " a number of slices."
+            )
+        if self.activation_cache == "on":
+            raise ValueError(
+                f"{wanted} cannot be combined with activation_cache='on': the cache keeps whole rows. Set"
+                " activation_cache='off' or token_slices='off'."
+            )
 
     def _check_cache(self) -> None:
         for name, values in (("activation_cache", CACHE_MODES), ("activation_cache_dtype", tuple(CACHE_DTYPES))):

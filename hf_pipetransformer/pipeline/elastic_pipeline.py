@@ -25,19 +25,40 @@ from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch
+from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
 from .mesh import ProcessMesh
 from .microbatch_trials import MicrobatchTrials
 from .schedule import PipelineScheduler
+from .slice_choice import OnPlan, SliceChooser, TokenSlices
 from .sparse_embeddings import SparseEmbeddings
 from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule
 from .state import Holders, OptimizerState, WeightState, exchange, moves_between
+from .token_schedule import Neighbours, TokenScheduler
 
 WORTH_A_TRIAL = 0.15
 """Numbers of micro-batches that are predicted to take longer than the best by more than this share are not tried."""
 
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients in one message, as DDP's; where it is not DDP that sends them."""
+
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How sequences are cut along their tokens where there are several stages.
+
+    Attributes:
+        token_slices: as the user asked.
+        windows: of the model's layers, from `study_slicing`.
+        on_plan: told how each new shape of batch is cut, and what that is predicted to take.
+    """
+
+    token_slices: TokenSlices
+    windows: Windows
+    on_plan: OnPlan
 
 
 @dataclass(frozen=True)
@@ -95,18 +116,22 @@ class ElasticPipeline(nn.Module):
         self._loss_of = loss_of
         self._wrap_replicas = wrap_replicas
         self.freezable = freezable
+        self.slicing: Slicing | None = None
+        """Cut sequences along their tokens as well, from the next plan on."""
         self.cache: ActivationCache | None = None
         self.parks = device.type != "cpu"
         """Whether cached layers' weights leave the device; on the CPU they would gain nothing."""
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
+        self._token_scheduler: TokenScheduler | None = None
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._gradients_synchronise = True
         self._set_aside: dict[str, nn.Parameter] | None = None
         self._group: dist.ProcessGroup | None = None  # of this pipeline
         self._control: dist.ProcessGroup | None = None  # the same processes, on the CPU
         self._shared_groups: list[tuple[list[str], dist.ProcessGroup | None]] = []
+        self._replicated_names: list[str] = []  # with gradients to be averaged over replicas, where DDP does not
         self._copies: dict[str, int] = {}  # shared parameter -> stages that hold it
 
     # ------------------------------------------------------------------------------------ layout
@@ -219,7 +244,7 @@ class ElasticPipeline(nn.Module):
         self.park_cached_layers()
 
     def _unbuild(self) -> None:
-        self.stage, self._scheduler, self._trials = None, None, None
+        self.stage, self._scheduler, self._trials, self._token_scheduler = None, None, None, None
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
             self._sparse_embeddings = None
@@ -240,26 +265,54 @@ class ElasticPipeline(nn.Module):
         ]
         trainable = [name for name in stage.names if self.stack.table[name].requires_grad]
         module: nn.Module = stage
-        if groups.replicas is not None and trainable:
-            without_gradient = self.stack.unreached | (self.stack.only_returned if stage.is_last else frozenset())
+        without_gradient = self.stack.unreached | (self.stack.only_returned if stage.is_last else frozenset())
+        slices_tokens = self.slicing is not None and groups.pipeline is not None
+        if slices_tokens:
+            self._replicated_names = [name for name in trainable if name not in without_gradient]
+        elif groups.replicas is not None and trainable:
             may_be_unused = not without_gradient.isdisjoint(trainable)
             module = self._wrap_replicas(stage, groups.replicas, may_be_unused)
             self.__dict__["_replicated"] = module  # not registered: its child is the stage
         if groups.pipeline is not None:
             if module is stage and self.device.type == "cpu":
                 self._sparse_embeddings = SparseEmbeddings(self.model, list(stage.parameters()))
+            shape_book = ShapeBook(stage, self._receive_shapes, self._send_shapes)
+            if slices_tokens:
+                self._token_scheduler = self._make_token_scheduler(stage, plan, shape_book)
+                return
             self._scheduler = PipelineScheduler(
-                stage,
-                module,
-                self.stage_index,
-                self.num_stages,
-                groups.pipeline,
-                ShapeBook(stage, self._receive_shapes, self._send_shapes),
-                plan.schedule,
+                stage, module, self.stage_index, self.num_stages, groups.pipeline, shape_book, plan.schedule
             )
             self._trials = MicrobatchTrials(
                 partial(plan.promising_microbatches, within=WORTH_A_TRIAL), self._slowest_stage, self._synchronise
             )
+
+    def _make_token_scheduler(self, stage: StageModule, plan: PipelinePlan, shape_book: ShapeBook) -> TokenScheduler:
+        """Collective over all processes."""
+        slicing, index = self.slicing, self.stage_index
+        assert slicing is not None
+        ranks = plan.ranks_of_pipeline(self.replica_index)
+        # the dynamic program chooses parts of rows as well, unless the user has
+        is_free = slicing.token_slices == "auto" and plan.num_microbatches is None
+        chooser = SliceChooser(
+            slicing.token_slices,
+            slicing.windows,
+            None if is_free else plan.num_microbatches_for,
+            self._of_each_stage,
+            slicing.on_plan,
+        )
+        neighbours = Neighbours(
+            ranks[index - 1] if index > 0 else None,
+            ranks[index + 1] if index + 1 < len(ranks) else None,
+            self._group,
+            self.mesh.second_pipeline_group(self.num_stages),
+        )
+        return TokenScheduler(stage, index, self.num_stages, neighbours, shape_book, slicing.windows, chooser)
+
+    def _of_each_stage(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(everyone, mine, group=self._control)
+        return everyone
 
     def _slowest_stage(self, seconds: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._control)
@@ -350,6 +403,11 @@ class ElasticPipeline(nn.Module):
             self._gradients_synchronise = True
 
     # ------------------------------------------------------------------------------------ training
+    def prepare(self, batch: Batch) -> None:
+        """Settle how a batch of a new shape is cut, which may run parts of it. Collective over the pipeline."""
+        if self._token_scheduler is not None:
+            self._token_scheduler.parts_of(batch)
+
     def step(self, batch: Batch) -> None:
         """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
@@ -361,7 +419,13 @@ class ElasticPipeline(nn.Module):
         """
         stage = self.stage
         assert stage is not None
-        if self._scheduler is None:
+        if self._token_scheduler is not None:
+            self._token_scheduler.step(batch)
+            if self._sparse_embeddings is not None:
+                self._sparse_embeddings.finish_step()
+            if self._gradients_synchronise:
+                self._average_over_replicas()
+        elif self._scheduler is None:
             self._step_alone(stage, batch)
         else:
             assert self._trials is not None
@@ -387,11 +451,39 @@ class ElasticPipeline(nn.Module):
         for names, group in self._shared_groups:
             if group is None:
                 continue
-            parameters = [self.stack.table[name] for name in names]
-            flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
-            dist.all_reduce(flat, group=group)
-            for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad = total.view_as(parameter)
+            self._sum_gradients(names, group)
+
+    def _average_over_replicas(self) -> None:
+        """What DDP does, after the step: it cannot, where the first forward's backward comes last."""
+        group = self.mesh.layout(self.num_stages).replicas
+        if group is None:
+            return
+        for names in self._buckets(self._replicated_names):
+            self._sum_gradients(names, group, 1 / self.num_replicas)
+
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Parameters of one type that together have about `BUCKET_BYTES`."""
+        bucket: list[str] = []
+        size = 0
+        for name in names:
+            parameter = self.stack.table[name]
+            if bucket and (size > BUCKET_BYTES or parameter.dtype != self.stack.table[bucket[0]].dtype):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += parameter.nbytes
+        if bucket:
+            yield bucket
+
+    def _sum_gradients(self, names: Sequence[str], group: dist.ProcessGroup, factor: float = 1.0) -> None:
+        """All-reduce the gradients of some parameters in one message."""
+        parameters = [self.stack.table[name] for name in names]
+        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
+        dist.all_reduce(flat, group=group)
+        if factor != 1.0:
+            flat *= factor
+        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = total.view_as(parameter)
 
     def clip_grad_norm(
         self, max_norm: float, unscale: Callable[[], None] = lambda: None, loss_scale: float = 1.0
@@ -506,9 +598,7 @@ class ElasticPipeline(nn.Module):
 
     def _gather_in_pipeline(self, batch: Batch) -> list[Batch]:
         on_cpu = pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, dict(batch))
-        everyone: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(everyone, on_cpu, group=self._control)
-        return everyone
+        return self._of_each_stage(on_cpu)
 
     def _send_object(self, value: Any, stage: int) -> None:
         dist.send_object_list([value], dst=self._rank_of(stage), group=self._control)

@@ -50,27 +50,40 @@ class ProcessMesh:
         self.world_size = dist.get_world_size() if is_distributed else 1
         self.rank = dist.get_rank() if is_distributed else 0
         self._layouts: dict[int, LayoutGroups] = {}
-        self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None], dist.ProcessGroup | None] = {}
+        self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def layout(self, num_stages: int) -> LayoutGroups:
         """Groups for K = `num_stages`. Collective over all processes the first time K is asked for."""
         if num_stages not in self._layouts:
-            replicas = self.world_size // num_stages
-            rows = [range(r * num_stages, (r + 1) * num_stages) for r in range(replicas)]
+            rows = self._pipelines(num_stages)
             columns = [range(s, self.world_size, num_stages) for s in range(num_stages)]
             self._layouts[num_stages] = LayoutGroups(
                 self.subgroup(rows), self.subgroup(rows, backend="gloo"), self.subgroup(columns)
             )
         return self._layouts[num_stages]
 
-    def subgroup(self, partition: Iterable[Iterable[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    def second_pipeline_group(self, num_stages: int) -> dist.ProcessGroup | None:
+        """Another group of the same processes as `layout(num_stages).pipeline`. Collective like `layout`."""
+        return self.subgroup(self._pipelines(num_stages), number=1)
+
+    def _pipelines(self, num_stages: int) -> list[range]:
+        return [range(first, first + num_stages) for first in range(0, self.world_size, num_stages)]
+
+    def subgroup(
+        self, partition: Iterable[Iterable[int]], backend: str | None = None, number: int = 0
+    ) -> dist.ProcessGroup | None:
         """This process's group among several disjoint sets of ranks; None if it is in none or alone.
 
         Collective over all processes the first time a partition is asked for.
+
+        Args:
+            partition: the sets.
+            backend: None: that of the process group.
+            number: of the group, where one set of ranks needs several.
         """
         sets = tuple(tuple(ranks) for ranks in partition)
-        key = (sets, backend)
+        key = (sets, backend, number)
         if key not in self._subgroups:
             mine = None
             for ranks in sets:

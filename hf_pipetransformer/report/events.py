@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..cache.activation_cache import CacheCounts
 from ..pipeline.elastic_pipeline import WORTH_A_TRIAL, Transformation
 from ..planning.plan import PipelinePlan
+from ..planning.token_slicing import RowSlices
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,14 @@ def record(
     phases: Mapping[str, float] | None = None,
     run: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    slices: Mapping[str, Any] | None = None,
 ) -> None:
     """Append one event to the run's file.
 
     Args:
         folder: the run's `output_dir`.
-        event: "start", "resume", "transform", or "cache": other layers count as cached, and nothing moves.
+        event: "start", "resume", "transform", "cache": other layers count as cached, and nothing moves; "slices": how
+            batches of a new shape are cut along their tokens.
         plan: in force from now on.
         global_step: optimizer steps done.
         epoch: epochs done.
@@ -86,6 +90,7 @@ def record(
         phases: seconds of its parts, on the slowest process of each.
         run: name of this `train()`.
         facts: what does not change in it.
+        slices: of "slices", from `slices_of`.
     """
     entry = {
         "event": event,
@@ -99,6 +104,8 @@ def record(
         "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
         "predicted": prediction_of(plan),
     }
+    if slices is not None:
+        entry["slices"] = dict(slices)
     if facts is not None:
         entry["facts"] = dict(facts)
     path = Path(folder) / FILE_NAME
@@ -108,6 +115,28 @@ def record(
             file.write(json.dumps(entry) + "\n")
     except OSError as error:  # one process writes; were it to fail, the others would wait for it
         logger.warning("The event %r is not recorded: %s", event, error)
+
+
+def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:
+    """How a batch is cut, in plain values: of each part of the batch its rows and the tokens of its slices."""
+    return {
+        "rows": sum(part.rows for part in parts),
+        "tokens": sum(parts[0].lengths),
+        "parts": [[part.rows, list(part.lengths)] for part in parts],
+        "predicted_seconds": None if seconds is None else round(seconds, 6),
+    }
+
+
+def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:
+    """One line for the log."""
+    kinds = Counter((part.rows, part.lengths) for part in parts)
+    cut = ", ".join(
+        f"{f'{count} x ' if count > 1 else ''}{rows} row{'' if rows == 1 else 's'} in "
+        + ("one slice" if len(lengths) == 1 else f"slices of {'+'.join(map(str, lengths))} tokens")
+        for (rows, lengths), count in kinds.items()
+    )
+    predicted = "" if seconds is None else f"; forward and backward predicted {seconds:.3g} s"
+    return f"Batches of {sum(part.rows for part in parts)} rows x {sum(parts[0].lengths)} tokens: {cut}{predicted}"
 
 
 def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:

@@ -1,0 +1,198 @@
+"""Keys and values that outlive a slice: attention over a sequence that is run a few tokens at a time.
+
+A causal model's tokens [a, b) need of the earlier ones their keys and values alone. Generation keeps these in a
+`transformers.Cache`; so does this, and gives them gradients as well (TeraPipe, ICML 2021, section 3.2).
+
+    forward    slice 0        slice 1        slice 2
+                 k, v ────────→ reads ────────→ reads
+                   └────────────────────────────→
+    backward   takes up  ←──── parks gradients
+                              takes up ←────── parks gradients
+
+Forwards go from the first slice to the last, backwards from the last to the first. A slice's backward parks the
+gradients of earlier tokens' keys and values here, and their own slice takes them up when its turn comes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import UnsupportedModelError
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+Windows = tuple[tuple[str, int | None], ...]
+"""For each layer the kind of its attention and the width of its window."""
+
+
+def attention_windows(model: Any) -> Windows:
+    """For each layer of a causal model the kind of its attention and the width of its window, from the configuration.
+
+    Raises:
+        UnsupportedModelError: a layer keeps a state that is no keys and values (recurrent, convolutional), or takes
+            those of another layer.
+    """
+    config = model.config.get_text_config(decoder=True)
+    remedy = "Set token_slices='off'."
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedModelError(
+            model, "only decoders with causal attention can be cut along their tokens.", remedy
+        )
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        raise UnsupportedModelError(model, "its layers share keys and values, which have one owner here.", remedy)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = [SLIDING if window is not None else CHUNKED if chunk is not None else FULL] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {FULL, SLIDING, CHUNKED})
+    if unknown:
+        raise UnsupportedModelError(
+            model, f"layers of type {', '.join(unknown)} keep a state that cannot be cut along the tokens.", remedy
+        )
+    width = {FULL: None, SLIDING: window, CHUNKED: chunk}
+    return tuple((kind, width[kind]) for kind in kinds)
+
+
+class SequenceStates:
+    """Keys and values of one micro-batch's sequence, in the layers that this process runs.
+
+    Args:
+        windows: of all layers of the model.
+        length: tokens of the sequence.
+        is_trimmed: give a layer with a sliding window only what its window reaches. Not where masks of the whole
+            sequence are given.
+    """
+
+    def __init__(self, windows: Windows, length: int, is_trimmed: bool = True) -> None:
+        self.windows = windows
+        self.length = length
+        self._is_trimmed = is_trimmed
+        self._layers: dict[int, _LayerStates] = {}
+
+    def slice(self, start: int, stop: int) -> SliceCache:
+        """What the model's forward of the tokens [start, stop) is given as `past_key_values`."""
+        return SliceCache(self, start, stop)
+
+    def of_layer(self, index: int) -> _LayerStates:
+        if index not in self._layers:
+            self._layers[index] = _LayerStates(self.length)
+        return self._layers[index]
+
+    def first_visible(self, index: int, start: int) -> int:
+        """The first token that one of the tokens from `start` on can see in this layer."""
+        kind, width = self.windows[index]
+        return max(0, start - width + 1) if kind == SLIDING and width and self._is_trimmed else 0
+
+
+class SliceCache(Cache):
+    """A view of the states for one slice. `update` may be called again, by gradient checkpointing."""
+
+    def __init__(self, states: SequenceStates, start: int, stop: int) -> None:
+        self._slices = [_SliceLayer(states, index, start, stop) for index in range(len(states.windows))]
+        super().__init__(layers=list(self._slices))
+
+    @property
+    def num_updated(self) -> int:
+        """Layers that have given their keys and values."""
+        return sum(layer.is_updated for layer in self._slices)
+
+
+class _SliceLayer(CacheLayerMixin):
+    def __init__(self, states: SequenceStates, index: int, start: int, stop: int) -> None:
+        super().__init__()
+        self._states, self._index, self._start, self._stop = states, index, start, stop
+        self._visible = states.first_visible(index, start)
+        self.is_sliding = states.windows[index][0] != FULL
+        self.is_initialized = True
+        self.is_updated = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.is_updated = True
+        if (self._start, self._stop) == (0, self._states.length):
+            return key_states, value_states
+        states = self._states.of_layer(self._index)
+        return _Extend.apply(key_states, value_states, states, self._visible, self._start, self._stop)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._start + query_length - self._visible, self._visible
+
+    def get_seq_length(self) -> int:
+        return self._start
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+
+class _LayerStates:
+    """Keys and values of one layer for the whole sequence, and the gradients that later slices have parked."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._values: list[torch.Tensor | None] = [None, None]
+        self._gradients: list[torch.Tensor | None] = [None, None]
+        self._backward_from = length
+
+    def put(self, which: int, new: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
+        """Write the tokens [start, stop) and return [visible, stop)."""
+        kept = self._values[which]
+        if kept is None:
+            kept = self._values[which] = new.new_zeros(*new.shape[:2], self.length, new.shape[3])
+        # through .data: earlier slices keep views of this memory for their backward, and autograd would count this
+        # write, to other tokens, as a change of what they have saved
+        kept.data[:, :, start:stop].copy_(new)
+        return kept.data[:, :, visible:stop]
+
+    def begin_backward(self, start: int, stop: int) -> None:
+        if stop != self._backward_from:
+            raise RuntimeError(
+                f"the backward of tokens {start} to {stop - 1} came when that of tokens from {self._backward_from} on"
+                " was the last: slices go backward from the last to the first, each once."
+            )
+        self._backward_from = start
+
+    def take_up(self, which: int, gradient: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
+        """Park the gradients of the earlier tokens [visible, start), and return those of the slice's own."""
+        own = gradient[:, :, start - visible :]
+        parked = self._gradients[which]
+        if parked is not None:
+            own = own + parked[:, :, start:stop].to(gradient.dtype)
+        if start > visible:
+            if parked is None:
+                # many slices add up: in half precision the small ones would get lost
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                shape = (*gradient.shape[:2], self.length, gradient.shape[3])
+                parked = self._gradients[which] = torch.zeros(shape, dtype=dtype, device=gradient.device)
+            parked[:, :, visible:start] += gradient[:, :, : start - visible]
+        if start == 0:
+            self._values[which] = self._gradients[which] = None
+        return own
+
+
+class _Extend(torch.autograd.Function):
+    """Keys and values of a slice -> those of all tokens that it can see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keys: torch.Tensor, values: torch.Tensor, states: _LayerStates, visible: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.states, ctx.span = states, (visible, start, stop)
+        return states.put(0, keys, visible, start, stop), states.put(1, values, visible, start, stop)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        visible, start, stop = ctx.span
+        ctx.states.begin_backward(start, stop)
+        of_keys, of_values = (ctx.states.take_up(i, g, visible, start, stop) for i, g in enumerate(gradients))
+        return of_keys, of_values, None, None, None, None

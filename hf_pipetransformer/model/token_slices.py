@@ -1,0 +1,212 @@
+"""Cut a batch of sequences along its tokens.
+
+Labels are shifted on the whole sequence before it is cut, or the last token of each slice would lose its label:
+
+    input_ids      the  cat │ sat  down          slice 0: the cat   slice 1: sat down
+    shift_labels   cat  sat │ down  -                     cat sat            down -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..errors import UnsupportedModelError
+from .kv_slices import CHUNKED, FULL, SLIDING, SequenceStates, SliceCache, Windows
+from .loss_scaling import IGNORED
+from .micro_batch import Batch
+
+MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+ROTARY_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the length of the sequence that they see."""
+
+
+def sequence_length(batch: Mapping[str, Any]) -> int:
+    """Tokens of a row.
+
+    Raises:
+        ValueError: the batch has no tokens.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(batch.get(name), torch.Tensor):
+            return int(batch[name].shape[1])
+    raise ValueError(
+        f"token_slices needs batches with input_ids, but this one has {', '.join(sorted(batch))}: set"
+        " token_slices='off' or change the data collator."
+    )
+
+
+class SlicedSequence:
+    """One micro-batch as slices, which share their keys and values.
+
+    Args:
+        model: a causal model that `prepare_for_slices` has accepted.
+        batch: keyword arguments of its forward, rows x tokens.
+        lengths: of the slices; they add up to the tokens.
+        windows: `attention_windows(model)`.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, lengths: Sequence[int], windows: Windows) -> None:
+        self.length = sequence_length(batch)
+        self.spans = tuple(pairwise(accumulate(lengths, initial=0)))
+        assert self.spans[-1][1] == self.length, (lengths, self.length)
+        self._batch = batch
+        if len(self.spans) == 1:
+            return
+        self._batch = _with_shifted_labels(batch)
+        masks = _masks_of_packed_rows(model, batch, windows)
+        if masks is not None:
+            self._batch["attention_mask"] = masks
+        self._states = SequenceStates(windows, self.length, is_trimmed=masks is None)
+
+    def slice(self, number: int) -> Batch:
+        """Keyword arguments of the forward for one slice. Slices are to be run in order."""
+        if len(self.spans) == 1:
+            return self._batch
+        start, stop = self.spans[number]
+        part = {name: self._cut(name, value, start, stop) for name, value in self._batch.items()}
+        return {**part, "past_key_values": self._states.slice(start, stop), "use_cache": False}
+
+    def _cut(self, name: str, value: Any, start: int, stop: int) -> Any:
+        if isinstance(value, dict):
+            return {key: self._cut(name, part, start, stop) for key, part in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name == "attention_mask":  # of all tokens that the slice can see
+            return value[:, :stop] if value.dim() == 2 else value[:, :, start:stop, :stop]
+        if value.dim() >= 2 and value.shape[1] == self.length:
+            return value[:, start:stop].contiguous()  # losses take views of their labels
+        return value
+
+
+def _with_shifted_labels(batch: Batch) -> Batch:
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or "shift_labels" in batch:
+        return dict(batch)
+    return {**batch, "shift_labels": nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]}
+
+
+def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> dict[str, Any] | torch.Tensor | None:
+    """Masks of the whole sequence where several documents stand in one row; None where each row is one document.
+
+    A model sees that a row is packed by positions that begin anew, and that only without a cache.
+    """
+    positions = batch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or batch.get("attention_mask") is not None:
+        return None
+    if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):
+        return None
+    kinds = {kind for kind, _ in windows}
+    if CHUNKED in kinds:
+        raise UnsupportedModelError(
+            model, "rows packed with several documents and chunked attention have no masks.", "Set token_slices='off'."
+        )
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    assert isinstance(tokens, torch.Tensor)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    like = torch.empty(*tokens.shape[:2], 1, dtype=dtype, device=tokens.device)
+    config: Any = model.config
+    masks: dict[str, Any] = {
+        kind: MASKS[kind](
+            config=config.get_text_config(decoder=True),
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        for kind in kinds
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@contextmanager
+def running_slices(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Inside, the model's forward can be given slices of this batch.
+
+    - Gradient checkpointing leaves the cache to its layers: to give the same states again does no harm.
+    - Rotary embeddings that go by the length of what they see are shown the last position of the whole batch.
+    """
+    before: list[tuple[nn.Module, str, Any]] = []
+
+    def put(module: nn.Module, name: str, value: Any) -> None:
+        before.append((module, name, module.__dict__.get(name, _ABSENT)))
+        module.__dict__[name] = value
+
+    hooks = []
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            if isinstance(module, GradientCheckpointingLayer):
+                put(module, "_can_checkpoint_with_cache", True)
+            else:  # a model's own flag only says that it drops its cache
+                put(module, "gradient_checkpointing", False)
+        if _goes_by_length(module):
+            hooks.append(module.register_forward_pre_hook(_show_position(_last_position(batch)), with_kwargs=True))
+            hooks.append(module.register_forward_hook(lambda _m, _i, outputs: tuple(o[:, :-1] for o in outputs)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, name, value in reversed(before):
+            if value is _ABSENT:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = value
+
+
+_ABSENT = object()
+
+
+def _goes_by_length(module: nn.Module) -> bool:
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else (kind,)
+    return any(one in ROTARY_BY_LENGTH for one in kinds)
+
+
+def _last_position(batch: Batch) -> int:
+    positions = batch.get("position_ids")
+    return int(positions.max()) if isinstance(positions, torch.Tensor) else sequence_length(batch) - 1
+
+
+def _show_position(position: int) -> Any:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        longer = torch.cat([positions, positions.new_full((positions.shape[0], 1), position)], dim=1)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
+
+    return hook
+
+
+def first_tokens(batch: Batch, count: int) -> Batch:
+    """The rows' first tokens."""
+    length = sequence_length(batch)
+    part: Batch = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length:
+            value = value[:, :count]
+        part[name] = value
+    return part
+
+
+def check_updates(model: nn.Module, cache: SliceCache, expected: int) -> None:
+    """After a slice's forward through `expected` layers.
+
+    Raises:
+        UnsupportedModelError: a layer has not given its keys and values: later slices would not see this one.
+    """
+    if cache.num_updated != expected:
+        raise UnsupportedModelError(
+            model,
+            f"{cache.num_updated} of {expected} layers gave their keys and values to past_key_values: later tokens"
+            " would not see what the others keep of earlier ones.",
+            "Set token_slices='off'.",
+        )

@@ -1,0 +1,237 @@
+"""A training step whose micro-batches are slices of sequences (TeraPipe, ICML 2021).
+
+K = 2 stages, 2 parts of the batch, each of 3 slices (F forward, B backward; part.slice)
+
+stage 0   F0.0 F0.1 F0.2 F1.0 F1.1 F1.2           B0.2 B0.1 B0.0      B1.2 B1.1 B1.0
+stage 1        F0.0 F0.1 F0.2           B0.2 B0.1 B0.0 F1.0 F1.1 F1.2 B1.2 B1.1 B1.0
+
+Slices of a sequence go forward from the first to the last and backward from the last to the first; between parts the
+order is 1F1B. Slices have different shapes, and one direction must not wait for the other: this is no torch schedule,
+but a loop over point-to-point messages. DDP has no place in it either (its reducer arms itself on the first forward,
+whose backward comes last): gradients are reduced over the replicas when the step is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..model.micro_batch import Batch, batch_rows, slice_rows
+from ..model.token_slices import SlicedSequence, Windows, check_updates, running_slices
+from ..planning.token_slicing import RowSlices
+from .slice_choice import SliceChooser, shapes_of_slice
+from .stage import CarriedTensor, ShapeBook, StageModule, StageShapes
+
+RECEIVES_AHEAD = 2
+"""Messages for which a buffer waits, in the order in which they are needed."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    is_forward: bool
+    part: int
+    slice: int
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """How a stage reaches the ones beside it.
+
+    Attributes:
+        previous, next: global ranks; None at the ends.
+        forward, backward: groups for the two directions. Two, or messages that cross would wait for one another where
+            a communicator works them off in order.
+    """
+
+    previous: int | None
+    next: int | None
+    forward: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None
+
+
+class TokenScheduler:
+    """Runs batches through this process's stage in slices.
+
+    Args:
+        stage: this process's stage.
+        stage_index: number of the stage, 0 ... `num_stages` - 1.
+        num_stages: K > 1.
+        neighbours: the stages before and after this one.
+        shape_book: shapes at the stage's boundaries for whole rows.
+        windows: of the model's layers, from `study_slicing`.
+        chooser: says how batches are cut.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        stage_index: int,
+        num_stages: int,
+        neighbours: Neighbours,
+        shape_book: ShapeBook,
+        windows: Windows,
+        chooser: SliceChooser,
+    ) -> None:
+        self._stage = stage
+        self._index = stage_index
+        self._num_stages = num_stages
+        self._neighbours = neighbours
+        self._shape_book = shape_book
+        self._windows = windows
+        self._chooser = chooser
+
+    def step(self, batch: Batch) -> None:
+        """Forward and backward of all slices; gradients are added to `.grad`. Collective over the pipeline.
+
+        Args:
+            batch: the pipeline's whole batch, the same on all its stages.
+        """
+        parts = self.parts_of(batch)
+        assert sum(part.rows for part in parts) == batch_rows(batch), (parts, batch_rows(batch))
+        model = self._stage.stack.model
+        with running_slices(model, batch):
+            _Step(self._stage, self._parts(batch, parts), self._neighbours).run(
+                tasks_of(self._index, self._num_stages, [len(part.lengths) for part in parts])
+            )
+
+    def parts_of(self, batch: Batch) -> tuple[RowSlices, ...]:
+        """How a batch is cut. Collective over the pipeline, for a new shape."""
+        return self._chooser.parts_of(self._stage, partial(self._shape_book.shapes, batch), batch)
+
+    def _parts(self, batch: Batch, parts: Sequence[RowSlices]) -> list[_Part]:
+        model, result, row = self._stage.stack.model, [], 0
+        for part in parts:
+            rows = slice_rows(batch, row, row + part.rows)
+            sequence = SlicedSequence(model, rows, part.lengths, self._windows)
+            whole = self._shape_book.shapes(batch, part.rows)
+            result.append(
+                _Part(sequence, [shapes_of_slice(whole, sequence.length, length) for length in part.lengths])
+            )
+            row += part.rows
+        return result
+
+
+def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[_Task]:
+    """What a stage does in a step, in order; `slices` has the number of slices of each part."""
+    forward = [[_Task(True, part, i) for i in range(count)] for part, count in enumerate(slices)]
+    backward = [[_Task(False, part, i) for i in reversed(range(count))] for part, count in enumerate(slices)]
+    ahead = min(len(slices), num_stages - stage)
+    tasks = list(chain(*forward[:ahead]))
+    for part, of_part in enumerate(backward):
+        tasks += of_part
+        tasks += forward[ahead + part] if ahead + part < len(forward) else []
+    return tasks
+
+
+@dataclass
+class _Part:
+    sequence: SlicedSequence
+    shapes: list[StageShapes]
+
+
+class _Step:
+    """One step of one stage."""
+
+    def __init__(self, stage: StageModule, parts: Sequence[_Part], neighbours: Neighbours) -> None:
+        self._stage = stage
+        self._parts = parts
+        self._neighbours = neighbours
+        self._awaited: deque[_Task] = deque()  # whose messages have no buffer yet
+        self._arriving: dict[_Task, tuple[list[torch.Tensor], list[Any]]] = {}
+        self._leaving: list[tuple[torch.Tensor, Any]] = []  # tensors live until they are sent
+        self._graphs: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def run(self, tasks: Sequence[_Task]) -> None:
+        self._awaited.extend(task for task in tasks if self._messages(task))
+        self._receive_ahead()
+        for task in tasks:
+            if task.is_forward:
+                self._forward(task)
+            else:
+                self._backward(task)
+        for _, work in self._leaving:
+            work.wait()
+
+    # ------------------------------------------------------------------------------------ computing
+    def _forward(self, task: _Task) -> None:
+        stage, part = self._stage, self._parts[task.part]
+        shapes = part.shapes[task.slice]
+        received = self._take(task)
+        inputs = [
+            tensor.requires_grad_(carried.requires_grad)
+            for tensor, carried in zip(received, _used(stage.slots_in, shapes.incoming), strict=True)
+        ]
+        batch = part.sequence.slice(task.slice)
+        stage.shapes, stage.micro_batches = shapes, (batch,)
+        try:
+            output = stage(*inputs, index=_FIRST)
+        finally:
+            stage.micro_batches = ()
+        if "past_key_values" in batch and len(part.shapes) > 1:
+            check_updates(stage.stack.model, batch["past_key_values"], stage.stop - stage.start)
+        outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+        self._graphs[task.part, task.slice] = (inputs, [out for out in outputs if out.requires_grad])
+        if not stage.is_last:
+            self._send(outputs, self._neighbours.next, self._neighbours.forward)
+
+    def _backward(self, task: _Task) -> None:
+        inputs, outputs = self._graphs.pop((task.part, task.slice))
+        gradients = None if self._stage.is_last else self._take(task)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        if wanted:
+            self._send(
+                [torch.zeros_like(t) if t.grad is None else t.grad for t in wanted],
+                self._neighbours.previous,
+                self._neighbours.backward,
+            )
+
+    # ------------------------------------------------------------------------------------ messages
+    def _messages(self, task: _Task) -> tuple[CarriedTensor, ...]:
+        """What a task waits for."""
+        stage, shapes = self._stage, self._parts[task.part].shapes[task.slice]
+        if task.is_forward:
+            return _used(stage.slots_in, shapes.incoming)
+        return tuple(carried for carried in _used(stage.slots_out, shapes.outgoing) if carried.requires_grad)
+
+    def _receive_ahead(self) -> None:
+        while self._awaited and len(self._arriving) < RECEIVES_AHEAD:
+            task = self._awaited.popleft()
+            source, group = (
+                (self._neighbours.previous, self._neighbours.forward)
+                if task.is_forward
+                else (self._neighbours.next, self._neighbours.backward)
+            )
+            buffers = [torch.empty(c.shape, dtype=c.dtype, device=self._stage.device) for c in self._messages(task)]
+            self._arriving[task] = (buffers, [dist.irecv(buffer, source, group=group) for buffer in buffers])
+
+    def _take(self, task: _Task) -> list[torch.Tensor]:
+        if not self._messages(task):
+            return []
+        buffers, works = self._arriving.pop(task)
+        for work in works:
+            work.wait()
+        self._receive_ahead()
+        return buffers
+
+    def _send(self, tensors: Sequence[torch.Tensor], to: int | None, group: dist.ProcessGroup | None) -> None:
+        assert to is not None
+        self._leaving = [(tensor, work) for tensor, work in self._leaving if not work.is_completed()]
+        for tensor in tensors:
+            tensor = tensor.detach().contiguous()
+            self._leaving.append((tensor, dist.isend(tensor, to, group=group)))
+
+
+def _used(slots: Sequence[Any], carried: Sequence[CarriedTensor]) -> tuple[CarriedTensor, ...]:
+    return tuple(one for slot, one in zip(slots, carried, strict=True) if slot.is_used)
+
+
+_FIRST = torch.zeros(1, dtype=torch.long)

@@ -1,0 +1,71 @@
+"""Pipelines over tokens: the training of one process, in every layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import run_ranks
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
+
+from hf_pipetransformer.pipeline.token_schedule import tasks_of
+
+RUN = Run("causal-lm", samples=64)
+"""Rows of 5 to 24 tokens, so each batch has another length."""
+
+
+def text_of(tasks: Any) -> str:
+    return " ".join(f"{'F' if task.is_forward else 'B'}{task.part}.{task.slice}" for task in tasks)
+
+
+def test_parts_follow_1f1b_and_slices_go_back_in_reverse() -> None:
+    assert text_of(tasks_of(0, 2, [2, 1, 1])) == "F0.0 F0.1 F1.0 B0.1 B0.0 F2.0 B1.0 B2.0"
+    assert text_of(tasks_of(1, 2, [2, 1, 1])) == "F0.0 F0.1 B0.1 B0.0 F1.0 B1.0 F2.0 B2.0"
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "options"),
+    [
+        (2, 2, {"token_slices": 3}),
+        (2, 2, {"token_slices": [7, 1, 4], "num_microbatches": 1}),
+        (2, 2, {"token_slices": "auto"}),
+        (2, 2, {"token_slices": 2, "gradient_checkpointing": True}),
+        (4, 2, {"token_slices": 3}),
+        (4, 4, {"token_slices": [3, 5], "num_microbatches": 2}),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, options: dict[str, Any]) -> None:
+    run = replace(RUN, per_device=16 // world)
+    expected = run_ranks(reference, 1, replace(RUN, per_device=4))[0]
+    assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected)
+
+
+FROZEN = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}}
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_slices_go_on_through_freezing_and_transformation(elastic: bool) -> None:
+    run = replace(RUN, epochs=3)
+    options = {**FROZEN, "elastic": elastic, "num_microbatches": 2}
+    unsliced = run_ranks(pipeline, 4, run, 4, **options)
+    sliced = run_ranks(pipeline, 4, run, 4, token_slices=3, **options)
+    assert_same_training(sliced, unsliced[0])
+
+
+def events_of(rank: int, world_size: int, folder: str) -> Outcome:
+    trainer = pipeline_trainer(RUN.with_options(max_steps=2), 2, folder, token_slices=[8, 8], num_microbatches=1)
+    return outcome_of(trainer)
+
+
+def test_how_batches_are_cut_is_recorded(tmp_path: Path) -> None:
+    run_ranks(events_of, 2, str(tmp_path))
+    events = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
+    cuts = [event["slices"] for event in events if event["event"] == "slices"]
+    assert cuts
+    for cut in cuts:
+        ((rows, lengths),) = cut["parts"]
+        assert rows == cut["rows"] and sum(lengths) == cut["tokens"] and lengths[:2] == [8, 8]

@@ -1,0 +1,118 @@
+"""Sequences in slices: the same loss and gradients as in one piece, for every family, padding and attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sliced_models import (
+    CONFIGURATIONS,
+    NO_SDPA,
+    SLICES,
+    TOKENS,
+    assert_same_step,
+    batch_for,
+    build,
+    step,
+    step_in_slices,
+)
+
+from hf_pipetransformer import UnsupportedModelError
+from hf_pipetransformer.model.kv_slices import _LayerStates, attention_windows
+from hf_pipetransformer.model.token_slices import SlicedSequence, check_updates, first_tokens, running_slices
+
+ATTENTIONS = ("sdpa", "eager")
+PADDINGS = ("none", "right padding", "left padding")
+NO_PACKED_MASKS = ("opt", "llama4_text")  # OPT counts its positions itself; chunks have no mask of a whole row
+
+
+@pytest.mark.parametrize(("name", "attention"), [(n, a) for n in CONFIGURATIONS for a in ATTENTIONS[n in NO_SDPA :]])
+def test_slices_give_the_loss_and_gradients_of_the_whole(name: str, attention: str) -> None:
+    model = build(name, attention)
+    for padding in PADDINGS:
+        batch = batch_for(padding)
+        expected = step(model, batch)
+        for lengths in (SLICES, (19, 18), (TOKENS,)):
+            assert_same_step(step_in_slices(model, batch, lengths), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral"])
+def test_slices_of_one_token_each(name: str) -> None:
+    model, batch = build(name), batch_for("right padding")
+    assert_same_step(step_in_slices(model, batch, (1,) * TOKENS), step(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(n, a) for n in CONFIGURATIONS if n not in NO_PACKED_MASKS for a in ATTENTIONS[n in NO_SDPA :]],
+)
+def test_documents_packed_into_a_row_do_not_see_each_other(name: str, attention: str) -> None:
+    model, batch = build(name, attention), batch_for("packed")
+    expected = step(model, batch)
+    apart = step(model, {key: value for key, value in batch.items() if key != "position_ids"})
+    if "gpt2" not in name:  # else the test would not notice a mask that is missing
+        assert abs(expected.loss - apart.loss) > 1e-4
+    assert_same_step(step_in_slices(model, batch, SLICES), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_gradient_checkpointing_keeps_the_states(name: str) -> None:
+    model, batch = build(name), batch_for("right padding")
+    expected = step(model, batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same_step(step_in_slices(model, batch, SLICES), expected)
+    with_flags = {n: m.__dict__.get("gradient_checkpointing") for n, m in model.named_modules()}
+    with running_slices(model, batch):
+        pass
+    assert {n: m.__dict__.get("gradient_checkpointing") for n, m in model.named_modules()} == with_flags
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bfloat16_is_no_further_from_float32_than_without_slices(name: str) -> None:
+    model, batch = build(name), batch_for("right padding")
+    exact = step(model, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole, sliced = step(model, batch), step_in_slices(model, batch, SLICES)
+
+    def distance(gradients: dict[str, torch.Tensor]) -> float:
+        return sum(float((g - exact.gradients[n]).square().sum()) for n, g in gradients.items()) ** 0.5
+
+    assert distance(sliced.gradients) <= 1.5 * distance(whole.gradients)
+
+
+def test_a_gradient_that_is_not_parked_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other tests compare does depend on the gradients of earlier tokens' keys and values."""
+    model, batch = build("llama"), batch_for("none")
+    expected = step(model, batch)
+    monkeypatch.setattr(_LayerStates, "take_up", lambda self, i, g, visible, start, stop: g[:, :, start - visible :])
+    with pytest.raises(AssertionError, match="e-0"):
+        assert_same_step(step_in_slices(model, batch, SLICES), expected)
+
+
+def test_backwards_in_the_wrong_order_are_refused() -> None:
+    model, batch = build("llama"), batch_for("none")
+    sequence = SlicedSequence(model, batch, (20, 17), attention_windows(model))
+    losses = [model(**sequence.slice(number)).loss for number in range(2)]
+    with pytest.raises(RuntimeError, match="from the last to the first"):
+        losses[0].backward()
+
+
+def test_a_batch_is_cut_along_its_tokens() -> None:
+    model, batch = build("llama"), {**batch_for("right padding"), "weights": torch.ones(2), "name": "x"}
+    part = SlicedSequence(model, batch, (20, 10, 7), attention_windows(model)).slice(1)
+    assert torch.equal(part["input_ids"], batch["input_ids"][:, 20:30])
+    assert torch.equal(part["shift_labels"], batch["labels"][:, 21:31])
+    assert torch.equal(part["attention_mask"], batch["attention_mask"][:, :30])
+    assert part["weights"].shape == (2,) and part["name"] == "x" and part["use_cache"] is False
+    assert first_tokens(batch, 5)["labels"].shape == (2, 5)
+
+
+def test_one_slice_is_the_batch_itself() -> None:
+    model, batch = build("llama"), batch_for("none")
+    assert SlicedSequence(model, batch, (TOKENS,), attention_windows(model)).slice(0) is batch
+
+
+def test_a_layer_that_gives_no_keys_and_values_is_noticed() -> None:
+    model, batch = build("llama"), batch_for("none")
+    part = SlicedSequence(model, batch, (20, 17), attention_windows(model)).slice(0)
+    with pytest.raises(UnsupportedModelError, match="0 of 3 layers"):
+        check_updates(model, part["past_key_values"], 3)
