@@ -12,6 +12,8 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 from transformers import Trainer
+from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def parameters(function: Any) -> list[str]:
@@ -86,3 +88,21 @@ def test_names_of_buffers_that_are_not_saved() -> None:
     module.register_buffer("kept", torch.zeros(1))
     module.register_buffer("dropped", torch.zeros(1), persistent=False)
     assert module._non_persistent_buffers_set == {"dropped"}
+
+
+def test_gradient_checkpointing_can_be_told_to_leave_the_cache_alone() -> None:
+    """Without it, checkpointed layers would be given no keys and values of earlier slices."""
+    assert GradientCheckpointingLayer._can_checkpoint_with_cache is False, (
+        f"transformers {transformers.__version__} has no GradientCheckpointingLayer._can_checkpoint_with_cache any more"
+    )
+
+
+def test_what_a_layer_of_a_cache_must_have() -> None:
+    assert CacheLayerMixin.__abstractmethods__ <= {
+        "lazy_initialization",
+        "update",
+        "get_mask_sizes",
+        "get_seq_length",
+        "get_max_length",
+        "get_max_cache_shape",
+    }, f"transformers {transformers.__version__} asks more of a cache's layers"

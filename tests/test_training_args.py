@@ -210,3 +210,40 @@ def test_a_pipeline_is_never_left_to_the_stock_trainer(tmp_path):
     args = make(tmp_path, pipeline_parallel_size=2)
     assert not args.leaves_model_to_trainer
     assert args.place_model_on_device is False
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [("off", "off"), ("auto", "auto"), (4, 4), ("4", 4), ([8, 8], [8, 8]), ((8, 8), [8, 8]), ("[8, 8]", [8, 8])],
+    ids=repr,
+)
+def test_token_slices_from_python_yaml_and_the_command_line(given: Any, value: Any) -> None:
+    arguments = PipeTransformerTrainingArguments("out", pipeline_parallel_size="auto", token_slices=given)
+    assert arguments.token_slices == value
+    (parsed,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "out", "--pipeline_parallel_size", "auto", "--token_slices", str(value)]
+    )
+    assert parsed.token_slices == value
+
+
+@pytest.mark.parametrize("given", ["on", 0, "0", [], [4, 0], 1.5, True, "{}", None], ids=repr)
+def test_token_slices_that_mean_nothing_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"token_slices=.*lengths"):
+        PipeTransformerTrainingArguments("out", token_slices=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"pipeline_parallel_size": 1}, "several stages"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0"),
+        ({"activation_cache": "on"}, "whole rows"),
+        ({"full_determinism": True}, "measured times"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_excludes_token_slices_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        PipeTransformerTrainingArguments(
+            "out", **{"pipeline_parallel_size": "auto", "token_slices": "auto", **options}
+        )

@@ -30,7 +30,7 @@ TokenSlices = str | int | Sequence[int]
 OnPlan = Callable[[tuple[RowSlices, ...], float | None], None]
 
 PROFILE_SECONDS = 5.0
-ROUNDS = 3
+ROUNDS = 5
 """Of each measurement; the median counts. Fewer where the time is up."""
 LARGEST_ERROR = 0.15
 """Root mean square of the relative error up to which a fit is believed."""

@@ -1,0 +1,129 @@
+"""How batches are cut: as asked for, or by a profile of the stages that is believed only where it fits."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from sliced_models import LAYERS, TOKENS, batch_for, build, loss_of
+
+from hf_pipetransformer.model.kv_slices import attention_windows
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.pipeline import slice_choice
+from hf_pipetransformer.pipeline.slice_choice import (
+    SliceChooser,
+    TokenSlices,
+    measure_slices,
+    points_to_measure,
+    shapes_of_slice,
+)
+from hf_pipetransformer.pipeline.stage import CarriedTensor, ShapeBook, StageModule, StageShapes
+from hf_pipetransformer.planning.token_slicing import RowSlices
+
+BATCH = batch_for("right padding", rows=4)
+
+
+@pytest.fixture
+def stage() -> StageModule:
+    """The last two layers of a model."""
+    model = build("llama")
+    stack = LayerStack.discover(model, {key: value[:1] for key, value in BATCH.items()})
+    stack.runner.install()
+    return StageModule(stack, 1, LAYERS, lambda m, part: loss_of(m, part, BATCH), torch.device("cpu"))
+
+
+def whole(stage: StageModule, rows: int) -> StageShapes:
+    counts = iter((1, 2))  # of the rows from which the book learns
+    book = ShapeBook(stage, lambda: (CarriedTensor((next(counts), TOKENS, 32), torch.float32, True),), lambda _: None)
+    return book.shapes(BATCH, rows)
+
+
+def chooser(asked: TokenSlices, num_parts: Any = lambda rows: 2, told: list[Any] | None = None) -> SliceChooser:
+    note = (lambda parts, seconds: told.append((parts, seconds))) if told is not None else lambda *_: None
+    return SliceChooser(asked, attention_windows(build("llama")), num_parts, lambda mine: [mine, mine], note)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lengths"),
+    [(3, (13, 12, 12)), ([10, 20], (10, 20, 7)), ([30, 30], (30, 7)), (100, (1,) * TOKENS)],
+    ids=str,
+)
+def test_slices_as_asked_for(stage: StageModule, asked: TokenSlices, lengths: tuple[int, ...]) -> None:
+    told: list[Any] = []
+    one = chooser(asked, told=told)
+    for _ in range(2):
+        assert one.parts_of(stage, partial(whole, stage), BATCH) == (RowSlices(2, lengths),) * 2
+    assert told == [((RowSlices(2, lengths),) * 2, None)]  # once for a shape
+
+
+def test_measurements_leave_nothing_behind(stage: StageModule) -> None:
+    parameter = next(stage.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    state = torch.random.get_rng_state()
+    points = measure_slices(stage, partial(whole, stage), BATCH, attention_windows(stage.stack.model))
+    assert {point[:3] for point in points} == set(points_to_measure(4, TOKENS))
+    assert all(seconds > 0 for *_, seconds in points)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert sum(p.grad is not None for p in stage.parameters()) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("tokens", [2, 37, 1024, 4096])
+def test_few_points_tell_rows_lengths_and_contexts_apart(rows: int, tokens: int) -> None:
+    points = points_to_measure(rows, tokens)
+    assert len(points) <= 20
+    assert all(length >= 1 and length + context <= tokens for _, length, context in points)
+    if tokens > 16:
+        assert len(points) >= 4 and len({p[1] for p in points}) > 2 and len({p[2] for p in points}) > 2
+        assert {p[0] for p in points} == {1, rows}
+
+
+def test_the_best_cut_is_planned_once_for_each_shape(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = []
+
+    def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], _windows: Any) -> list[Any]:
+        profiles.append(1)
+        return [(r, n, c, 1e-3 + 1e-3 * r * n) for r, n, c in points_to_measure(*batch["input_ids"].shape)]
+
+    monkeypatch.setattr(slice_choice, "measure_slices", measure)
+    told: list[Any] = []
+    one = chooser("auto", num_parts=None, told=told)
+    long = {key: torch.cat([value] * 4, dim=1) for key, value in BATCH.items()}
+    first = one.parts_of(stage, partial(whole, stage), long)
+    assert one.parts_of(stage, partial(whole, stage), long) == first
+    one.parts_of(stage, partial(whole, stage), BATCH)  # shorter: the same profile does
+    assert len(profiles) == 1 and len(told) == 2
+    assert sum(part.rows for part in first) == 4 and all(sum(part.lengths) == 4 * TOKENS for part in first)
+    assert told[0][1] > 0
+    longer = {key: torch.cat([value] * 8, dim=1) for key, value in BATCH.items()}
+    one.parts_of(stage, partial(whole, stage), longer)
+    assert len(profiles) == 2
+
+
+def test_a_profile_that_fits_nothing_is_repeated_and_then_not_believed(
+    stage: StageModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiles = []
+
+    def measure(*_: Any) -> list[Any]:
+        profiles.append(1)
+        return [(r, n, c, 1.0 + 9.0 * (i % 2)) for i, (r, n, c) in enumerate(points_to_measure(4, TOKENS))]
+
+    monkeypatch.setattr(slice_choice, "measure_slices", measure)
+    with caplog.at_level(logging.WARNING):
+        parts = chooser("auto").parts_of(stage, partial(whole, stage), BATCH)
+    assert len(profiles) == slice_choice.PROFILES
+    assert parts == (RowSlices(2, (TOKENS,)),) * 2
+    assert "cannot be predicted" in caplog.text
+
+
+def test_shapes_of_a_slice_have_its_tokens() -> None:
+    carried = CarriedTensor((2, TOKENS, 32), torch.float32, True)
+    shapes = shapes_of_slice(StageShapes((carried,), ()), TOKENS, 5)
+    assert shapes.incoming[0].shape == (2, 5, 32)
+    with pytest.raises(ValueError, match="not the 37 tokens"):
+        shapes_of_slice(StageShapes((CarriedTensor((TOKENS, 2, 32), torch.float32, True),), ()), TOKENS, 5)

@@ -1,0 +1,116 @@
+"""What can be cut along its tokens is found by trying, and what cannot is refused before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sliced_models import CONFIGURATIONS, batch_for, build, loss_of
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+
+from hf_pipetransformer import UnsupportedModelError
+from hf_pipetransformer.model import kv_slices
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.model.slicing_study import study_slicing
+
+SMALL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def study(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any = None) -> Any:
+    stack = LayerStack.discover(model, batch)
+    return study_slicing(stack, batch, loss or (lambda part: loss_of(model, part, batch)), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
+    model, batch = build(name), batch_for("right padding")
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    windows = study(model, batch)
+    assert len(windows) == model.config.num_hidden_layers
+    assert model.training and torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert sum(p.grad is not None for p in model.parameters()) == 1
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def mamba() -> nn.Module:
+    config = AutoConfig.for_model("mamba", **SMALL, state_size=4)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def lfm2() -> nn.Module:
+    config = AutoConfig.for_model(
+        "lfm2",
+        **SMALL,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(BertConfig(**SMALL, num_attention_heads=4, intermediate_size=48))
+
+
+def t5() -> nn.Module:
+    from model_zoo import MODELS
+
+    return MODELS["t5"].build()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (mamba, "layers gave their keys and values|its loss is|state|fails"),
+        (lfm2, "conv"),
+        (bert, "its loss is|fails"),
+        (t5, "only decoders"),
+    ],
+    ids=["recurrent", "convolutional", "encoder", "encoder-decoder"],
+)
+def test_what_keeps_another_state_or_looks_ahead_is_refused(make: Any, why: str) -> None:
+    model = make().eval()
+    batch = batch_for("none")
+    if make is t5:
+        batch = {key: value % 60 for key, value in batch.items()}
+    with pytest.raises(UnsupportedModelError, match=why) as caught:
+        study(model, batch, lambda part: model(**part).loss)
+    assert "token_slices='off'" in str(caught.value)
+
+
+def test_a_loss_that_shifts_labels_itself_is_refused() -> None:
+    model, batch = build("llama"), batch_for("none")
+
+    def own_loss(part: dict[str, Any]) -> torch.Tensor:
+        inputs = {key: value for key, value in part.items() if key not in ("labels", "shift_labels")}
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, part["labels"][:, 1:].flatten(), reduction="sum") / 70
+
+    with pytest.raises(UnsupportedModelError, match="shifts labels itself"):
+        study(model, batch, own_loss)
+
+
+def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is right, and later tokens' gradients for the keys of earlier ones are lost."""
+    take_up = kv_slices._LayerStates.take_up
+
+    def lose(self: Any, which: int, gradient: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
+        return take_up(self, which, gradient, visible, start, stop) * 0 + gradient[:, :, start - visible :]
+
+    monkeypatch.setattr(kv_slices._LayerStates, "take_up", lose)
+    with pytest.raises(UnsupportedModelError, match="gradient of"):
+        study(build("llama"), batch_for("none"))
+
+
+def test_a_single_token_cannot_be_cut() -> None:
+    batch = {key: value[:, :1] for key, value in batch_for("none").items()}
+    model = build("llama")
+    with pytest.raises(ValueError, match="1 token"):
+        study_slicing(
+            LayerStack.discover(model, batch_for("none")), batch, lambda part: loss_of(model, part, batch), 1e-3
+        )
