@@ -678,7 +678,7 @@ class PipeTransformerTrainer(Trainer):
         assert self.pipeline is not None
         events.record(
             self.args.output_dir or ".",
-            "slices",
+            events.SLICES,
             self.pipeline.current_plan,
             self.state.global_step,
             self.state.epoch or 0.0,

@@ -10,6 +10,7 @@ from test_plan import times_of, unit
 from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.planning.timeline import simulate
+from hf_pipetransformer.planning.token_slicing import RowSlices
 from hf_pipetransformer.report import events
 
 UNITS = tuple(unit(k) for k in range(6))
@@ -62,3 +63,17 @@ def test_the_line_for_the_log():
     change = Transformation(plan(4), plan(2, 2), {"move": 0.1}, 0)
     line = events.describe(change, 0.5, 2**21)
     assert "2 of 6 layers frozen" in line and "4 x 1 -> 2 x 2" in line and "2.0 MiB moved in 0.500 s" in line
+
+
+def test_slices_in_words() -> None:
+    parts = (RowSlices(2, (300, 212)), RowSlices(2, (300, 212)), RowSlices(1, (512,)))
+    assert events.describe_slices(parts, 0.25) == (
+        "Batches of 5 rows x 512 tokens: 2 x 2 rows in slices of 300+212 tokens, 1 row in one slice;"
+        " forward and backward predicted 0.25 s"
+    )
+    assert events.slices_of(parts, None) == {
+        "rows": 5,
+        "tokens": 512,
+        "parts": [[2, [300, 212]], [2, [300, 212]], [1, [512]]],
+        "predicted_seconds": None,
+    }

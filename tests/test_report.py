@@ -18,6 +18,7 @@ from test_plan import times_of, unit
 from hf_pipetransformer.planning.plan import MIB
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.planning.timeline import simulate
+from hf_pipetransformer.planning.token_slicing import RowSlices
 from hf_pipetransformer.report import events, report, report_figures, run_recorder
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned
 
@@ -54,6 +55,12 @@ class Run:
         events.record(
             self.folder, kind, plan, step, step / 100, run=self.name, facts={**FACTS, **facts} if begins else None
         )
+        return self
+
+    def slices(self, step: int, parts: list[Any], seconds: float | None) -> Run:
+        plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, times=TIMES)
+        cut = events.slices_of([RowSlices(rows, tuple(lengths)) for rows, lengths in parts], seconds)
+        events.record(self.folder, events.SLICES, plan, step, step / 100, run=self.name, slices=cut)
         return self
 
     def line(self, kind: str, step: int, **values: Any) -> Run:
@@ -137,6 +144,18 @@ def test_the_prediction_is_that_of_the_micro_batches_in_use(tmp_path: Path) -> N
         assert (prediction is None) == (layout.num_microbatches not in [c["num_microbatches"] for c in candidates])
         if prediction is not None:
             assert prediction["num_microbatches"] == layout.num_microbatches
+
+
+def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> None:
+    run = Run(tmp_path).event("start", 0, 4).slices(0, [[1, [300, 212]]], 0.5).steps(0, 40, 0.2)
+    run.event("transform", 40, 2, 2).slices(40, [[1, [512]], [1, [512]]], None).steps(40, 80, 0.1).usage(80, 4).end(80)
+    first, second = the_training(tmp_path).layouts
+    assert (first.last_step, second.first_step, second.last_step) == (40, 40, 80)
+    assert [cut["parts"] for cut in first.slices] == [[[1, [300, 212]]]] and second.slices[0]["rows"] == 2
+    assert first.prediction is None  # it is one of whole rows
+    page = page_of(tmp_path)
+    assert "1 × (300 + 212)" in page.text and "500.0" in page.text
+    assert "such a step is not drawn" in page.text
 
 
 def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from ..planning.token_slicing import RowSlices
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "pipeline_events.jsonl"
+SLICES = "slices"
+"""The event that is no layout: how batches of a new shape are cut along their tokens."""
 
 
 def layout_of(plan: PipelinePlan) -> dict[str, Any]:

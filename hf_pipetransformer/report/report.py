@@ -75,6 +75,7 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
         drawings=drawings,
         json_of=_json_of,
         layouts=_layout_table(training.layouts),
+        slices=_slice_table(training.layouts),
         arguments=_arguments(facts),
         trainings=_training_table(trainings) if len(trainings) > 1 else [],
         version=sys.modules[__name__.partition(".")[0]].__version__,
@@ -183,6 +184,24 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _slice_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
+    """The header and a row for each shape of batch that was cut along its tokens; none where none was."""
+    rows = [
+        (
+            layout.shape,
+            f"{layout.num_frozen} of {layout.event['num_layers']}",
+            f"{cut['rows']} × {cut['tokens']:,}",
+            str(len(cut["parts"])),
+            "; ".join(dict.fromkeys(f"{part} × ({' + '.join(map(str, lengths))})" for part, lengths in cut["parts"])),
+            f"{1e3 * cut['predicted_seconds']:,.1f}" if cut["predicted_seconds"] is not None else "",
+        )
+        for layout in layouts
+        for cut in layout.slices
+    ]
+    head = ("K × R", "frozen", "rows × tokens", "parts", "rows of a part × (slices, in tokens)", "ms predicted")
+    return [head, *rows] if rows else []
 
 
 def _arguments(facts: Any) -> list[tuple[str, str]]:

@@ -42,6 +42,7 @@ class Layout:
         seconds: that they took on the main process.
         waiting: seconds of the main process between them, for the next batch.
         usage: memory and micro-batches as used; None where that was not recorded.
+        slices: how batches were cut along their tokens; empty where they were not.
     """
 
     event: Line
@@ -51,6 +52,7 @@ class Layout:
     seconds: float = 0.0
     waiting: float = 0.0
     usage: Line | None = None
+    slices: tuple[Line, ...] = ()
 
     @property
     def first_step(self) -> int:
@@ -86,7 +88,9 @@ class Layout:
 
     @property
     def prediction(self) -> Line | None:
-        """Of a step with the M that was used; None where the model's parts were not timed."""
+        """Of a step with the M that was used; None where the model's parts were not timed, or rows were sliced."""
+        if self.slices:
+            return None
         steps = self.event.get("predicted", {}).get("steps", [])
         return next((step for step in steps if step["num_microbatches"] == self.num_microbatches), None)
 
@@ -104,7 +108,7 @@ class Training:
     Attributes:
         name: when it began.
         calls: of `train()`.
-        events: of layouts, those that count.
+        events: of layouts and slices, those that count.
         lines: of metrics, those that count.
         logs: (step, name -> number), as logged.
         seconds: of the main process by what it did, over all calls, repeated steps included.
@@ -135,8 +139,13 @@ class Training:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        ends = [int(event["global_step"]) for event in self.events[1:]]
-        layouts = [Layout(event, end) for event, end in zip(self.events, [*ends, self.last_step], strict=False)]
+        layouts: list[Layout] = []
+        for event in self.events:
+            if event["event"] != events.SLICES:
+                layouts.append(Layout(event, self.last_step))
+                layouts[-2:-1] = [replace(before, last_step=layouts[-1].first_step) for before in layouts[-2:-1]]
+            elif layouts:
+                layouts[-1] = replace(layouts[-1], slices=(*layouts[-1].slices, event["slices"]))
         for line in self.lines:
             if not layouts or line["kind"] not in ("time", "usage"):
                 continue

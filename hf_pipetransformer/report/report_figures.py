@@ -387,6 +387,8 @@ def draw_step(training: Training) -> Drawing:
         arguments = training.facts.get("arguments", {})
         if not training.layouts:
             why += "no layouts were recorded."
+        elif any(layout.slices for layout in training.layouts):
+            why = "Batches were cut along their tokens, and such a step is not drawn: see the table of slices."
         elif arguments.get("full_determinism"):
             why += "full_determinism forbids it."
         else:
