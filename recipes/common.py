@@ -50,6 +50,22 @@ SMALL_MODEL = {
 
 # ---------------------------------------------------------------------------------------------------- arguments
 @dataclass
+class PartArguments:
+    """How much of the data is used."""
+
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
+
+
+@dataclass
+class TextArguments(PartArguments):
+    """Likewise, and how it is tokenized."""
+
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even where it was done before."})
+
+
+@dataclass
 class ModelArguments:
     """Which model is fine-tuned."""
 

@@ -34,6 +34,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 
 from common import (
     SMALL_MODEL,
+    TextArguments,
     check_one_source,
     evaluate,
     file_format,
@@ -58,7 +59,7 @@ GENERATED_MIN_VALIDATION = 200
 
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(TextArguments):
     """What the model is trained and evaluated on."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set on the hub, e.g. Salesforce/wikitext."})
@@ -81,10 +82,6 @@ class DataTrainingArguments:
     line_by_line: bool = field(
         default=False, metadata={"help": "A line is a sample, padded to the longest of its batch; no packing."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even where it was done before."})
 
     def __post_init__(self) -> None:
         check_one_source(

@@ -34,6 +34,7 @@ from common import (
     LABEL,
     SMALL_MODEL,
     ModelArguments,
+    TextArguments,
     check_one_source,
     evaluate,
     file_format,
@@ -69,7 +70,7 @@ GENERATED_MIN_VALIDATION = 200
 
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(TextArguments):
     """What the model is trained, evaluated and applied on."""
 
     task_name: str | None = field(default=None, metadata={"help": f"A GLUE task: {', '.join(TASK_COLUMNS)}."})
@@ -83,11 +84,7 @@ class DataTrainingArguments:
     pad_to_max_length: bool = field(
         default=False, metadata={"help": "Pad to max_seq_length, rather than to the longest of each batch."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
     max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even where it was done before."})
 
     def __post_init__(self) -> None:
         check_one_source(

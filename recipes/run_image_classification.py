@@ -41,6 +41,7 @@ from common import (
     LABEL,
     SMALL_MODEL,
     ModelArguments,
+    PartArguments,
     evaluate,
     load_config,
     load_model,
@@ -60,7 +61,7 @@ MOST_PATCHES_A_SIDE = 14
 
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(PartArguments):
     """What the model is trained and evaluated on; the digits of scikit-learn, if nothing is given."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set of images on the hub."})
@@ -77,8 +78,6 @@ class DataTrainingArguments:
     )
     augment: bool = field(default=False, metadata={"help": "Train on random parts of the images."})
     augment_flip: bool = field(default=False, metadata={"help": "With augment: mirror every second image, too."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and (self.train_dir or self.validation_dir):

@@ -40,6 +40,7 @@ from answers import AnswerRules, Candidate, Offsets, best_candidates, choose_ans
 from common import (
     SMALL_MODEL,
     ModelArguments,
+    TextArguments,
     check_one_source,
     evaluate,
     file_format,
@@ -64,7 +65,7 @@ GENERATED_MIN_VALIDATION = 200
 
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(TextArguments):
     """What the model is trained, evaluated and applied on."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set on the hub: squad, squad_v2, ..."})
@@ -92,11 +93,7 @@ class DataTrainingArguments:
     )
     n_best_size: int = field(default=20, metadata={"help": "Candidates for each question that are compared."})
     max_answer_length: int = field(default=30, metadata={"help": "Longest answer, in tokens."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
     max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even where it was done before."})
 
     def __post_init__(self) -> None:
         check_one_source(
@@ -180,6 +177,11 @@ def make_windows(
     max_length = min(data_args.max_seq_length, tokenizer.model_max_length)
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} knows no offsets: question answering needs a fast tokenizer.")
+    if not pads_right and not data_args.pad_to_max_length:
+        raise ValueError(
+            f"{type(tokenizer).__name__} pads on the left, which moves the answers in a batch: leave"
+            " --pad_to_max_length on, or set padding_side='right' in the tokenizer's configuration."
+        )
 
     def encode(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
         asked = [question.strip() for question in batch["question"]]  # some are longer than a window by their blanks

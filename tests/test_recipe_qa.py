@@ -216,6 +216,10 @@ def test_user_errors() -> None:
     with pytest.raises(ValueError, match=r"1 of the 2 questions .* row 1\): set version_2_with_negative"):
         run_qa.check_questions(rows_of([good, unanswered]), "train", arguments())
     run_qa.check_questions(rows_of([good, unanswered]), "train", arguments(version_2_with_negative=True))
+    tokenizer = build_tokenizer(64)
+    tokenizer.padding_side = "left"
+    with pytest.raises(ValueError, match="pads on the left"):
+        run_qa.make_windows(rows_of([good]), tokenizer, arguments(pad_to_max_length=False), "test")
 
 
 # ------------------------------------------------------------------------------------------ generated questions
