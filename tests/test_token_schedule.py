@@ -56,6 +56,14 @@ def test_slices_go_on_through_freezing_and_transformation(elastic: bool) -> None
     assert_same_training(sliced, unsliced[0])
 
 
+def test_bfloat16_in_slices_follows_whole_rows() -> None:
+    run = replace(RUN, per_device=8, epochs=1)
+    whole, sliced = (run_ranks(pipeline, 2, run, 2, bf16=True, **more)[0] for more in ({}, {"token_slices": 3}))
+    assert len(whole.losses) >= 2
+    for a, b in zip(whole.losses, sliced.losses, strict=True):
+        assert a == pytest.approx(b, abs=1e-2)
+
+
 def events_of(rank: int, world_size: int, folder: str) -> Outcome:
     trainer = pipeline_trainer(RUN.with_options(max_steps=2), 2, folder, token_slices=[8, 8], num_microbatches=1)
     return outcome_of(trainer)

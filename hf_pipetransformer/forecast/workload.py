@@ -5,6 +5,9 @@ quadratic. So a model of ghosts is run on three short rows, and long ones follow
 
     T          16   32   64              2,048
     measured   ●    ●    ●      ->       the parabola through them
+
+The same division into tokens and pairs of them says what a slice of a row takes: a share of the tokens, and of the pairs
+those with all tokens before it (`stage_latencies`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from ..model.dummy_inputs import dummy_batch
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..planning.costs import UnitCost, measure_costs
+from ..planning.plan import PipelinePlan
+from ..planning.token_slicing import SliceLatency
+from ..planning.unit_times import Seconds
 from .inspection import GhostProducts
 
 MEASURED_TOKENS = (16, 32, 64)
@@ -33,12 +39,17 @@ class Workload:
         max_frozen: the most layers whose freezing leaves something to train.
         cacheable: numbers of layers behind which one tensor alone is read; whether it can be kept depends on more.
         tokens_matter: whether the costs depend on the number of tokens; images have one size.
+        tokens: of a row; 1 where they do not matter.
+        pair_shares: of each unit, the share of a row's FLOPs that grows with pairs of tokens, as attention does. Only
+            where sequences are to be cut along their tokens.
     """
 
     unit_costs: tuple[UnitCost, ...]
     max_frozen: int
     cacheable: frozenset[int]
     tokens_matter: bool = True
+    tokens: int = 1
+    pair_shares: tuple[float, ...] = ()
 
     def cache_row_bytes(self, boundary: int) -> int:
         """What is kept of a row behind so many layers."""
@@ -82,7 +93,98 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
     # what leaves the last unit is what leaves the one before it, for all families that are known
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
-    return Workload(units, max_frozen, frozenset(inner | whole), tokens_matter)
+    return Workload(units, max_frozen, frozenset(inner | whole), tokens_matter, tokens if tokens_matter else 1)
+
+
+def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...]:
+    """Which share of a row's FLOPs grows with pairs of its tokens, in each unit of a causal language model.
+
+    FLOPs are a T + b T^2 here, without a constant, so two short rows give a and b.
+
+    Args:
+        model: of ghosts, or with weights.
+        tokens: of a row, T.
+    """
+    many = min(tokens, MEASURED_TOKENS[-1])
+    few = many // 2
+    if not few:  # one token is the only pair
+        few, many = 1, 2
+    samples = [dummy_batch(model, 1, tokens=t) for t in (few, many)]
+    with GhostProducts():
+        stack = LayerStack.discover(model, samples[0])
+        short, long = (measure_costs(stack, sample) for sample in samples)
+    return tuple(
+        _pair_share(one.forward_flops / few, two.forward_flops / many, many - few, tokens - many)
+        for one, two in zip(short, long, strict=True)
+    )
+
+
+def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> tuple[SliceLatency, ...]:
+    """What slices take on each stage: `plan.predict`'s time of a whole row, divided into its terms by FLOPs.
+
+    The fixed cost of a micro-batch is that of a slice. What precedes the units grows with the tokens alone; the head is
+    divided as the last unit, with which its FLOPs are counted.
+
+    Args:
+        plan: with times.
+        workload: with `pair_shares`.
+        flat_tokens: fewer take as long as these, as far as a row has them.
+    """
+    return tuple(
+        _latency(_stage_lines(plan, workload, stage), workload.tokens, flat_tokens)
+        for stage in range(plan.pipeline_parallel_size)
+    )
+
+
+def frozen_latency(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> SliceLatency:
+    """What slices take on the frozen units of all stages together. `Args` as `stage_latencies`."""
+    assert plan.times is not None
+    units = range(plan.num_cached_layers, plan.num_frozen_layers)
+    lines = [(plan.times.units[unit].forward, workload.pair_shares[unit]) for unit in units]
+    return _latency(lines, workload.tokens, flat_tokens)
+
+
+def _stage_lines(plan: PipelinePlan, workload: Workload, stage: int) -> list[tuple[Seconds, float]]:
+    """What a stage runs for a micro-batch, as `PipelinePlan.predict` adds it up, and the share of pairs in each."""
+    times, shares = plan.times, workload.pair_shares
+    assert times is not None
+    lines = [(times.prologue.forward, 0.0)]
+    for unit in plan.units_of(stage):
+        if unit >= plan.num_cached_layers:
+            lines.append((times.units[unit].forward, shares[unit]))
+        if unit >= plan.num_frozen_layers:
+            lines.append((times.units[unit].backward, shares[unit]))
+    if stage == 0 and not plan.num_frozen_layers:
+        lines.append((times.prologue.backward, 0.0))
+    if stage == plan.pipeline_parallel_size - 1:
+        lines += [(times.head.forward, shares[-1]), (times.head.backward, shares[-1])]
+    return lines
+
+
+def _latency(lines: Sequence[tuple[Seconds, float]], tokens: int, flat_tokens: int) -> SliceLatency:
+    of_pairs = sum(seconds.per_row * share for seconds, share in lines)
+    of_tokens = sum(seconds.per_row * (1 - share) for seconds, share in lines)
+    return SliceLatency(
+        fixed=sum(seconds.fixed for seconds, _ in lines),
+        per_token=of_tokens / tokens,
+        per_pair=of_pairs / (tokens**2 / 2),  # each token with those up to itself
+        per_context=0.0,
+        flat_tokens=min(flat_tokens, tokens),
+    )
+
+
+def _pair_share(short: float, long: float, more: int, further: int) -> float:
+    """The share at T tokens: FLOPs of a token are the line a + b T.
+
+    Args:
+        short, long: FLOPs of a token in two rows.
+        more: tokens that the second row has beyond the first.
+        further: tokens that T has beyond the second.
+    """
+    slope = (long - short) / more
+    whole = long + slope * further
+    tokens_alone = short - slope * SHORT
+    return min(max(1 - tokens_alone / whole, 0.0), 1.0) if whole > 0 else 0.0
 
 
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:
