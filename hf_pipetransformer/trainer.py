@@ -20,7 +20,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
@@ -60,8 +60,10 @@ from .planning.costs import UnitCost, cost_of_whole, measure_costs
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .planning.unit_times import ModelTimes
+from .preemption import EXIT_CODE, StopSignal
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
+from .saving import WholeCheckpoints
 from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ UNKNOWN_SIZE = 2**20
 """Samples that are expected of a stream."""
 
 
-class PipeTransformerTrainer(Trainer):
+class PipeTransformerTrainer(WholeCheckpoints):
     """A [`~transformers.Trainer`] that can cut the model into a pipeline of stages, one per process.
 
     Takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
@@ -141,6 +143,9 @@ class PipeTransformerTrainer(Trainer):
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
+        self._stop_signal = StopSignal()
+        self._votes_to_stop: torch.Tensor | None = None
+        self._is_preempted = False  # on all processes, or on none
         self._recorder = RunRecorder(args)
         # first, so that loggers which save the model at the end see all of it; and some take numbers out of the logs
         self.callback_handler.callbacks[:0] = [_Hooks(self), self._recorder]
@@ -158,13 +163,20 @@ class PipeTransformerTrainer(Trainer):
         """One stage, and something else distributes the model: everything is left to `transformers.Trainer`."""
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
 
-    def train(self, *positional: Any, **keywords: Any) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any
+    ) -> TrainOutput:
         self.make_model_whole()  # an earlier train() may have been interrupted
+        if not self._is_stock:
+            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._recorder.begin(self.is_world_process_zero())
-        has_ended = False
+        has_ended = self._is_preempted = False
+        self._votes_to_stop = None
         try:
-            output = super().train(*positional, **keywords)
-            has_ended = True
+            with nullcontext() if self._is_stock else self._stop_signal:
+                output = super().train(resume_from_checkpoint, *positional, **keywords)
+            has_ended = not self._is_preempted
+            self._leave_if_preempted()
             return output
         finally:
             self._recorder.end(has_ended, self.state.global_step)
@@ -175,6 +187,17 @@ class PipeTransformerTrainer(Trainer):
             if self._train_batches is not None:
                 self._train_batches.close()  # its workers wait for the next epoch
                 self._train_batches = None
+
+    def _leave_if_preempted(self) -> None:
+        if not self._is_preempted:
+            return
+        if self.is_world_process_zero():
+            logger.warning(
+                "SIGTERM: checkpoint-%d is saved, from which resume_from_checkpoint=True goes on. Exit code %d.",
+                self.state.global_step,
+                EXIT_CODE,
+            )
+        raise SystemExit(EXIT_CODE)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._is_stock:
@@ -609,9 +632,14 @@ class PipeTransformerTrainer(Trainer):
         loss = (
             torch.stack(self._micro_losses).sum() if self._micro_losses else torch.zeros((), device=self.args.device)
         )
+        if self._votes_to_stop is not None:  # of the step before: to look at this one's would wait for the device
+            self._is_preempted = self._is_preempted or bool(self._votes_to_stop > 0)
+        asks = torch.tensor(float(self._stop_signal.is_asked), device=self.args.device)
         if pipeline.mesh.world_size > 1:
-            loss = loss.float()
-            dist.all_reduce(loss)
+            together = torch.stack([loss.float(), asks])
+            dist.all_reduce(together)
+            loss, asks = together.unbind()
+        self._votes_to_stop = asks
         return loss
 
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
@@ -770,14 +798,14 @@ class PipeTransformerTrainer(Trainer):
         """
         if self.pipeline is None or not self.pipeline.is_placed:
             return super().save_model(output_dir, _internal_call)
-        with self.pipeline.weights.gathered(self.pipeline.holders()):
-            return super().save_model(output_dir, _internal_call)
+        with self.pipeline.weights.gathered(self.pipeline.holders()), self._keeping_errors():
+            super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._save_optimizer_and_scheduler(output_dir)
-        with self.pipeline.optimizer_state.gathered(self.pipeline.holders()):
-            return super()._save_optimizer_and_scheduler(output_dir)
+        with self.pipeline.optimizer_state.gathered(self.pipeline.holders()), self._keeping_errors():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
@@ -802,6 +830,10 @@ class _Hooks(TrainerCallback):
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._epoch_begins = True
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if self._trainer._is_preempted:
+            control.should_save = control.should_training_stop = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer._end_records()

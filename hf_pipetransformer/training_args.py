@@ -229,6 +229,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         super().__post_init__()
         if not self.leaves_model_to_trainer:
             self.average_tokens_across_devices = False
+            if getattr(self, "enable_jit_checkpoint", False):
+                raise ValueError(
+                    "enable_jit_checkpoint=True: each process would save at a step of its own. Unset it: on SIGTERM"
+                    " all processes save a checkpoint at the same step, and leave, without it."
+                )
         if self.uses_pipeline:
             try:
                 self._refuse_what_only_now_is_known()

@@ -263,15 +263,18 @@ def split_names(prefix: str, splits: DatasetDict) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- the run
-def find_checkpoint(training_args: PipeTransformerTrainingArguments) -> str | None:
-    """Returns the checkpoint to resume from; `--resume_from_checkpoint last` is the newest in `output_dir`, if any."""
+def find_checkpoint(training_args: PipeTransformerTrainingArguments) -> str | bool | None:
+    """Returns the checkpoint to resume from; `--resume_from_checkpoint last` is the newest in `output_dir`, if any.
+
+    True: the trainer takes the newest that is not damaged.
+    """
     wanted = training_args.resume_from_checkpoint
     if wanted is None or str(wanted).lower() in {"false", "no"}:
         return None
     if str(wanted).lower() not in {"last", "true", "yes"}:
         return wanted
     output_dir = Path(training_args.output_dir)
-    return get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    return True if output_dir.is_dir() and get_last_checkpoint(str(output_dir)) else None
 
 
 def train(trainer: PipeTransformerTrainer) -> dict[str, float]:

@@ -1,0 +1,106 @@
+"""Checkpoints that are whole or not there.
+
+A checkpoint is written under another name. When all its files are on the disk, a manifest with their sizes and
+checksums is added, and only then it gets its own name:
+
+    output_dir/.saving/checkpoint-40/     written, killed at any time: nobody takes it for a checkpoint
+    output_dir/checkpoint-40/             whole, with manifest.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+MANIFEST = "manifest.json"
+SAVING = ".saving"
+STATE = "trainer_state.json"
+"""What the stock Trainer writes last."""
+CHUNK = 2**22
+
+
+def publish(written: Path, final: Path) -> None:
+    """Give a checkpoint its name, once all its files are on the disk. One that had the name before is replaced.
+
+    Args:
+        written: a folder in another one, on the same file system as `final`.
+        final: its name.
+
+    Raises:
+        OSError: the disk is full or refuses.
+    """
+    manifest = {}
+    for path in sorted(written.rglob("*")):
+        if path.is_file():
+            _synchronise(path)
+            manifest[str(path.relative_to(written))] = [path.stat().st_size, _checksum(path)]
+    with (written / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _synchronise(written)
+    if final.exists():  # of an earlier training; a folder cannot be replaced in one step
+        final.rename(written.parent / "replaced")
+    written.rename(final)
+    _synchronise(final.parent)
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, in words; None: nothing.
+
+    One without a manifest comes from the stock Trainer. Of that it is only known that its last file is there.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None if (checkpoint / STATE).is_file() else f"it has neither {MANIFEST} nor {STATE}"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, (size, checksum) in manifest.items():
+        path = checkpoint / name
+        try:
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes of {size}"
+            if _checksum(path) != checksum:
+                return f"{name} is damaged"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in a folder that is not damaged, and what is wrong with those that are newer."""
+    problems: list[str] = []
+    for name in reversed(sort_checkpoints(str(folder), PREFIX_CHECKPOINT_DIR)):
+        damage = damage_of(Path(name))
+        if damage is None:
+            return Path(name), problems
+        problems.append(f"{Path(name).name}: {damage}")
+    return None, problems
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Remove what a killed process had not finished."""
+    shutil.rmtree(folder / SAVING, ignore_errors=True)
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            total = zlib.crc32(chunk, total)
+    return total
+
+
+def _synchronise(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,44 @@
+"""SIGTERM means: save, and leave.
+
+Schedulers announce the end of an allocation by SIGTERM, to one process or to all, at any time. A process that saved at
+once would do so alone. So the signal only sets a flag, which travels with the loss of the next step; then all of them
+save at the same step's end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+EXIT_CODE = getattr(os, "EX_TEMPFAIL", 75)
+"""Of a process that has saved and left: try again later."""
+
+
+class StopSignal:
+    """Notes SIGTERM while it is entered. Does nothing in another thread than the main one, which gets no signals."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+        self._is_installed = False
+
+    def __enter__(self) -> StopSignal:
+        self.is_asked = False
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._is_installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._is_installed:
+            # None: a handler that was not installed from Python
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            self._is_installed = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True

@@ -1,0 +1,148 @@
+"""A Trainer whose checkpoints are whole or not there, and which resumes from the newest whole one.
+
+_save_checkpoint      the stock method, into a folder of another name; then all agree, and rank 0 gives the name
+  save_model, _save_optimizer_and_scheduler
+                      a full disk is an error of all processes, after the last collective
+train(True)           rank 0 chooses the newest whole checkpoint, and all take it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from .checkpoints import SAVING, STATE, damage_of, forget_unfinished, newest_whole, publish
+from .pipeline.mesh import ProcessMesh
+
+logger = logging.getLogger(__name__)
+
+
+class WholeCheckpoints(Trainer):
+    """The part of [`PipeTransformerTrainer`] that writes and chooses checkpoints."""
+
+    _is_checkpointing = False
+    _saving: Path | None = None  # where checkpoints go until they are whole
+    _save_error: Exception | None = None
+    _to_push: str | None = None
+
+    @property
+    def _processes(self) -> ProcessMesh:
+        raise NotImplementedError
+
+    @property
+    def _is_stock(self) -> bool:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------ writing
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._saving) if self._saving is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Collective over all processes."""
+        if self._is_stock:
+            return super()._save_checkpoint(model, trial)
+        self._is_checkpointing = True
+        try:
+            self._save_whole(model, trial)
+        finally:
+            self._is_checkpointing, self._saving, self._save_error = False, None, None
+
+    def _save_whole(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(super()._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        written = folder / SAVING / name
+        if self.args.should_save:
+            forget_unfinished(folder)
+        self._processes.gather_objects(None)  # nobody writes into what is removed
+        self._to_push, self._saving = None, folder / SAVING
+        with self._keeping_errors():
+            super()._save_checkpoint(model, trial)
+        self._saving = None
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == folder / SAVING:
+            self.state.best_model_checkpoint = str(folder / Path(best).name)
+        self._raise_anyones_error(folder, name)  # all files are there: those of the random states, too
+        with self._keeping_errors():
+            if self.args.should_save:
+                self.state.save_to_json(str(written / STATE))
+                publish(written, folder / name)
+                forget_unfinished(folder)
+                rotate_checkpoints(
+                    str(folder), self.args.save_total_limit, best_model_checkpoint=self.state.best_model_checkpoint
+                )
+        self._raise_anyones_error(folder, name)
+        if not self.args.should_save and self.args.local_process_index == 0 and written.is_dir():
+            written.rename(folder / name)  # a node with a disk of its own, where only random states are
+        if self._to_push is not None:
+            super()._push_from_checkpoint(str(folder / name))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._is_checkpointing:
+            self._to_push = checkpoint_folder  # when it has its name: an upload goes on in the background
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        """Inside, while a checkpoint is written, an error waits until all processes can hear of it."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_checkpointing:
+                raise
+            self._save_error = self._save_error or error
+
+    def _raise_anyones_error(self, folder: Path, name: str) -> None:
+        """Collective over all processes."""
+        mine = None if self._save_error is None else f"{type(self._save_error).__name__}: {self._save_error}"
+        everyone = self._processes.gather_objects(mine)
+        failed = [f"rank {rank}: {error}" for rank, error in enumerate(everyone) if error is not None]
+        if not failed:
+            return
+        if self.args.should_save:
+            forget_unfinished(folder)
+        before, _ = newest_whole(folder)
+        raise OSError(
+            f"{name} could not be saved ({'; '.join(failed)}). "
+            + (f"{before.name} is the newest whole checkpoint. " if before is not None else "")
+            + f"Make room in {folder}, and resume."
+        ) from self._save_error
+
+    # ------------------------------------------------------------------------------------ choosing
+    def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | bool | None:
+        """The checkpoint that `train` is to go on with, the same on all processes. Collective over all processes.
+
+        Raises:
+            ValueError: the one that was named is damaged, or all are.
+        """
+        if not wanted:
+            return None
+        if self.args.process_index == 0:
+            mine = _choose(Path(self.args.output_dir or "."), wanted)
+        else:
+            mine = None
+        chosen, problems = self._processes.gather_objects(mine)[0] or (None, [])
+        if chosen is None and problems:
+            raise ValueError(
+                f"resume_from_checkpoint={wanted!r}: {'; '.join(problems)}. Name another checkpoint, or train from the"
+                " beginning."
+            )
+        if problems and self.args.process_index == 0:
+            logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
+        return wanted if chosen is None else chosen  # the stock Trainer says that there is none
+
+
+def _choose(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
+    if wanted is True:
+        newest, problems = newest_whole(folder) if folder.is_dir() else (None, [])
+        return (None if newest is None else str(newest)), problems
+    path = Path(str(wanted))
+    damage = damage_of(path) if path.is_dir() else None  # the stock Trainer says that it is not there
+    return (str(wanted), []) if damage is None else (None, [f"{path.name}: {damage}"])

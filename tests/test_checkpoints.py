@@ -1,0 +1,116 @@
+"""Checkpoints are whole or not there, and a damaged one is told from a whole one."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hf_pipetransformer import checkpoints
+from hf_pipetransformer.checkpoints import MANIFEST, SAVING, STATE, damage_of, forget_unfinished, newest_whole, publish
+
+
+def write(folder: Path, step: int) -> Path:
+    """A published checkpoint with files in two levels."""
+    written = folder / SAVING / f"checkpoint-{step}"
+    (written / "adapter").mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.pt", STATE, "adapter/weights.bin"):
+        (written / name).write_bytes(random.Random(f"{step}{name}").randbytes(5000))
+    publish(written, folder / f"checkpoint-{step}")
+    return folder / f"checkpoint-{step}"
+
+
+def test_what_is_published_is_whole(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 4)
+    assert damage_of(checkpoint) is None
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    assert set(manifest) == {"model.safetensors", "optimizer.pt", STATE, "adapter/weights.bin"}
+    assert manifest[STATE][0] == 5000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_flipped_byte_or_shorter_file_is_found(tmp_path: Path, seed: int) -> None:
+    checkpoint, rng = write(tmp_path, 4), random.Random(seed)
+    path = rng.choice([p for p in sorted(checkpoint.rglob("*")) if p.is_file() and p.name != MANIFEST])
+    content = bytearray(path.read_bytes())
+    if seed % 2:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    else:
+        del content[rng.randrange(len(content)) :]
+    path.write_bytes(content)
+    assert path.name in str(damage_of(checkpoint))
+
+
+@pytest.mark.parametrize("what", ["missing", "manifest"])
+def test_missing_files_and_broken_manifests_are_found(tmp_path: Path, what: str) -> None:
+    checkpoint = write(tmp_path, 4)
+    if what == "missing":
+        (checkpoint / "optimizer.pt").unlink()
+    else:
+        (checkpoint / MANIFEST).write_text("{")
+    assert damage_of(checkpoint) is not None
+
+
+def test_the_newest_whole_one_is_chosen_by_number(tmp_path: Path) -> None:
+    for step in (8, 40, 120):
+        write(tmp_path, step)
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-120", [])
+    (tmp_path / "checkpoint-120" / "optimizer.pt").write_bytes(b"")
+    chosen, problems = newest_whole(tmp_path)
+    assert chosen == tmp_path / "checkpoint-40"
+    assert problems == ["checkpoint-120: optimizer.pt has 0 bytes of 5000"]
+
+
+def test_one_of_the_stock_trainer_counts_once_its_last_file_is_there(tmp_path: Path) -> None:
+    stock = tmp_path / "checkpoint-4"
+    stock.mkdir()
+    (stock / "model.safetensors").write_bytes(b"weights")
+    assert newest_whole(tmp_path)[0] is None
+    (stock / STATE).write_text("{}")
+    assert newest_whole(tmp_path)[0] == stock
+
+
+def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any call to the system, the folder has the old checkpoint or the new one, whole."""
+    calls = 0
+
+    class Killed(BaseException):
+        pass
+
+    def counting(name: str) -> None:
+        real = getattr(checkpoints, name)
+
+        def call(path: Path) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == dies_at:
+                raise Killed
+            return real(path)
+
+        monkeypatch.setattr(checkpoints, name, call)
+
+    counting("_synchronise")
+    counting("_checksum")
+    for number in range(1, 12):
+        folder = tmp_path / str(number)
+        dies_at, calls = 0, 0
+        write(folder, 1)
+        dies_at, calls = number, 0
+        with suppress(Killed):
+            write(folder, 2)
+        dies_at = 0
+        chosen, problems = newest_whole(folder)
+        assert chosen is not None and chosen.name in ("checkpoint-1", "checkpoint-2") and not problems
+        assert (chosen.name == "checkpoint-2") == (folder / "checkpoint-2").exists()
+        forget_unfinished(folder)
+        assert not (folder / SAVING).exists()
+
+
+def test_a_name_that_is_taken_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "old").write_text("")
+    checkpoint = write(tmp_path, 4)
+    assert damage_of(checkpoint) is None and not (checkpoint / "old").exists()

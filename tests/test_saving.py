@@ -1,0 +1,164 @@
+"""A run that is killed, or runs into a full disk, goes on from the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import RankDiedError, launch_ranks, run_ranks, run_ranks_expecting_error
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
+from transformers import Trainer, TrainerCallback
+
+from hf_pipetransformer import checkpoints
+from hf_pipetransformer.checkpoints import MANIFEST, SAVING, newest_whole
+from hf_pipetransformer.preemption import EXIT_CODE
+
+RUN = Run(samples=64, accumulation=1).with_options(save_strategy="steps", save_steps=2)
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self._step
+
+
+def train_some(rank: int, world_size: int, folder: str, stages: int, stop: int = 6) -> None:
+    trainer = pipeline_trainer(replace(RUN, per_device=16 // world_size), stages, folder)
+    trainer.add_callback(Stop(stop))
+    trainer.train()
+
+
+def resume(rank: int, world_size: int, folder: str, stages: int, wanted: str | bool = True) -> Outcome:
+    trainer = pipeline_trainer(replace(RUN, per_device=16 // world_size), stages, folder)
+    return outcome_of(trainer, resume_from_checkpoint=wanted)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_ranks(reference, 1, RUN, str(tmp_path_factory.mktemp("reference")))[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    stages: int, tmp_path: Path, undisturbed: Outcome, capfd: Any
+) -> None:
+    run_ranks(train_some, 2, str(tmp_path), stages)
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert all((tmp_path / name / MANIFEST).exists() for name in names) and not (tmp_path / SAVING).exists()
+    with (tmp_path / "checkpoint-6" / "optimizer.pt").open("r+b") as file:
+        file.truncate(100)
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), stages), undisturbed)
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_everywhere(tmp_path: Path) -> None:
+    run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    for wanted in (str(tmp_path / "checkpoint-2"), True):
+        errors = run_ranks_expecting_error(resume, 2, str(tmp_path), 2, wanted, timeout=60)
+        assert all(isinstance(e, ValueError) and "optimizer.pt cannot be read" in str(e) for e in errors)
+
+
+def killed_while_saving(rank: int, world_size: int, folder: str) -> None:
+    """The second checkpoint is never finished on rank 0."""
+    publish, count = checkpoints._checksum, 0
+
+    def die(path: Path) -> int:
+        nonlocal count
+        count += "checkpoint-4" in str(path)
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return publish(path)
+
+    checkpoints._checksum = die  # type: ignore[assignment]
+    train_some(rank, world_size, folder, 2)
+
+
+def test_killed_while_saving(tmp_path: Path, undisturbed: Outcome) -> None:
+    outcomes = launch_ranks(killed_while_saving, 2, str(tmp_path), timeout=60)
+    assert isinstance(outcomes[0].error, RankDiedError) and outcomes[1].error is not None
+    assert (tmp_path / SAVING / "checkpoint-4").exists()
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
+    assert not (tmp_path / SAVING).exists()
+
+
+def train_on_a_full_disk(rank: int, world_size: int, folder: str, what: str) -> None:
+    real = torch.save
+    saves = 0
+
+    def save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal saves
+        saves += what in str(path)
+        if what in str(path) and saves == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(value, path, *args, **kwargs)
+
+    if what != "model":
+        torch.save = save
+    else:
+        save_model = Trainer._save
+
+        def fail(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+            if output_dir is not None and "checkpoint-4" in output_dir:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            save_model(self, output_dir, state_dict)
+
+        Trainer._save = fail  # type: ignore[method-assign]
+    train_some(rank, world_size, folder, 2)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "scheduler", "rng_state_1"])
+def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
+    what: str, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    errors = run_ranks_expecting_error(train_on_a_full_disk, 2, str(tmp_path), what, timeout=60)
+    assert len(errors) == 2
+    for error in errors:
+        assert isinstance(error, OSError)
+        assert "checkpoint-4 could not be saved" in str(error) and "No space left" in str(error)
+        assert "checkpoint-2 is the newest whole" in str(error)
+    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-2"
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
+
+
+class TermAt(TrainerCallback):
+    """Sends SIGTERM to this process, as a scheduler would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[int, ...]) -> int:
+    before = signal.getsignal(signal.SIGTERM)
+    run = replace(RUN, per_device=16 // world_size).with_options(save_strategy="no")
+    trainer = pipeline_trainer(run, stages, folder)
+    if rank in who:
+        trainer.add_callback(TermAt(3))
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == before
+    return int(str(leaving.value.code))
+
+
+@pytest.mark.parametrize(("world", "stages", "who"), [(1, 1, (0,)), (2, 1, (1,)), (2, 2, (0,)), (2, 2, (0, 1))])
+def test_sigterm_saves_one_whole_checkpoint_and_leaves(
+    world: int, stages: int, who: tuple[int, ...], tmp_path: Path, undisturbed: Outcome
+) -> None:
+    codes = run_ranks(preempted, world, str(tmp_path), stages, who)
+    assert codes == [EXIT_CODE] * world
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert newest_whole(tmp_path) == (checkpoint, []) and checkpoint.name in ("checkpoint-4", "checkpoint-5")
+    assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed)
