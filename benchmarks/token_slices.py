@@ -86,7 +86,9 @@ class Variant:
         )
         token_slices: str | int = AUTO if name == AUTO else int(name.split()[0]) if "slices" in name else "off"
         if token_slices != "off":
-            windows = study_slicing(stack, sample, lambda part: _loss(model, part, sample), tolerance=1e-3)
+            windows = study_slicing(
+                stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
+            )
             self.pipeline.slicing = Slicing(token_slices, windows, self._note)
         self.pipeline.place(plan)
         self.pipeline.train()

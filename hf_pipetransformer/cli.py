@@ -110,6 +110,9 @@ def plan(
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
+    token_slices: Annotated[
+        str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
+    ] = "off",
     task: Annotated[str, typer.Option(help="As for inspect.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -136,6 +139,7 @@ def plan(
             num_microbatches=num_microbatches,
             caches=cache,
             is_elastic=elastic,
+            token_slices=token_slices,
         )
         answer = command.answer(model_or_config, task, request)
     except UnsupportedModelError as error:

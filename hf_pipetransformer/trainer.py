@@ -171,6 +171,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
             resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._recorder.begin(self.is_world_process_zero())
         has_ended = self._is_preempted = False
+        self._shapes_told = 0
         self._votes_to_stop = None
         try:
             with nullcontext() if self._is_stock else self._stop_signal:
@@ -567,6 +568,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
 
     def _tell(self, change: Transformation) -> None:
         """One line in the log, one record in the run's file, and metrics for whoever logs."""
+        self._shapes_told = 0
         assert self.pipeline is not None
         everyone = self.pipeline.mesh.gather_objects((dict(change.seconds), change.bytes_moved))
         phases = {phase: max(seconds[phase] for seconds, _ in everyone) for phase in change.seconds}
@@ -688,12 +690,20 @@ class PipeTransformerTrainer(WholeCheckpoints):
 
     def _study_slicing(self, pipeline: ElasticPipeline, sample: Batch) -> None:
         """Try whether the model can be cut along its tokens, before it is cut by layers."""
+        if self._reduction.kind == "whole":
+            raise UnsupportedModelError(
+                self.model,
+                "its loss is not a sum or mean over rows or tokens, so slices would change it.",
+                "Set token_slices='off'.",
+            )
+        sample = with_distinct_labels(sample, getattr(self.model, "config", None))
         num_items = max(self._reduction.count(sample), 1)
         windows = study_slicing(
             pipeline.stack,
             sample,
             lambda part: self._part_of_loss(self.model, part, num_items),
-            tolerance=1e-3 if self._is_exact else 1e-1,
+            loss_tolerance=1e-3 if self._is_exact else 1e-2,
+            gradient_tolerance=1e-3 if self._is_exact else 1e-1,
         )
         pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
 

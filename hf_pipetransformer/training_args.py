@@ -255,6 +255,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"{wanted} needs several stages, and pipeline_parallel_size is 1: raise it, or set token_slices='off'."
             )
+        if self.pipeline_schedule != "1f1b":
+            raise ValueError(
+                f"{wanted} needs pipeline_schedule='1f1b', and it is {self.pipeline_schedule!r}: leave it out."
+            )
         if self.label_smoothing_factor:
             raise ValueError(
                 f"{wanted} cannot be combined with label_smoothing_factor={self.label_smoothing_factor}: smoothing"

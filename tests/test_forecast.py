@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 from test_plan import times_of, unit
+from test_workload import tiny
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.forecast.device_table import CacheHost, Device
 from hf_pipetransformer.forecast.forecast import Forecast, Job, Machine, forecast, forecast_seconds
-from hf_pipetransformer.forecast.forecast_text import advise
-from hf_pipetransformer.forecast.workload import Workload
+from hf_pipetransformer.forecast.forecast_text import advise, as_text, as_values, describe_parts
+from hf_pipetransformer.forecast.workload import Workload, measure_pair_shares, measure_workload, stage_latencies
 from hf_pipetransformer.freezing import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.layouts import Layouts
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.planner import largest_stage_bytes
+from hf_pipetransformer.planning.planner import largest_stage_bytes, make_plan
+from hf_pipetransformer.planning.token_slicing import RowSlices, plan_slices
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 ROW_BYTES = 10
@@ -261,6 +263,164 @@ def _scaled(times: ModelTimes, factor: float) -> ModelTimes:
     return dataclasses.replace(
         times, units=tuple(PartTimes(line(part.forward), line(part.backward)) for part in times.units)
     )
+
+
+# ------------------------------------------------------------------------------------------ slices along the tokens
+TOKENS = 512
+
+
+def long_rows(activation_bytes: int = 0) -> Workload:
+    """Rows of which a quarter of the time goes into pairs of tokens."""
+    units = tuple(unit(i, activation_bytes=activation_bytes, boundary_bytes=ROW_BYTES) for i in range(12))
+    return dataclasses.replace(workload(), unit_costs=units, tokens=TOKENS, pair_shares=(0.25,) * 12)
+
+
+def slicing_machine(fixed: float = 0.01, budget: int | None = None) -> Machine:
+    return dataclasses.replace(machine(budget=budget), times=times_of(12, fixed), flat_tokens=32)
+
+
+def cut(devices: int = 4, policy: FreezePolicy | None = None, epochs: int = 2, **changes: Any) -> Forecast:
+    """One row a device, in a pipeline of all of them."""
+    arguments: dict[str, Any] = {"pipeline_parallel_size": devices, "is_elastic": False, "token_slices": "auto"}
+    arguments = {"batch_rows": devices, **arguments, **changes}
+    return forecast(job(devices, epochs, policy, **arguments), long_rows(), slicing_machine())
+
+
+@pytest.mark.parametrize("frozen", [0, 2, 5])
+@pytest.mark.parametrize("flat_tokens", [1, 10**6])
+def test_terms_of_a_latency_add_up_to_a_whole_row(frozen: int, flat_tokens: int) -> None:
+    """Those of `plan.predict`, for each stage; cut, a row takes the fixed cost of each slice and otherwise as long."""
+    part = PartTimes(Seconds(0.5, 1.0), Seconds(0.25, 3.0))
+    times = dataclasses.replace(times_of(12, fixed=0.125), prologue=part, head=part)
+    plan = make_plan(
+        long_rows().unit_costs,
+        3,
+        3,
+        rows_per_device=2,
+        memory_budget_bytes=None,
+        num_frozen_layers=frozen,
+        times=times,
+    )
+    for rows in (1, 6):
+        spans = plan.predict(rows, 1).timeline.spans
+        for stage, latency in enumerate(stage_latencies(plan, long_rows(), flat_tokens)):
+            for kind, slices in (("forward", latency.forward), ("backward", latency.backward)):
+                seconds = sum(span.end - span.start for span in spans if (span.stage, span.kind) == (stage, kind))
+                assert slices.seconds(rows, TOKENS, 0) == pytest.approx(seconds)
+            both = latency.both
+            if flat_tokens == 1:
+                pieces = both.seconds(rows, 200, 0) + both.seconds(rows, TOKENS - 200, 200)
+                assert pieces == pytest.approx(both.seconds(rows, TOKENS, 0) + both.fixed)
+            assert both.flat_tokens <= TOKENS  # a row of its own is never taken to be slower than it is
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 200])
+def test_share_of_pairs_is_that_of_attention(tokens: int) -> None:
+    """Two products of T x T x 32, 2 FLOPs each."""
+    model = tiny("llama")
+    flops = [unit.forward_flops for unit in measure_workload(model, tokens).unit_costs]
+    assert measure_pair_shares(model, tokens) == pytest.approx([2 * 2 * tokens**2 * 32 / of_unit for of_unit in flops])
+
+
+def test_few_long_rows_gain_by_slices() -> None:
+    """Whole, four rows in four equal stages take 7 / 4 of the stages' own time."""
+    epoch = cut().epochs[0]
+    assert epoch.sliced is not None and sum(part.rows for part in epoch.sliced.parts) == 4
+    assert all(sum(part.lengths) == TOKENS and len(part.lengths) > 1 for part in epoch.sliced.parts)
+    own = 4 * 3 * 3 * 1.01
+    assert epoch.uncut_step_seconds == pytest.approx(own * 7 / 4)
+    assert own < epoch.sliced.busy_seconds < epoch.step_seconds < own * 1.35
+    assert sum(epoch.shares.values()) == pytest.approx(1)
+    assert epoch.shares["waiting"] == pytest.approx(epoch.bubble) and epoch.bubble < 0.2
+
+
+def test_equal_stages_take_what_the_planner_says() -> None:
+    epoch = cut().epochs[0]
+    assert epoch.sliced is not None
+    latencies = [stage.both for stage in stage_latencies(epoch.plan, long_rows(), 32)]
+    assert epoch.sliced.seconds == pytest.approx(plan_slices(latencies, 4, TOKENS).seconds, rel=0.01)
+
+
+def test_frozen_layers_in_slices() -> None:
+    """A stage of frozen layers alone waits for no gradients; shares are those of the slices' own time."""
+    epoch = cut(policy=SchedulePolicy({1: 6})).epochs[1]
+    assert epoch.sliced is not None and epoch.step_seconds < epoch.uncut_step_seconds
+    assert sum(epoch.shares.values()) == pytest.approx(1)
+    assert 4 * 6 <= epoch.shares["frozen layers"] * epoch.step_seconds * 4 < 1.2 * 4 * 6
+    assert min(epoch.shares.values()) >= 0
+
+
+def test_many_rows_stay_whole() -> None:
+    result = cut(2, batch_rows=64)
+    assert [epoch.sliced for epoch in result.epochs] == [None, None]
+    epoch = result.epochs[0]
+    assert epoch.step_seconds == epoch.uncut_step_seconds == epoch.prediction.seconds
+    text = as_text(result, "title", ())
+    assert f"token slices gain nothing here: {epoch.num_microbatches} micro-batches fill the pipeline" in text
+    assert "Set token_slices='off': nothing is gained" in advice(result)
+
+
+def test_one_stage_is_untouched() -> None:
+    off, on = (
+        cut(policy=SchedulePolicy({1: 6}), pipeline_parallel_size=1, token_slices=asked, caches=False)
+        for asked in ("off", "auto")
+    )
+    assert on.epochs == off.epochs
+    assert (on.ddp, on.seconds) == (off.ddp, off.seconds)
+    assert "Token slices" not in as_text(off, "", ())
+    assert "epoch 1: one stage, nothing to cut" in as_text(on, "", ())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_rows_too_short_to_be_cut(tokens: int) -> None:
+    """They have fewer tokens than a device computes at once."""
+    short = dataclasses.replace(long_rows(), tokens=tokens)
+    course = job(4, 1, batch_rows=4, pipeline_parallel_size=4, token_slices="auto")
+    result = forecast(course, short, slicing_machine())
+    assert result.epochs[0].sliced is None
+    assert "with 4 micro-batches devices wait 43% of the time, but slices are no faster" in as_text(result, "", ())
+
+
+def test_rows_are_cut_as_asked_for() -> None:
+    for m in (1, 2, 4):
+        epoch = cut(num_microbatches=m).epochs[0]
+        assert epoch.sliced is not None and [part.rows for part in epoch.sliced.parts] == [4 // m] * m
+        assert epoch.num_microbatches == m
+
+
+def test_sequences_that_are_cut_are_not_cached() -> None:
+    policy = SchedulePolicy({1: 9})
+    result = cut(policy=policy, epochs=8)
+    assert {(epoch.num_cached, epoch.puts) for epoch in result.epochs} == {(0, 0)}
+    assert "Frozen layers are not cached: token_slices='auto' cuts sequences" in advice(result)
+    assert "the activation cache is off: it keeps whole rows" in as_text(result, "", ())
+    assert any(epoch.num_cached for epoch in cut(policy=policy, epochs=8, token_slices="off").epochs)
+
+
+def test_advice_that_the_cache_gains_more() -> None:
+    """Of two stages the second one alone computes, once the layers of the first are cached."""
+    result = cut(2, batch_rows=16, policy=SchedulePolicy({1: 10}), epochs=20)
+    assert "Set token_slices='off': frozen layers are then cached, which is predicted to be" in advice(result)
+
+
+def test_slices_keep_no_more_rows_than_micro_batches() -> None:
+    """By time alone parts would have more rows than one; of eight whole rows the first stage keeps four."""
+    course = job(4, 1, batch_rows=8, pipeline_parallel_size=4, token_slices="auto")
+    epoch = forecast(course, long_rows(activation_bytes=1000), slicing_machine()).epochs[0]
+    assert epoch.sliced is not None and sum(part.rows for part in epoch.sliced.parts[:4]) <= 4
+    assert max(epoch.stage_bytes) <= largest_stage_bytes(epoch.plan)
+
+
+def test_cuts_in_words_and_values() -> None:
+    assert describe_parts([RowSlices(2, (48, 16, 16)), RowSlices(2, (48, 16, 16)), RowSlices(1, (80,))]) == (
+        "2 parts of 2 rows in 3 slices (48 + 2×16 tokens), 1 part of 1 row in one slice"
+    )
+    assert describe_parts([RowSlices(1, tuple(range(20, 10, -1)))]) == "1 part of 1 row in 10 slices (20 to 11 tokens)"
+    result = cut()
+    values, epoch = as_values(result, "", "", ()), result.epochs[0]
+    assert values["token_slices"] == "auto" and epoch.sliced is not None
+    assert values["epochs"][0]["slices"] == [[part.rows, list(part.lengths)] for part in epoch.sliced.parts]
+    assert f"×{epoch.uncut_step_seconds / epoch.step_seconds:.2f} over 4 micro-batches" in as_text(result, "", ())
 
 
 # ------------------------------------------------------------------------------------------ the device table

@@ -58,8 +58,8 @@ def test_plan_prints_tables() -> None:
 def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
-        "model", "profile", "devices", "batch_rows", "samples", "steps_per_epoch", "memory_budget_bytes", "epochs",
-        "seconds", "compared_with", "flop_bound", "cache", "advice", "assumed",
+        "model", "profile", "devices", "batch_rows", "samples", "steps_per_epoch", "memory_budget_bytes",
+        "token_slices", "epochs", "seconds", "compared_with", "flop_bound", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
     assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]
@@ -109,6 +109,9 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--memory-gib", "0.01"], 2, "no pipeline fits"),
         (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
         (["--task", "cooking"], 2, "--task is 'cooking'"),
+        (["--token-slices", "4"], 2, "token_slices is '4', but must be one of off, auto"),
+        (["--token-slices", "auto"], 2, "BertForSequenceClassification is no causal language model, and only there"),
+        (["--token-slices", "auto", "--task", "causal-lm"], 2, "is no causal language model, and only there"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str, tiny: str) -> None:
@@ -118,6 +121,25 @@ def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str,
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert message in lines[0]
+
+
+def test_token_slices(tmp_path: Path) -> None:
+    """Four rows of 4,096 tokens in four stages; the cache is off, and said to be."""
+    sizes = {**TINY, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16}
+    AutoConfig.for_model("llama", **sizes, num_hidden_layers=4, max_position_embeddings=4096).save_pretrained(tmp_path)
+    training = (str(tmp_path), "--devices", "4", "--batch", "4", "--seq", "4096", "--epochs", "3", "--alpha", "0.25")
+    arguments = (*training, "--pipeline-parallel-size", "4", "--no-elastic", "--token-slices", "auto")
+    answer = values(*arguments)
+    first = answer["epochs"][0]
+    assert first["step_seconds"] < 0.8 * first["uncut_step_seconds"]
+    assert all(sum(lengths) == 4096 for _, lengths in first["slices"])
+    assert {epoch["num_cached_layers"] for epoch in answer["epochs"]} == {0}
+    assert any("the activation cache is off, because it keeps whole rows" in line for line in answer["assumed"])
+    assert any("as efficiently as a whole row down to 256 tokens (an estimate)" in line for line in answer["assumed"])
+    out = run(*arguments).stdout
+    assert re.search(r"^- epoch 1: .* slices \(.* tokens\)(, .*)?; ×1\.\d\d over 4 micro-batches", out, re.MULTILINE)
+    off = run(*training).stdout
+    assert "Token slices" not in off and "keeps whole rows" not in off
 
 
 def test_unknown_and_unsupported_models() -> None:

@@ -41,9 +41,10 @@ def whole(stage: StageModule, rows: int) -> StageShapes:
     return book.shapes(BATCH, rows)
 
 
-def chooser(asked: TokenSlices, num_parts: Any = lambda rows: 2, told: list[Any] | None = None) -> SliceChooser:
+def chooser(asked: TokenSlices, told: list[Any] | None = None, num_parts: Any = lambda rows: 2) -> SliceChooser:
     note = (lambda parts, seconds: told.append((parts, seconds))) if told is not None else lambda *_: None
-    return SliceChooser(asked, attention_windows(build("llama")), num_parts, lambda mine: [mine, mine], note)
+    windows = attention_windows(build("llama"))
+    return SliceChooser(asked, windows, num_parts, lambda mine: [mine, mine], note, chooses_parts=asked == "auto")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def chooser(asked: TokenSlices, num_parts: Any = lambda rows: 2, told: list[Any]
 )
 def test_slices_as_asked_for(stage: StageModule, asked: TokenSlices, lengths: tuple[int, ...]) -> None:
     told: list[Any] = []
-    one = chooser(asked, told=told)
+    one = chooser(asked, told)
     for _ in range(2):
         assert one.parts_of(stage, partial(whole, stage), BATCH) == (RowSlices(2, lengths),) * 2
     assert told == [((RowSlices(2, lengths),) * 2, None)]  # once for a shape
@@ -65,7 +66,7 @@ def test_measurements_leave_nothing_behind(stage: StageModule) -> None:
     state = torch.random.get_rng_state()
     points = measure_slices(stage, partial(whole, stage), BATCH, attention_windows(stage.stack.model))
     assert {point[:3] for point in points} == set(points_to_measure(4, TOKENS))
-    assert all(seconds > 0 for *_, seconds in points)
+    assert all(forward > 0 and backward > 0 for *_, forward, backward in points)
     assert torch.equal(state, torch.random.get_rng_state())
     assert torch.equal(parameter.grad, torch.ones_like(parameter))
     assert sum(p.grad is not None for p in stage.parameters()) == 1
@@ -75,7 +76,7 @@ def test_measurements_leave_nothing_behind(stage: StageModule) -> None:
 @pytest.mark.parametrize("tokens", [2, 37, 1024, 4096])
 def test_few_points_tell_rows_lengths_and_contexts_apart(rows: int, tokens: int) -> None:
     points = points_to_measure(rows, tokens)
-    assert len(points) <= 20
+    assert len(points) <= 16
     assert all(length >= 1 and length + context <= tokens for _, length, context in points)
     if tokens > 16:
         assert len(points) >= 4 and len({p[1] for p in points}) > 2 and len({p[2] for p in points}) > 2
@@ -87,11 +88,13 @@ def test_the_best_cut_is_planned_once_for_each_shape(stage: StageModule, monkeyp
 
     def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], _windows: Any) -> list[Any]:
         profiles.append(1)
-        return [(r, n, c, 1e-3 + 1e-3 * r * n) for r, n, c in points_to_measure(*batch["input_ids"].shape)]
+        return [
+            (r, n, c, 1e-3 + 1e-3 * r * n, 2e-3 * r * n) for r, n, c in points_to_measure(*batch["input_ids"].shape)
+        ]
 
     monkeypatch.setattr(slice_choice, "measure_slices", measure)
     told: list[Any] = []
-    one = chooser("auto", num_parts=None, told=told)
+    one = chooser("auto", told)
     long = {key: torch.cat([value] * 4, dim=1) for key, value in BATCH.items()}
     first = one.parts_of(stage, partial(whole, stage), long)
     assert one.parts_of(stage, partial(whole, stage), long) == first
@@ -111,19 +114,47 @@ def test_a_profile_that_fits_nothing_is_repeated_and_then_not_believed(
 
     def measure(*_: Any) -> list[Any]:
         profiles.append(1)
-        return [(r, n, c, 1.0 + 9.0 * (i % 2)) for i, (r, n, c) in enumerate(points_to_measure(4, TOKENS))]
+        return [(r, n, c, 1.0 + 9.0 * (i % 2), 1.0) for i, (r, n, c) in enumerate(points_to_measure(4, TOKENS))]
 
     monkeypatch.setattr(slice_choice, "measure_slices", measure)
     with caplog.at_level(logging.WARNING):
         parts = chooser("auto").parts_of(stage, partial(whole, stage), BATCH)
     assert len(profiles) == slice_choice.PROFILES
     assert parts == (RowSlices(2, (TOKENS,)),) * 2
-    assert "cannot be predicted" in caplog.text
+    assert "is not known" in caplog.text and "root mean square" in caplog.text
 
 
-def test_shapes_of_a_slice_have_its_tokens() -> None:
+def test_a_stage_that_fails_in_the_profile_makes_all_cut_by_rows(
+    stage: StageModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("not enough memory for 4 GiB")
+
+    monkeypatch.setattr(slice_choice, "measure_slices", fail)
+    with caplog.at_level(logging.WARNING):
+        assert chooser("auto").parts_of(stage, partial(whole, stage), BATCH) == (RowSlices(2, (TOKENS,)),) * 2
+    assert "not enough memory" in caplog.text
+
+
+def test_rows_of_too_few_tokens_are_not_cut(stage: StageModule) -> None:
+    few = {key: value[:1, :3] for key, value in BATCH.items()}
+    assert chooser("auto", num_parts=lambda rows: 1).parts_of(stage, partial(whole, stage), few) == (
+        RowSlices(1, (3,)),
+    )
+
+
+def test_no_part_has_more_rows_than_are_known_to_fit(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time alone one part of all rows would be the best."""
+    fixed = lambda *_: [(r, n, c, 1.0 + 1e-9 * r * n, 1.0) for r, n, c in points_to_measure(4, TOKENS)]  # noqa: E731
+    monkeypatch.setattr(slice_choice, "measure_slices", fixed)
+    for parts in (1, 2, 4):
+        found = chooser("auto", num_parts=lambda rows, m=parts: m).parts_of(stage, partial(whole, stage), BATCH)
+        assert max(part.rows for part in found) == (4 if parts < 2 else 4 // parts)
+
+
+def test_shapes_of_a_slice_have_its_tokens(stage: StageModule) -> None:
     carried = CarriedTensor((2, TOKENS, 32), torch.float32, True)
-    shapes = shapes_of_slice(StageShapes((carried,), ()), TOKENS, 5)
+    shapes = shapes_of_slice(stage, StageShapes((carried,), ()), TOKENS, 5)
     assert shapes.incoming[0].shape == (2, 5, 32)
     with pytest.raises(ValueError, match="not the 37 tokens"):
-        shapes_of_slice(StageShapes((CarriedTensor((TOKENS, 2, 32), torch.float32, True),), ()), TOKENS, 5)
+        shapes_of_slice(stage, StageShapes((CarriedTensor((TOKENS, 2, 32), torch.float32, True),), ()), TOKENS, 5)

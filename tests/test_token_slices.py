@@ -17,7 +17,7 @@ from sliced_models import (
 )
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model.kv_slices import _LayerStates, attention_windows
+from hf_pipetransformer.model.kv_slices import SequenceStates, _LayerStates, attention_windows
 from hf_pipetransformer.model.token_slices import SlicedSequence, check_updates, first_tokens, running_slices
 
 ATTENTIONS = ("sdpa", "eager")
@@ -109,6 +109,29 @@ def test_a_batch_is_cut_along_its_tokens() -> None:
 def test_one_slice_is_the_batch_itself() -> None:
     model, batch = build("llama"), batch_for("none")
     assert SlicedSequence(model, batch, (TOKENS,), attention_windows(model)).slice(0) is batch
+
+
+def test_states_of_frozen_layers_go_with_the_last_slice() -> None:
+    """No backward comes to free them."""
+    model, batch = build("llama"), batch_for("none")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2" in name)
+    states = SequenceStates(attention_windows(model), TOKENS)
+    with running_slices(model, batch):
+        for start, stop in ((0, 20), (20, TOKENS)):
+            ids = batch["input_ids"][:, start:stop]
+            model(input_ids=ids, past_key_values=states.slice(start, stop), use_cache=False)
+    assert [states.of_layer(index)._values[0] is None for index in range(3)] == [True, True, False]
+
+
+def test_what_packs_rows_without_a_mask_is_refused() -> None:
+    model = build("llama")
+    batch = {**batch_for("packed"), "cu_seq_lens_q": torch.tensor([0, 15, 37])}
+    with pytest.raises(UnsupportedModelError, match="cu_seq_lens_q"):
+        SlicedSequence(model, batch, (20, 17), attention_windows(model))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match="sdpa or eager"):
+        SlicedSequence(model, batch_for("packed"), (20, 17), attention_windows(model))
 
 
 def test_a_layer_that_gives_no_keys_and_values_is_noticed() -> None:

@@ -236,6 +236,7 @@ def test_token_slices_that_mean_nothing_are_refused(given: Any) -> None:
     ("options", "why"),
     [
         ({"pipeline_parallel_size": 1}, "several stages"),
+        ({"pipeline_schedule": "gpipe"}, "needs pipeline_schedule"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0"),
         ({"activation_cache": "on"}, "whole rows"),
         ({"full_determinism": True}, "measured times"),

@@ -15,17 +15,22 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from ..auto_cache import USABLE_DISK
 from ..freezing import make_policy
+from ..model.kv_slices import attention_windows
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from . import inspection
 from .device_table import GIB, CacheHost, device_named
 from .forecast import Forecast, Job, Machine, forecast
 from .local_profile import profile_here, refuse_too_large
-from .workload import Workload, measure_workload
+from .workload import Workload, measure_pair_shares, measure_workload
 
 PROFILES = ("analytic", "cpu", "cuda")
+TOKEN_SLICES = ("off", "auto")
+FLAT_TOKENS = {"cpu": 16, "cuda": 256}
+"""Of a device that times whole rows only: fewer tokens of a slice are taken to be as slow as these."""
 ROWS_TO_TIME = 8
 """As the trainer times them."""
 DEFAULT_SAMPLES = 100_000
@@ -53,10 +58,16 @@ class Request:
     num_microbatches: str = "auto"
     caches: bool = True
     is_elastic: bool = True
+    token_slices: str = "off"
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
+        if self.token_slices not in TOKEN_SLICES:
+            raise ValueError(
+                f"token_slices is {self.token_slices!r}, but must be one of {', '.join(TOKEN_SLICES)}: slices of given"
+                " lengths are not forecast."
+            )
         if self.seq < 1:
             raise ValueError(f"seq is {self.seq}, but must be at least 1.")
         for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
@@ -85,6 +96,7 @@ class Request:
             is_elastic=self.is_elastic,
             caches=self.caches,
             num_microbatches=_number_or_auto("num_microbatches", self.num_microbatches),
+            token_slices="off" if self.token_slices == "off" else "auto",
         )
 
 
@@ -114,8 +126,14 @@ def answer(name: str, task: str, request: Request) -> Answer:
     config = inspection.load_config(name)
     cls = inspection.model_class(config, task)
     model = inspection.build_ghost_model(config, cls)
+    if job.token_slices != "off":
+        _refuse_slices_of_others(model)
     workload = measure_workload(model, request.seq)
+    if job.token_slices != "off":
+        workload = replace(workload, pair_shares=measure_pair_shares(model, request.seq))
     machine, assumed = _machine(request, job, workload, config, cls)
+    if job.token_slices != "off":
+        assumed = (*assumed, *_assumed_of_slices(machine))
     if request.samples is None:
         assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
     if not workload.tokens_matter:
@@ -129,6 +147,38 @@ def answer(name: str, task: str, request: Request) -> Answer:
         f" {job.num_samples:,} samples"
     )
     return Answer(result, type(model).__name__, title, assumed)
+
+
+def _refuse_slices_of_others(model: PreTrainedModel) -> None:
+    """Refuse to cut sequences of which tokens depend on later ones.
+
+    Raises:
+        UnsupportedModelError: layers keep another state than keys and values.
+        ValueError: no causal language model.
+    """
+    config = model.config
+    causal, masked = AutoModelForCausalLM._model_mapping, AutoModelForMaskedLM._model_mapping
+    expected: Any = causal.get(type(config), ())
+    # BERT and its kin attend to later tokens with any head, unless they are configured as decoders
+    is_encoder = type(config) in masked and not getattr(config, "is_decoder", False)
+    if is_encoder or not isinstance(model, expected):
+        raise ValueError(
+            f"token_slices is 'auto', but {type(model).__name__} is no causal language model, and only there no token"
+            " depends on later ones: set token_slices='off', or choose the task causal-lm of a decoder."
+        )
+    attention_windows(model)
+
+
+def _assumed_of_slices(machine: Machine) -> tuple[str, ...]:
+    return (
+        "token slices: the activation cache is off, because it keeps whole rows; stages are chosen as without slices",
+        f"a slice is computed as efficiently as a whole row down to {machine.flat_tokens} tokens (an estimate); its"
+        " fixed cost is that of a micro-batch",
+        "a row's time is divided by FLOPs into what grows with its tokens and with pairs of them; earlier keys and"
+        " values are read at no cost, and slices keep no more for the backward than whole rows do",
+        "the model may be cut along its tokens; the trainer finds that out by running rows of the data, and measures"
+        " what slices take",
+    )
 
 
 def _machine(
@@ -152,6 +202,7 @@ def _from_table(request: Request, job: Job, workload: Workload) -> tuple[Machine
         device.devices_per_node,
         device.host,
         device,
+        device.flat_tokens,
     )
     return machine, (
         f"{device.name}: {device.flops_per_second / 1e12:,.0f} TFLOP/s of which layers reach {device.efficiency:.0%}"
@@ -182,7 +233,7 @@ def _measured_here(
         float(psutil.virtual_memory().available),
         shutil.disk_usage(os.getcwd()).free * USABLE_DISK,
     )
-    machine = Machine(profile.times, budget, profile.processes, _with_disk(host, request))
+    machine = Machine(profile.times, budget, profile.processes, _with_disk(host, request), None, FLAT_TOKENS[kind])
     assumed = [
         f"times measured here, {profile.processes} processes at once, on {rows} rows with random weights",
     ]

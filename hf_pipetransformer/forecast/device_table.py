@@ -53,6 +53,8 @@ class Device:
         efficiency: share of the peak that a layer reaches. An estimate.
         seconds_per_unit: fixed cost of one unit's forward, for the calls of its kernels. An estimate.
         devices_per_node: usual number.
+        flat_tokens: fewer tokens take a layer as long as these. An estimate: those of one layer of 2,048 columns on a
+            V100 (TeraPipe, figure 3).
         host: an estimate.
     """
 
@@ -66,6 +68,7 @@ class Device:
     seconds_per_unit: float = 1.2e-4
     devices_per_node: int = 8
     host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
+    flat_tokens: int = 256
 
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """How long the parts of a model take here, from their FLOPs.

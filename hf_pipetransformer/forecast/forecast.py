@@ -4,6 +4,7 @@
     AutoCache     -> c in each epoch      of these f layers so many come from the cache
     planner       -> plan of each epoch   make_plan at the start, replan where f or c changes, as the trainer does
     plan.predict  -> step                 plus the time to load what is cached
+    plan_slices   -> step                 instead, where sequences are cut along their tokens and that is faster
 
 Beside it stand static layouts, in which nothing is frozen, and what the counted FLOPs allow.
 """
@@ -21,9 +22,11 @@ from ..freezing import FreezeDecision, FreezePolicy, next_num_frozen
 from ..planning.costs import UnitCost
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
 from ..planning.planner import largest_stage_bytes, make_plan, replan
+from ..planning.slice_timeline import seconds_of_slices, simulate_slices
+from ..planning.token_slicing import MINIMAL_GAIN, RowSlices, most_rows_of_part, plan_slices
 from ..planning.unit_times import ModelTimes
 from .device_table import CacheHost, Device
-from .workload import Workload
+from .workload import Workload, frozen_latency, stage_latencies
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Job:
         max_frozen_layers: the user's bound.
         pipeline_parallel_size: K, or "auto".
         is_elastic: pack the layers into fewer stages after a freeze.
-        caches: keep what frozen layers give.
+        caches: keep what frozen layers give; not where sequences are cut, as the cache keeps whole rows.
+        token_slices: "auto": cut the sequences of a causal language model along their tokens as well.
 
     Raises:
         ValueError: a number is too small, or the rows cannot be divided.
@@ -56,6 +60,7 @@ class Job:
     caches: bool = True
     schedule: str = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
+    token_slices: Literal["off", "auto"] = "off"
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch_rows", "num_epochs", "num_samples"):
@@ -107,6 +112,7 @@ class Machine:
         devices_per_node: how many share a cache.
         host: of a node.
         device: whose table gave `times`; None: measured.
+        flat_tokens: of a slice; fewer take as long as these.
     """
 
     times: ModelTimes
@@ -114,6 +120,7 @@ class Machine:
     devices_per_node: int
     host: CacheHost
     device: Device | None = None
+    flat_tokens: int = 1
 
     def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
         """The same with another number of devices."""
@@ -126,6 +133,23 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class SlicedStep:
+    """Forward and backward of a step whose sequences are cut along their tokens.
+
+    Attributes:
+        parts: of a pipeline's rows, and the slices of each.
+        seconds: until the last stage has finished.
+        busy_seconds: of these a device computes, on average over the stages.
+        frozen_seconds: of these on frozen layers.
+    """
+
+    parts: tuple[RowSlices, ...]
+    seconds: float
+    busy_seconds: float
+    frozen_seconds: float
+
+
+@dataclass(frozen=True)
 class Epoch:
     """One epoch, counted from 1.
 
@@ -134,9 +158,10 @@ class Epoch:
         num_cached: of these so many come from the cache.
         puts: layers whose output is put into the cache; 0: none.
         plan: in force.
-        prediction: of a step, without loading.
+        prediction: of a step, without loading; its sequences whole.
         load_seconds: of a step.
         num_steps: of it.
+        sliced: of a step whose sequences are cut; None where that is hardly faster, or not asked for.
     """
 
     number: int
@@ -147,10 +172,34 @@ class Epoch:
     prediction: StepPrediction
     load_seconds: float
     num_steps: int
+    sliced: SlicedStep | None = None
 
     @property
     def step_seconds(self) -> float:
+        computing = self.prediction.timeline.seconds if self.sliced is None else self.sliced.seconds
+        return computing + self.prediction.seconds_at_end + self.load_seconds
+
+    @property
+    def uncut_step_seconds(self) -> float:
+        """Of a step whose sequences are whole."""
         return self.prediction.seconds + self.load_seconds
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a pipeline's rows."""
+        return self.prediction.num_microbatches if self.sliced is None else len(self.sliced.parts)
+
+    @property
+    def stage_bytes(self) -> list[int]:
+        """Of each stage."""
+        return _stage_bytes(self.plan, self.prediction.num_microbatches, self.sliced)
+
+    @property
+    def bubble(self) -> float:
+        """Share of forward and backward in which a device waits, 0 to 1."""
+        if self.sliced is None:
+            return self.prediction.timeline.bubble
+        return 1 - self.sliced.busy_seconds / self.sliced.seconds
 
     @property
     def seconds(self) -> float:
@@ -166,13 +215,16 @@ class Epoch:
         plan, times, m = self.plan, self.plan.times, self.prediction.num_microbatches
         assert times is not None
         k, timeline = plan.pipeline_parallel_size, self.prediction.timeline
-        busy = sum(span.end - span.start for span in timeline.spans) / k
-        frozen_units = range(self.plan.num_cached_layers, self.num_frozen)
-        frozen = m * sum(times.units[unit].forward.of(plan.rows_per_pipeline / m) for unit in frozen_units) / k
+        if self.sliced is not None:
+            computing, busy, frozen = self.sliced.seconds, self.sliced.busy_seconds, self.sliced.frozen_seconds
+        else:
+            computing, busy = timeline.seconds, sum(span.end - span.start for span in timeline.spans) / k
+            frozen_units = range(self.plan.num_cached_layers, self.num_frozen)
+            frozen = m * sum(times.units[unit].forward.of(plan.rows_per_pipeline / m) for unit in frozen_units) / k
         seconds = {
             "active layers": busy - frozen,
             "frozen layers": frozen,
-            "waiting": timeline.seconds - busy,
+            "waiting": computing - busy,
             "reduction, optimizer": self.prediction.seconds_at_end,
             "loading": self.load_seconds,
         }
@@ -192,11 +244,15 @@ class StaticRun:
         plan: the layout.
         seconds: of the training; infinite where the plan does not fit.
         missing_bytes: that the largest stage takes beyond the device's memory; 0: it fits.
+        num_microbatches: parts of a pipeline's rows.
+        largest_bytes: of its stages.
     """
 
     plan: PipelinePlan
     seconds: float
     missing_bytes: int
+    num_microbatches: int
+    largest_bytes: int
 
     @property
     def fits(self) -> bool:
@@ -301,10 +357,13 @@ class _Course:
         self._boundary = 0  # layers whose output is, or is being, put into the store
         self._refused = 0  # layers whose output does not pay
         self._off: str | None = None if job.caches else "switched off"
+        if job.caches and job.token_slices != "off":
+            self._off = f"token_slices={job.token_slices!r} cuts sequences, and the cache keeps whole rows"
 
     def run(self) -> tuple[list[Epoch], str | None]:
         job, costs = self._job, self._workload.unit_costs
         plan, cached, epochs = self.first, 0, list[Epoch]()
+        prediction, sliced = predict_step(job, self._workload, self._machine, plan)
         for index, frozen in enumerate(job.num_frozen(len(costs), self._workload.max_frozen)):
             before = (plan.num_frozen_layers, cached)
             if self._boundary > cached:  # the epoch that has ended filled it
@@ -318,8 +377,8 @@ class _Course:
                     compression="fit" if job.is_elastic else "none",
                 )
                 self._fill(plan)
+                prediction, sliced = predict_step(job, self._workload, self._machine, plan)
             writes = self._off is None and self._boundary > cached and index + 1 < job.num_epochs
-            rows = plan.rows_per_pipeline
             epochs.append(
                 Epoch(
                     index + 1,
@@ -327,9 +386,10 @@ class _Course:
                     cached,
                     self._boundary if writes else 0,
                     plan,
-                    plan.predict(rows, plan.num_microbatches_for(rows)),
+                    prediction,
                     self._load_seconds(cached, self._boundary if writes else 0),
                     job.steps_per_epoch,
+                    sliced,
                 )
             )
         return epochs, self._off
@@ -406,13 +466,51 @@ def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePla
     )
 
 
+def predict_step(
+    job: Job, workload: Workload, machine: Machine, plan: PipelinePlan
+) -> tuple[StepPrediction, SlicedStep | None]:
+    """A step of whole sequences, and one of slices where that is faster by `MINIMAL_GAIN`.
+
+    They are planned as the trainer does it (`pipeline.slice_choice`), by forward and backward together. How long that
+    takes is simulated, as for whole rows: where layers are frozen, stages differ in what a forward is to a backward.
+    """
+    rows = plan.rows_per_pipeline
+    m = plan.num_microbatches_for(rows)
+    whole = plan.predict(rows, m)
+    if job.token_slices == "off" or plan.pipeline_parallel_size == 1:
+        return whole, None
+    stages = stage_latencies(plan, workload, machine.flat_tokens)
+    together = [stage.both for stage in stages]
+    if plan.num_microbatches is None:
+        parts = plan_slices(together, rows, workload.tokens, most_rows=most_rows_of_part(rows, m, len(stages))).parts
+    else:
+        parts = plan_slices(together, rows, workload.tokens, num_parts=m).parts
+    seconds = simulate_slices(stages, parts)
+    is_cut = any(len(part.lengths) > 1 for part in parts)
+    if not is_cut or seconds > whole.timeline.seconds * (1 - MINIMAL_GAIN):
+        return whole, None
+    k, frozen = len(stages), frozen_latency(plan, workload, machine.flat_tokens)
+    busy = sum(sum(seconds_of_slices(stage, parts).values()) for stage in together) / k
+    return whole, SlicedStep(parts, seconds, busy, sum(seconds_of_slices(frozen, parts).values()) / k)
+
+
+def _stage_bytes(plan: PipelinePlan, num_microbatches: int, sliced: SlicedStep | None) -> list[int]:
+    """What each stage takes; with slices it keeps all of those of as many parts as there are stages behind it."""
+    k = plan.pipeline_parallel_size
+    if sliced is None:
+        return [plan.stage_bytes(s, rows=plan.rows_per_pipeline, num_microbatches=num_microbatches) for s in range(k)]
+    kept = [sum(part.rows for part in sliced.parts[: k - stage]) for stage in range(k)]  # the largest come first
+    return [plan.stage_bytes(stage, rows=rows, num_microbatches=1) for stage, rows in enumerate(kept)]
+
+
 def _static_run(job: Job, workload: Workload, machine: Machine, k: int) -> StaticRun:
     plan = plan_at_start(replace(job, pipeline_parallel_size=k), workload, machine)
-    rows = plan.rows_per_pipeline
-    step = plan.predict(rows, plan.num_microbatches_for(rows)).seconds
-    budget = machine.memory_budget_bytes
-    missing = 0 if budget is None else max(largest_stage_bytes(plan) - budget, 0)
-    return StaticRun(plan, float("inf") if missing else step * job.steps_per_epoch * job.num_epochs, missing)
+    prediction, sliced = predict_step(job, workload, machine, plan)
+    epoch = Epoch(1, 0, 0, 0, plan, prediction, 0.0, job.steps_per_epoch, sliced)
+    largest, budget = max(epoch.stage_bytes), machine.memory_budget_bytes
+    missing = 0 if budget is None else max(largest - budget, 0)
+    seconds = float("inf") if missing else epoch.seconds * job.num_epochs
+    return StaticRun(plan, seconds, missing, epoch.num_microbatches, largest)
 
 
 def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from ..planning.plan import align
 from ..planning.planner import largest_stage_bytes
+from ..planning.token_slicing import MINIMAL_GAIN, RowSlices
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start
 
 GIB = 2**30
@@ -18,6 +21,10 @@ HARDLY_FASTER = 1.10
 """So much slower fewer devices may be and still be the better choice."""
 START_SECONDS = 60.0
 """What starting on many devices costs; saving less than this is not worth them."""
+MOST_LENGTHS = 8
+"""Of slices that are written out."""
+FULL_PIPELINE = 0.2
+"""Share of forward and backward that devices may wait in a pipeline that is called full."""
 
 ALWAYS_ASSUMED = (
     "every row is as long as --seq; padding and evaluation are not counted",
@@ -25,8 +32,9 @@ ALWAYS_ASSUMED = (
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
     "activations are counted in fp32, as the trainer does; the allocator's waste is not in the memory figures",
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
-    "the model may be cached; the trainer finds that out by running rows of the data",
 )
+MAY_BE_CACHED = "the model may be cached; the trainer finds that out by running rows of the data"
+"""Assumed where sequences are whole."""
 
 
 def advise(result: Forecast) -> list[str]:
@@ -47,7 +55,7 @@ def advise(result: Forecast) -> list[str]:
             f"The cache exceeds a node's memory ({result.cache_peak_bytes / GIB:,.1f} GiB at most, of"
             f" {host.memory_bytes / GIB:,.1f} GiB): then it is read from disk."
         )
-    return [*sentences, *_about_fewer_devices(result)]
+    return [*sentences, *_about_slices(result), *_about_fewer_devices(result)]
 
 
 def _about_pipelining(result: Forecast) -> list[str]:
@@ -82,6 +90,23 @@ def _about_pipelining(result: Forecast) -> list[str]:
     if ks[-1] < ks[0]:
         when = next(epoch.number for epoch in result.epochs if epoch.plan.pipeline_parallel_size < ks[0])
         sentences.append(f"From epoch {when} on fewer stages do, and the devices that become free are replicas.")
+    return sentences
+
+
+def _about_slices(result: Forecast) -> list[str]:
+    """Whether cutting sequences pays in the whole training."""
+    job = result.job
+    if job.token_slices == "off":
+        return []
+    off = forecast_seconds(replace(job, token_slices="off"), result.workload, result.machine)
+    sentences = []
+    if off * (1 + MINIMAL_GAIN) < result.seconds:
+        sentences.append(
+            f"Set token_slices='off': frozen layers are then cached, which is predicted to be"
+            f" {result.seconds / off:.2f} times as fast."
+        )
+    elif not any(epoch.sliced for epoch in result.epochs):
+        sentences.append("Set token_slices='off': nothing is gained by cutting sequences here.")
     return sentences
 
 
@@ -128,8 +153,8 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
             (
                 name,
                 _layout(static.plan.pipeline_parallel_size, static.plan.data_parallel_size),
-                str(static.plan.num_microbatches_for(static.plan.rows_per_pipeline)),
-                f"{largest_stage_bytes(static.plan) / GIB:,.1f}",
+                str(static.num_microbatches),
+                f"{static.largest_bytes / GIB:,.1f}",
                 _duration(static.seconds) if static.fits else "-",
                 "does not fit" if gain is None else f"×{gain:.2f}",
             )
@@ -138,27 +163,27 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
     parts = [
         title,
         "\n".join(align(epochs, left=(0, 5, 9))),
+        _about_cuts(result),
         f"{len(result.epochs)} epochs of {result.job.steps_per_epoch:,} steps: {_duration(result.seconds)}",
         "\n".join(align(statics, left=(0, 1))),
         _about_cache(result),
         "Advice\n" + "\n".join(f"- {sentence}" for sentence in advise(result)),
-        "Assumed\n" + "\n".join(f"- {sentence}" for sentence in (*assumed, *ALWAYS_ASSUMED)),
+        "Assumed\n" + "\n".join(f"- {sentence}" for sentence in _all_assumed(result, assumed)),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
-    first, last = period[0], period[-1]
-    plan = first.plan
+    first, plan = period[0], period[0].plan
     cached = str(plan.num_cached_layers)
     return (
-        str(first.number) if first is last else f"{first.number}-{last.number}",
+        _epochs(period),
         str(first.num_frozen),
         f"{cached} (puts {first.puts})" if first.puts else cached,
         _layout(plan.pipeline_parallel_size, plan.data_parallel_size),
-        str(first.prediction.num_microbatches),
+        str(first.num_microbatches),
         "|".join(str(len(plan.units_of(stage))) for stage in range(plan.pipeline_parallel_size)),
-        f"{largest_stage_bytes(plan) / GIB:,.1f}",
+        f"{max(first.stage_bytes) / GIB:,.1f}",
         f"{1e3 * first.step_seconds:,.1f}",
         f"{first.rows_per_second:,.0f}",
         f"{first.limit} {100 * first.shares[first.limit]:.0f}%",
@@ -171,6 +196,62 @@ def _statics(result: Forecast) -> list[tuple[str, StaticRun]]:
     if result.static_pipeline is not None:
         named.append(("static pipeline", result.static_pipeline))
     return named
+
+
+def _about_cuts(result: Forecast) -> str:
+    """How batches are cut along their tokens, and what that gains; empty where it is not asked for."""
+    if result.job.token_slices == "off":
+        return ""
+    lines = ["Token slices (the activation cache is off: it keeps whole rows)"]
+    for period in result.periods:
+        first = period[0]
+        lines.append(f"- epoch{'' if len(period) == 1 else 's'} {_epochs(period)}: {_cut_of(first)}")
+    return "\n".join(lines)
+
+
+def _cut_of(epoch: Epoch) -> str:
+    if epoch.plan.pipeline_parallel_size == 1:
+        return "one stage, nothing to cut"
+    if epoch.sliced is None:
+        m, waiting = epoch.num_microbatches, epoch.bubble
+        reason = (
+            f"{m} micro-batches fill the pipeline"
+            if waiting <= FULL_PIPELINE
+            else f"with {m} micro-batches devices wait {waiting:.0%} of the time, but slices are no faster"
+        )
+        return f"token slices gain nothing here: {reason}"
+    gain = epoch.uncut_step_seconds / epoch.step_seconds
+    return (
+        f"{describe_parts(epoch.sliced.parts)}; ×{gain:.2f} over {epoch.prediction.num_microbatches} micro-batches"
+        f" ({1e3 * epoch.uncut_step_seconds:,.1f} ms a step)"
+    )
+
+
+def describe_parts(parts: Sequence[RowSlices]) -> str:
+    """Rows of the parts and tokens of their slices: "2 parts of 4 rows in 3 slices (512 + 2×256 tokens)"."""
+    words = []
+    for (rows, lengths), count in Counter((part.rows, part.lengths) for part in parts).items():
+        slices = "one slice" if len(lengths) == 1 else f"{len(lengths)} slices ({_run_together(lengths)} tokens)"
+        words.append(f"{count} part{'' if count == 1 else 's'} of {rows} row{'' if rows == 1 else 's'} in {slices}")
+    return ", ".join(words)
+
+
+def _run_together(lengths: Sequence[int]) -> str:
+    """Equal lengths that follow each other together; of many different ones the longest and the shortest."""
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+    if len(runs) > MOST_LENGTHS:
+        return f"{max(lengths)} to {min(lengths)}"
+    return " + ".join(str(length) if count == 1 else f"{count}×{length}" for length, count in runs)
+
+
+def _all_assumed(result: Forecast, assumed: Sequence[str]) -> list[str]:
+    may_be_cached = [MAY_BE_CACHED] if result.job.token_slices == "off" else []
+    return [*assumed, *ALWAYS_ASSUMED, *may_be_cached]
+
+
+def _epochs(period: Sequence[Epoch]) -> str:
+    first, last = period[0].number, period[-1].number
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _about_cache(result: Forecast) -> str:
@@ -210,14 +291,15 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "samples": job.num_samples,
         "steps_per_epoch": job.steps_per_epoch,
         "memory_budget_bytes": budget,
+        "token_slices": job.token_slices,
         "epochs": [_epoch_values(epoch) for epoch in result.epochs],
         "seconds": result.seconds,
         "compared_with": {
             name.replace(" ", "_"): {
                 "stages": static.plan.pipeline_parallel_size,
                 "replicas": static.plan.data_parallel_size,
-                "num_microbatches": static.plan.num_microbatches_for(static.plan.rows_per_pipeline),
-                "largest_stage_bytes": largest_stage_bytes(static.plan),
+                "num_microbatches": static.num_microbatches,
+                "largest_stage_bytes": static.largest_bytes,
                 "fits": static.fits,
                 "seconds": static.seconds if static.fits else None,
                 "speed_up": result.speed_up_over(static),
@@ -231,13 +313,13 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
             "off": result.cache_off,
         },
         "advice": advise(result),
-        "assumed": [*assumed, *ALWAYS_ASSUMED],
+        "assumed": _all_assumed(result, assumed),
     }
 
 
 def _epoch_values(epoch: Epoch) -> dict[str, Any]:
     plan = epoch.plan
-    rows, m = plan.rows_per_pipeline, epoch.prediction.num_microbatches
+    sliced = epoch.sliced
     return {
         "epoch": epoch.number,
         "num_frozen_layers": epoch.num_frozen,
@@ -246,12 +328,12 @@ def _epoch_values(epoch: Epoch) -> dict[str, Any]:
         "stages": plan.pipeline_parallel_size,
         "replicas": plan.data_parallel_size,
         "stage_bounds": list(plan.stage_bounds),
-        "num_microbatches": m,
-        "stage_bytes": [
-            plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(plan.pipeline_parallel_size)
-        ],
+        "num_microbatches": epoch.num_microbatches,
+        "slices": None if sliced is None else [[part.rows, list(part.lengths)] for part in sliced.parts],
+        "stage_bytes": epoch.stage_bytes,
         "step_seconds": epoch.step_seconds,
-        "bubble": epoch.prediction.timeline.bubble,
+        "uncut_step_seconds": epoch.uncut_step_seconds,
+        "bubble": epoch.bubble,
         "load_seconds": epoch.load_seconds,
         "rows_per_second": epoch.rows_per_second,
         "shares": epoch.shares,

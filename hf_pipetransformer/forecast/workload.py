@@ -6,8 +6,8 @@ quadratic. So a model of ghosts is run on three short rows, and long ones follow
     T          16   32   64              2,048
     measured   ●    ●    ●      ->       the parabola through them
 
-The same division into tokens and pairs of them says what a slice of a row takes: a share of the tokens, and of the pairs
-those with all tokens before it (`stage_latencies`).
+The same division into tokens and pairs of them says what a slice of a row takes: its own tokens, and their pairs with
+all that precede them (`stage_latencies`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..planning.costs import UnitCost, measure_costs
 from ..planning.plan import PipelinePlan
+from ..planning.slice_timeline import StageLatency
 from ..planning.token_slicing import SliceLatency
 from ..planning.unit_times import Seconds
 from .inspection import GhostProducts
@@ -105,35 +106,49 @@ def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...
         model: of ghosts, or with weights.
         tokens: of a row, T.
     """
-    many = min(tokens, MEASURED_TOKENS[-1])
+    many = max(min(tokens, MEASURED_TOKENS[-1]), 2)
     few = many // 2
-    if not few:  # one token is the only pair
-        few, many = 1, 2
     samples = [dummy_batch(model, 1, tokens=t) for t in (few, many)]
     with GhostProducts():
         stack = LayerStack.discover(model, samples[0])
         short, long = (measure_costs(stack, sample) for sample in samples)
-    return tuple(
-        _pair_share(one.forward_flops / few, two.forward_flops / many, many - few, tokens - many)
-        for one, two in zip(short, long, strict=True)
-    )
+
+    def share(one: float, other: float) -> float:
+        slope = (other / many - one / few) / (many - few)  # FLOPs of a token are a + b T
+        base = one / few - slope * few
+        return min(max(slope * tokens / (base + slope * tokens), 0.0), 1.0) if slope > 0 else 0.0
+
+    return tuple(share(one.forward_flops, other.forward_flops) for one, other in zip(short, long, strict=True))
 
 
-def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> tuple[SliceLatency, ...]:
+def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> list[StageLatency]:
     """What slices take on each stage: `plan.predict`'s time of a whole row, divided into its terms by FLOPs.
 
-    The fixed cost of a micro-batch is that of a slice. What precedes the units grows with the tokens alone; the head is
-    divided as the last unit, with which its FLOPs are counted.
+    The fixed cost of a micro-batch is that of a slice. What precedes the units grows with the tokens alone; the head
+    is divided as the last unit, with which its FLOPs are counted.
 
     Args:
         plan: with times.
         workload: with `pair_shares`.
         flat_tokens: fewer take as long as these, as far as a row has them.
     """
-    return tuple(
-        _latency(_stage_lines(plan, workload, stage), workload.tokens, flat_tokens)
-        for stage in range(plan.pipeline_parallel_size)
-    )
+    times, shares = plan.times, workload.pair_shares
+    assert times is not None and len(shares) == plan.num_units, shares
+    last = plan.pipeline_parallel_size - 1
+    latencies = []
+    for stage in range(plan.pipeline_parallel_size):
+        units = plan.units_of(stage)
+        forward = [(times.units[u].forward, shares[u]) for u in units if u >= plan.num_cached_layers]
+        backward = [(times.units[u].backward, shares[u]) for u in units if u >= plan.num_frozen_layers]
+        forward.append((times.prologue.forward, 0.0))
+        if stage == 0 and not plan.num_frozen_layers:
+            backward.append((times.prologue.backward, 0.0))
+        if stage == last:
+            forward.append((times.head.forward, shares[-1]))
+            backward.append((times.head.backward, shares[-1]))
+        terms = (_latency(lines, workload.tokens, flat_tokens) for lines in (forward, backward))
+        latencies.append(StageLatency(*terms))
+    return latencies
 
 
 def frozen_latency(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> SliceLatency:
@@ -144,24 +159,8 @@ def frozen_latency(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> 
     return _latency(lines, workload.tokens, flat_tokens)
 
 
-def _stage_lines(plan: PipelinePlan, workload: Workload, stage: int) -> list[tuple[Seconds, float]]:
-    """What a stage runs for a micro-batch, as `PipelinePlan.predict` adds it up, and the share of pairs in each."""
-    times, shares = plan.times, workload.pair_shares
-    assert times is not None
-    lines = [(times.prologue.forward, 0.0)]
-    for unit in plan.units_of(stage):
-        if unit >= plan.num_cached_layers:
-            lines.append((times.units[unit].forward, shares[unit]))
-        if unit >= plan.num_frozen_layers:
-            lines.append((times.units[unit].backward, shares[unit]))
-    if stage == 0 and not plan.num_frozen_layers:
-        lines.append((times.prologue.backward, 0.0))
-    if stage == plan.pipeline_parallel_size - 1:
-        lines += [(times.head.forward, shares[-1]), (times.head.backward, shares[-1])]
-    return lines
-
-
 def _latency(lines: Sequence[tuple[Seconds, float]], tokens: int, flat_tokens: int) -> SliceLatency:
+    """Add up what takes a time of rows, of which a share grows with pairs of tokens."""
     of_pairs = sum(seconds.per_row * share for seconds, share in lines)
     of_tokens = sum(seconds.per_row * (1 - share) for seconds, share in lines)
     return SliceLatency(
@@ -171,20 +170,6 @@ def _latency(lines: Sequence[tuple[Seconds, float]], tokens: int, flat_tokens: i
         per_context=0.0,
         flat_tokens=min(flat_tokens, tokens),
     )
-
-
-def _pair_share(short: float, long: float, more: int, further: int) -> float:
-    """The share at T tokens: FLOPs of a token are the line a + b T.
-
-    Args:
-        short, long: FLOPs of a token in two rows.
-        more: tokens that the second row has beyond the first.
-        further: tokens that T has beyond the second.
-    """
-    slope = (long - short) / more
-    whole = long + slope * further
-    tokens_alone = short - slope * SHORT
-    return min(max(1 - tokens_alone / whole, 0.0), 1.0) if whole > 0 else 0.0
 
 
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:

@@ -118,10 +118,12 @@ class _SliceLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.is_updated = True
-        if (self._start, self._stop) == (0, self._states.length):
-            return key_states, value_states
         states = self._states.of_layer(self._index)
-        return _Extend.apply(key_states, value_states, states, self._visible, self._start, self._stop)
+        extended = _Extend.apply(key_states, value_states, states, self._visible, self._start, self._stop)
+        is_trained = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if self._stop == self._states.length and not is_trained:
+            states.forget()  # no backward will come to do it
+        return extended
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._start + query_length - self._visible, self._visible
@@ -178,6 +180,9 @@ class _LayerStates:
         if start == 0:
             self._values[which] = self._gradients[which] = None
         return own
+
+    def forget(self) -> None:
+        self._values = [None, None]
 
 
 class _Extend(torch.autograd.Function):

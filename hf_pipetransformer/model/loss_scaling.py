@@ -42,7 +42,9 @@ class LossReduction:
 
     def count(self, batch: Batch) -> int:
         """Items in a batch: tokens or rows that have a label."""
-        labels = batch.get("shift_labels", batch.get("labels"))
+        labels, shifted = batch.get("labels"), batch.get("shift_labels")
+        if self.items == "shifted_labels" or labels is None:
+            labels = shifted if shifted is not None else labels
         if self.items == "rows" or not isinstance(labels, torch.Tensor):
             return batch_rows(batch)
         if self.items == "shifted_labels" and "shift_labels" not in batch:

@@ -1,41 +1,52 @@
 """Try slices on a few rows before a model is cut.
 
-What a layer keeps of earlier tokens beside keys and values cannot be read off a model. So the gradients of one step in
-slices are compared with those of one step without, where every process still holds the whole model.
+What a layer keeps of earlier tokens beside keys and values cannot be read off a model, nor what a loss does with its
+labels. So a step in slices is compared with one without, where every process still holds the whole model:
+
+1. The loss and gradients of the rows as they are.
+2. The loss where only the first tokens of later slices have labels: the tokens before them must predict them. A loss
+   that shifts labels itself loses these, which are too few to be noticed otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
 from .ghosts import evaluation_mode
 from .kv_slices import Windows, attention_windows
 from .layer_stack import LayerStack
+from .loss_scaling import IGNORED
 from .micro_batch import Batch
-from .token_slices import SlicedSequence, check_updates, running_slices, sequence_length
+from .token_slices import REMEDY, SlicedSequence, check_updates, running_slices, sequence_length
 
-REMEDY = "Set token_slices='off'."
+LossOf = Callable[[Batch], torch.Tensor]
 
 
 def study_slicing(
-    stack: LayerStack, sample: Batch, loss_of: Callable[[Batch], torch.Tensor], tolerance: float
+    stack: LayerStack, sample: Batch, loss_of: LossOf, *, loss_tolerance: float, gradient_tolerance: float
 ) -> Windows:
     """Check that a model's sequences can be run slice by slice, and return the windows of its layers.
 
-    Costs two training steps of the sample. Weights, gradients and modes are as before when it returns.
+    Costs two training steps of the sample, with gradients of the whole model. Weights, gradients and modes are as
+    before when it returns.
 
     Args:
         stack: the units of the whole model.
         sample: a few rows.
         loss_of: a batch's, or a slice's, part of the loss of the whole sample.
-        tolerance: of the gradients, relative: the 2-norm of a parameter's difference over that of the parameter.
+        loss_tolerance: relative.
+        gradient_tolerance: relative: the 2-norm of a parameter's difference over that of its gradient.
 
     Raises:
         UnsupportedModelError: the model cannot be cut along its tokens, or the slices give another loss or gradient.
+        ValueError: the sample shows nothing: rows of one token, or without a gradient.
     """
     model = stack.model
     windows = attention_windows(model)
@@ -43,40 +54,85 @@ def study_slicing(
         raise UnsupportedModelError(
             model, f"it has {stack.num_units} layers, and its configuration says {len(windows)}.", REMEDY
         )
+    _refuse_lost_checkpointing(model)
     length = sequence_length(sample)
     if length < 2:
         raise ValueError(
             f"token_slices: the first rows have {length} token: a sequence needs 2 to be cut. Set token_slices='off'."
         )
+    lengths = [one for one in (length // 2, length // 3, length - length // 2 - length // 3) if one]  # unequal
     before = [parameter.grad for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = None
     try:
-        with evaluation_mode(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            whole = loss_of(sample)
-            whole.backward()
-            expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            for parameter in model.parameters():
-                parameter.grad = None
-            sliced = _step_in_slices(stack, sample, loss_of, windows)
-        _compare(model, float(whole.detach()), sliced, expected, tolerance)
+        with evaluation_mode(model), torch.random.fork_rng(devices=[]):
+            _compare_gradients(stack, sample, loss_of, lengths, windows, loss_tolerance, gradient_tolerance)
+            edges = _with_labels_at(sample, list(accumulate(lengths))[:-1])
+            if edges is not None:
+                with torch.no_grad():
+                    whole = float(loss_of(edges))
+                    parts = _losses_in_slices(stack, edges, loss_of, lengths, windows)
+                _check_loss(model, whole, sum(map(float, parts)), loss_tolerance)
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             parameter.grad = gradient
     return windows
 
 
-def _step_in_slices(
+def _refuse_lost_checkpointing(model: nn.Module) -> None:
+    flagged = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [module for module in flagged if isinstance(module, GradientCheckpointingLayer)]
+    if flagged and not (layers and hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")):
+        raise UnsupportedModelError(
+            model, "its gradient checkpointing takes no keys and values of earlier tokens.", REMEDY
+        )
+
+
+def _compare_gradients(
     stack: LayerStack,
     sample: Batch,
-    loss_of: Callable[[Batch], torch.Tensor],
+    loss_of: LossOf,
+    lengths: list[int],
     windows: Windows,
-) -> float:
-    length = sequence_length(sample)
-    odd = [length // 2, length // 3, length - length // 2 - length // 3]  # unequal, so that no offset is hidden
-    lengths = [one for one in odd if one]
+    loss_tolerance: float,
+    gradient_tolerance: float,
+) -> None:
     model = stack.model
-    losses = []
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.enable_grad():
+        whole = loss_of(sample)
+        whole.backward()
+        norms = {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None}
+        largest = max(norms.values(), default=0.0)
+        if not largest > 0:
+            raise ValueError(
+                "token_slices: the first rows have no label that counts, so nothing shows whether slices are right."
+                " Reorder or filter the data, or set token_slices='off'."
+            )
+        # slices are added with the opposite sign: what remains is the difference, and takes no memory of its own
+        losses = _losses_in_slices(stack, sample, lambda part: -loss_of(part), lengths, windows)
+        _check_loss(model, float(whole.detach()), -sum(float(loss.detach()) for loss in losses), loss_tolerance)
+        for loss in reversed(losses):
+            if loss.requires_grad:
+                loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        # a key's bias has a gradient of rounding alone; it must not count as wrong
+        error = float(parameter.grad.norm()) / max(norms.get(name, 0.0), 1e-2 * largest)
+        if not error <= gradient_tolerance:
+            raise UnsupportedModelError(
+                model,
+                f"in slices of tokens the gradient of {name!r} differs by {error:.1e} of its norm (allowed"
+                f" {gradient_tolerance:.0e}).",
+                REMEDY,
+            )
+
+
+def _losses_in_slices(
+    stack: LayerStack, sample: Batch, loss_of: LossOf, lengths: list[int], windows: Windows
+) -> list[torch.Tensor]:
+    """Of each slice, with its graph."""
+    model, losses = stack.model, []
     try:
         with running_slices(model, sample):
             sequence = SlicedSequence(model, sample, lengths, windows)
@@ -84,9 +140,6 @@ def _step_in_slices(
                 part = sequence.slice(number)
                 losses.append(loss_of(part))
                 check_updates(model, part["past_key_values"], stack.num_units)
-            for loss in reversed(losses):
-                if loss.requires_grad:
-                    loss.backward()
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -96,29 +149,25 @@ def _step_in_slices(
             " not.",
             REMEDY,
         ) from error
-    return sum(float(loss.detach()) for loss in losses)
+    return losses
 
 
-def _compare(
-    model: nn.Module, whole: float, sliced: float, expected: dict[str, torch.Tensor], tolerance: float
-) -> None:
-    if abs(whole - sliced) > tolerance * max(abs(whole), 1e-3):
+def _with_labels_at(sample: Batch, positions: list[int]) -> Batch | None:
+    """The rows with labels at these tokens alone; None where labels are not one for each token."""
+    labels: Any = sample.get("labels")
+    is_for_tokens = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+    if not is_for_tokens or labels.shape[1] != sequence_length(sample) or "shift_labels" in sample:
+        return None
+    only = torch.full_like(labels, IGNORED)
+    only[:, positions] = labels[:, positions].clamp(min=0)  # one that does not count counts here
+    return {**sample, "labels": only}
+
+
+def _check_loss(model: nn.Module, whole: float, sliced: float, tolerance: float) -> None:
+    if not abs(whole - sliced) <= tolerance * max(abs(whole), 1e-3):  # not for NaN either
         raise UnsupportedModelError(
             model,
             f"in slices of tokens its loss is {sliced:.6g}, and {whole:.6g} without: something but keys and values of"
             " earlier tokens matters to later ones, or the loss shifts labels itself.",
             REMEDY,
         )
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    # a key's bias has a gradient of rounding alone; it must not count as wrong
-    floor = 1e-2 * max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
-    for name, gradient in expected.items():
-        other = found.get(name, torch.zeros_like(gradient))
-        error = float((gradient - other).norm()) / max(float(gradient.norm()), floor, 1e-30)
-        if not error <= tolerance:
-            raise UnsupportedModelError(
-                model,
-                f"in slices of tokens the gradient of {name!r} differs by {error:.1e} of its norm (allowed"
-                f" {tolerance:.0e}).",
-                REMEDY,
-            )

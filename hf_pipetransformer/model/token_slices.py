@@ -24,6 +24,7 @@ from .loss_scaling import IGNORED
 from .micro_batch import Batch
 
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+REMEDY = "Set token_slices='off'."
 ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the length of the sequence that they see."""
 
@@ -98,6 +99,10 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
 
     A model sees that a row is packed by positions that begin anew, and that only without a cache.
     """
+    if "cu_seq_lens_q" in batch:
+        raise UnsupportedModelError(
+            model, "rows packed without padding (cu_seq_lens_q) cannot be cut along their tokens.", REMEDY
+        )
     positions = batch.get("position_ids")
     if not isinstance(positions, torch.Tensor) or batch.get("attention_mask") is not None:
         return None
@@ -106,7 +111,7 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
     kinds = {kind for kind, _ in windows}
     if CHUNKED in kinds:
         raise UnsupportedModelError(
-            model, "rows packed with several documents and chunked attention have no masks.", "Set token_slices='off'."
+            model, "rows packed with several documents and chunked attention have no masks.", REMEDY
         )
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     assert isinstance(tokens, torch.Tensor)
@@ -123,6 +128,12 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
         )
         for kind in kinds
     }
+    if not all(isinstance(mask, torch.Tensor) and mask.dim() == 4 for mask in masks.values()):
+        raise UnsupportedModelError(
+            model,
+            "rows packed with several documents need sdpa or eager attention to be cut along their tokens.",
+            REMEDY,
+        )
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -208,5 +219,5 @@ def check_updates(model: nn.Module, cache: SliceCache, expected: int) -> None:
             model,
             f"{cache.num_updated} of {expected} layers gave their keys and values to past_key_values: later tokens"
             " would not see what the others keep of earlier ones.",
-            "Set token_slices='off'.",
+            REMEDY,
         )

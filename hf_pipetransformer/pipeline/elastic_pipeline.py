@@ -32,7 +32,7 @@ from .microbatch_trials import MicrobatchTrials
 from .schedule import PipelineScheduler
 from .slice_choice import OnPlan, SliceChooser, TokenSlices
 from .sparse_embeddings import SparseEmbeddings
-from .stage import CarriedTensor, LossFunction, ShapeBook, StageModule
+from .stage import FIRST, CarriedTensor, LossFunction, ShapeBook, StageModule
 from .state import Holders, OptimizerState, WeightState, exchange, moves_between
 from .token_schedule import Neighbours, TokenScheduler
 
@@ -297,9 +297,10 @@ class ElasticPipeline(nn.Module):
         chooser = SliceChooser(
             slicing.token_slices,
             slicing.windows,
-            None if is_free else plan.num_microbatches_for,
+            plan.num_microbatches_for,
             self._of_each_stage,
             slicing.on_plan,
+            chooses_parts=is_free,
         )
         neighbours = Neighbours(
             ranks[index - 1] if index > 0 else None,
@@ -307,6 +308,7 @@ class ElasticPipeline(nn.Module):
             self._group,
             self.mesh.second_pipeline_group(self.num_stages),
         )
+        neighbours.connect(self.device)
         return TokenScheduler(stage, index, self.num_stages, neighbours, shape_book, slicing.windows, chooser)
 
     def _of_each_stage(self, mine: Any) -> list[Any]:
@@ -440,10 +442,10 @@ class ElasticPipeline(nn.Module):
         """K = 1: no schedule; it costs what the stock Trainer costs."""
         stage.micro_batches = (batch,)
         if self._replicated is None:
-            stage(index=_FIRST).backward()
+            stage(index=FIRST).backward()
         else:
             with nullcontext() if self._gradients_synchronise else self._replicated.no_sync():
-                self._replicated(index=_FIRST).backward()
+                self._replicated(index=FIRST).backward()
         stage.micro_batches = ()
 
     def _reduce_shared_gradients(self) -> None:
@@ -661,6 +663,3 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
 
 def _describe(tensor: torch.Tensor) -> CarriedTensor:
     return CarriedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-_FIRST = torch.zeros(1, dtype=torch.long)

@@ -17,15 +17,29 @@ from typing import Any
 
 import torch
 
+from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.token_slices import SlicedSequence, Windows, first_tokens, running_slices, sequence_length
-from ..planning.token_slicing import RowSlices, SliceLatency, given_slices, plan_slices, uniform_slices
-from .stage import CarriedTensor, StageModule, StageShapes
+from ..planning.slice_timeline import StageLatency, simulate_slices
+from ..planning.token_slicing import (
+    FEWEST_POINTS,
+    MINIMAL_GAIN,
+    RowSlices,
+    SliceLatency,
+    given_slices,
+    most_rows_of_part,
+    plan_slices,
+    uniform_slices,
+)
+from .stage import FIRST, CarriedTensor, StageModule, StageShapes
 
 logger = logging.getLogger(__name__)
 
 TokenSlices = str | int | Sequence[int]
 """`"auto"`, a number of equal slices, or their lengths."""
+
+Point = tuple[int, int, int, float, float]
+"""Rows, tokens of a slice, tokens before it; seconds of its forward and backward."""
 
 OnPlan = Callable[[tuple[RowSlices, ...], float | None], None]
 
@@ -44,27 +58,30 @@ class SliceChooser:
     Args:
         token_slices: as the user asked.
         windows: of the model's layers.
-        num_parts: rows of a batch -> number of equal parts; None where the dynamic program chooses that as well.
+        num_parts: rows of a batch -> number of equal parts; more rows at once than under these do not fit for sure.
         everyone: an object of each stage of the pipeline; collective over the pipeline.
         on_plan: told of each new shape of batch, how it is cut and how many seconds that is predicted to take.
+        chooses_parts: with "auto": let the dynamic program choose the parts as well.
     """
 
     def __init__(
         self,
         token_slices: TokenSlices,
         windows: Windows,
-        num_parts: Callable[[int], int] | None,
+        num_parts: Callable[[int], int],
         everyone: Callable[[Any], list[Any]],
         on_plan: OnPlan = lambda parts, seconds: None,
+        chooses_parts: bool = False,
     ) -> None:
         self._asked = token_slices
         self._windows = windows
         self._num_parts = num_parts
         self._everyone = everyone
         self._on_plan = on_plan
+        self._chooses_parts = chooses_parts
         self._plans: dict[tuple[int, int], tuple[RowSlices, ...]] = {}
-        self._latencies: list[SliceLatency] | None = None
-        self._profiled_tokens = 0
+        self._latencies: list[StageLatency] | None = None
+        self._profiled = (0, 0)  # rows, tokens
 
     def parts_of(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> tuple[RowSlices, ...]:
         """How to cut a batch. Collective over the pipeline, for a new shape.
@@ -90,7 +107,9 @@ class SliceChooser:
         else:
             assert not isinstance(self._asked, str)
             lengths = given_slices(tokens, self._asked)
-        assert self._num_parts is not None
+        return self._equal_parts(rows, lengths)
+
+    def _equal_parts(self, rows: int, lengths: tuple[int, ...]) -> tuple[RowSlices, ...]:
         parts = self._num_parts(rows)
         return (RowSlices(rows // parts, lengths),) * parts
 
@@ -98,41 +117,69 @@ class SliceChooser:
         self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch
     ) -> tuple[tuple[RowSlices, ...], float | None]:
         rows, tokens = batch_rows(batch), sequence_length(batch)
-        parts = self._num_parts(rows) if self._num_parts is not None else None
-        if self._latencies is None or tokens > 1.5 * self._profiled_tokens:  # a fit holds a little beyond its points
+        if len(points_to_measure(rows, tokens)) < FEWEST_POINTS:
+            return self._equal_parts(rows, (tokens,)), None
+        most_rows, most_tokens = self._profiled
+        if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # a fit holds a little beyond
             self._latencies = self._profile(stage, whole, batch)
-            self._profiled_tokens = tokens
+            self._profiled = (max(rows, most_rows), max(tokens, most_tokens))
+        whole_rows = self._equal_parts(rows, (tokens,))
         if not self._latencies:
-            count = parts or rows
-            return (RowSlices(rows // count, (tokens,)),) * count, None
-        plan = plan_slices(self._latencies, rows, tokens, num_parts=parts)
-        return plan.parts, plan.seconds
+            return whole_rows, None
+        together, count = [latency.both for latency in self._latencies], self._num_parts(rows)
+        if self._chooses_parts:
+            most = most_rows_of_part(rows, count, len(together))
+            parts = plan_slices(together, rows, tokens, most_rows=most).parts
+        else:
+            parts = plan_slices(together, rows, tokens, num_parts=count).parts
+        # not what the dynamic program says, which takes forward and backward together
+        seconds, uncut = (simulate_slices(self._latencies, one) for one in (parts, whole_rows))
+        return (parts, seconds) if seconds < uncut * (1 - MINIMAL_GAIN) else (whole_rows, uncut)
 
-    def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[SliceLatency]:
+    def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[StageLatency]:
         """Everyone's latencies; nothing where they cannot be believed."""
         for _ in range(PROFILES):
-            points = measure_slices(stage, whole, batch, self._windows)
-            fits = self._everyone(SliceLatency.fit(points))
+            fit: tuple[StageLatency, float] | str
+            try:
+                fit = fit_stage(measure_slices(stage, whole, batch, self._windows))
+            except RuntimeError as error:  # out of memory, for one; the other stages are to hear of it
+                fit = str(error)
+            fits = self._everyone(fit)
+            failures = [one for one in fits if isinstance(one, str)]
+            if failures:
+                why = failures[0]
+                break
             worst = max(error for _, error in fits)
             if worst <= LARGEST_ERROR:
                 return [latency for latency, _ in fits]
-        logger.warning(
-            "token_slices='auto': what slices take cannot be predicted here (root mean square of the relative error"
-            " %.2f, allowed %.2f): batches are cut by rows alone. Is something else running on the device?",
-            worst,
-            LARGEST_ERROR,
-        )
+            why = (
+                f"the root mean square of the fit's relative error is {worst:.2f}, and {LARGEST_ERROR} is allowed: is"
+                " something else running on the device?"
+            )
+        logger.warning("token_slices='auto': what slices take is not known, batches are cut by rows alone (%s)", why)
         return []
 
 
-def shapes_of_slice(whole: StageShapes, length: int, tokens: int) -> StageShapes:
-    """Shapes at the boundaries for some tokens of a row, from those for whole rows.
+def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
+    """A stage's latency, and the root mean square of its relative error with forward and backward together."""
+    both, error = SliceLatency.fit([(r, n, c, forward + backward) for r, n, c, forward, backward in points])
+    forward, _ = SliceLatency.fit([(r, n, c, seconds) for r, n, c, seconds, _ in points], both.flat_tokens)
+    if not any(point[-1] for point in points):  # all is frozen up to here
+        return StageLatency(forward, SliceLatency(0.0, 0.0, 0.0, 0.0, both.flat_tokens)), error
+    backward, _ = SliceLatency.fit([(r, n, c, seconds) for r, n, c, _, seconds in points], both.flat_tokens)
+    return StageLatency(forward, backward), error
+
+
+def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens: int) -> StageShapes:
+    """Shapes at a stage's boundaries for some tokens of a row, from those for whole rows.
 
     Raises:
-        ValueError: a tensor has no dimension of tokens.
+        ValueError: a tensor that travels has no dimension of tokens.
     """
 
-    def cut(carried: CarriedTensor) -> CarriedTensor:
+    def cut(slot: CarrySlot, carried: CarriedTensor) -> CarriedTensor:
+        if not slot.is_used:  # attention weights, for one: nobody reads them
+            return carried
         if len(carried.shape) < 2 or carried.shape[1] != length:
             raise ValueError(
                 f"token_slices: a tensor of shape {carried.shape} travels between the stages, and its second"
@@ -140,7 +187,9 @@ def shapes_of_slice(whole: StageShapes, length: int, tokens: int) -> StageShapes
             )
         return replace(carried, shape=(carried.shape[0], tokens, *carried.shape[2:]))
 
-    return StageShapes(tuple(map(cut, whole.incoming)), tuple(map(cut, whole.outgoing)))
+    return StageShapes(
+        tuple(map(cut, stage.slots_in, whole.incoming)), tuple(map(cut, stage.slots_out, whole.outgoing))
+    )
 
 
 def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
@@ -158,16 +207,16 @@ def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
 
 def measure_slices(
     stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch, windows: Windows
-) -> list[tuple[int, int, int, float]]:
+) -> list[Point]:
     """Time forward and backward of slices of the batch's first rows on this stage alone.
 
     Gradients, random numbers and the batch are as before when it returns.
 
     Returns:
-        (rows, length, context, seconds) for each size.
+        (rows, length, context, forward seconds, backward seconds) for each size; 0 for a backward that there is not.
     """
     sizes = points_to_measure(batch_rows(batch), sequence_length(batch))
-    times: dict[tuple[int, int, int], list[float]] = {size: [] for size in sizes}
+    times: dict[tuple[int, int, int], list[tuple[float, float]]] = {size: [] for size in sizes}
     before = [parameter.grad for parameter in stage.parameters()]
     device = stage.device
     began = time.perf_counter()
@@ -187,16 +236,19 @@ def measure_slices(
     finally:
         for parameter, gradient in zip(stage.parameters(), before, strict=True):
             parameter.grad = gradient
-    return [(*size, median(seconds)) for size, seconds in times.items()]
+    return [
+        (*size, median(forward for forward, _ in seconds), median(backward for _, backward in seconds))
+        for size, seconds in times.items()
+    ]
 
 
 def _run_slice(
     stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch, windows: Windows, size: tuple[int, int, int]
-) -> float:
+) -> tuple[float, float]:
     rows, length, context = size
     part = first_tokens(slice_rows(batch, 0, rows), context + length)
     lengths = (context, length) if context else (length,)
-    shapes = shapes_of_slice(whole(rows), sequence_length(batch), length)
+    shapes = shapes_of_slice(stage, whole(rows), sequence_length(batch), length)
     inputs = [
         torch.randn(c.shape, dtype=c.dtype, device=stage.device).requires_grad_(c.requires_grad)
         for slot, c in zip(stage.slots_in, shapes.incoming, strict=True)
@@ -208,12 +260,15 @@ def _run_slice(
     try:
         _synchronise(stage.device)
         began = time.perf_counter()
-        output = stage(*inputs, index=_FIRST)
-        outputs = [out for out in ((output,) if isinstance(output, torch.Tensor) else output) if out.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+        output = stage(*inputs, index=FIRST)
         _synchronise(stage.device)
-        return time.perf_counter() - began
+        middle = time.perf_counter()
+        outputs = [out for out in ((output,) if isinstance(output, torch.Tensor) else output) if out.requires_grad]
+        if not outputs:
+            return middle - began, 0.0
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+        _synchronise(stage.device)
+        return middle - began, time.perf_counter() - middle
     finally:
         stage.micro_batches = ()
 
@@ -221,6 +276,3 @@ def _run_slice(
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-_FIRST = torch.zeros(1, dtype=torch.long)

@@ -18,7 +18,7 @@ LARGE = 2**20
 class SparseEmbeddings:
     """The large trainable embeddings of a stage, switched to sparse gradients while it is in force.
 
-    For stages without replicas on the CPU only: DDP does not take sparse gradients of parameters that it did not
+    For stages on the CPU that DDP does not wrap: it does not take sparse gradients of parameters that it did not
     expect them of, and a GPU fills memory too fast for it to matter.
 
     Args:

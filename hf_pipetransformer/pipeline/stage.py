@@ -16,6 +16,9 @@ from ..model.layer_range import Carry, Observer
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
 
+FIRST = torch.zeros(1, dtype=torch.long)
+"""The index of the only micro-batch that was put down."""
+
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 """Calls the model on a micro-batch and returns this micro-batch's part of the loss, a tensor of one element."""
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,19 +24,13 @@ import torch.distributed as dist
 
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.token_slices import SlicedSequence, Windows, check_updates, running_slices
+from ..planning.slice_timeline import SliceTask, tasks_of
 from ..planning.token_slicing import RowSlices
 from .slice_choice import SliceChooser, shapes_of_slice
-from .stage import CarriedTensor, ShapeBook, StageModule, StageShapes
+from .stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
 
 RECEIVES_AHEAD = 2
 """Messages for which a buffer waits, in the order in which they are needed."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    is_forward: bool
-    part: int
-    slice: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +47,22 @@ class Neighbours:
     next: int | None
     forward: dist.ProcessGroup | None
     backward: dist.ProcessGroup | None
+
+    def connect(self, device: torch.device) -> None:
+        """Send a first message through the pipeline, forward and back. Collective over the pipeline.
+
+        NCCL makes the communicator of two ranks when they first speak, and both must come. In a step one end would
+        come for the forward messages first, and the other for the backward ones.
+        """
+        message = torch.zeros(1, device=device)
+        for source, to, group in (
+            (self.previous, self.next, self.forward),
+            (self.next, self.previous, self.backward),
+        ):
+            if source is not None:
+                dist.recv(message, source, group=group)
+            if to is not None:
+                dist.send(message, to, group=group)
 
 
 class TokenScheduler:
@@ -111,23 +120,10 @@ class TokenScheduler:
             rows = slice_rows(batch, row, row + part.rows)
             sequence = SlicedSequence(model, rows, part.lengths, self._windows)
             whole = self._shape_book.shapes(batch, part.rows)
-            result.append(
-                _Part(sequence, [shapes_of_slice(whole, sequence.length, length) for length in part.lengths])
-            )
+            shapes = [shapes_of_slice(self._stage, whole, sequence.length, length) for length in part.lengths]
+            result.append(_Part(sequence, shapes))
             row += part.rows
         return result
-
-
-def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[_Task]:
-    """What a stage does in a step, in order; `slices` has the number of slices of each part."""
-    forward = [[_Task(True, part, i) for i in range(count)] for part, count in enumerate(slices)]
-    backward = [[_Task(False, part, i) for i in reversed(range(count))] for part, count in enumerate(slices)]
-    ahead = min(len(slices), num_stages - stage)
-    tasks = list(chain(*forward[:ahead]))
-    for part, of_part in enumerate(backward):
-        tasks += of_part
-        tasks += forward[ahead + part] if ahead + part < len(forward) else []
-    return tasks
 
 
 @dataclass
@@ -143,12 +139,12 @@ class _Step:
         self._stage = stage
         self._parts = parts
         self._neighbours = neighbours
-        self._awaited: deque[_Task] = deque()  # whose messages have no buffer yet
-        self._arriving: dict[_Task, tuple[list[torch.Tensor], list[Any]]] = {}
-        self._leaving: list[tuple[torch.Tensor, Any]] = []  # tensors live until they are sent
+        self._awaited: deque[SliceTask] = deque()  # whose messages have no buffer yet
+        self._arriving: dict[SliceTask, tuple[list[torch.Tensor], list[Any]]] = {}
+        self._leaving: dict[SliceTask, list[tuple[torch.Tensor, Any]]] = {}  # tensors live until they are sent
         self._graphs: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def run(self, tasks: Sequence[_Task]) -> None:
+    def run(self, tasks: Sequence[SliceTask]) -> None:
         self._awaited.extend(task for task in tasks if self._messages(task))
         self._receive_ahead()
         for task in tasks:
@@ -156,11 +152,11 @@ class _Step:
                 self._forward(task)
             else:
                 self._backward(task)
-        for _, work in self._leaving:
-            work.wait()
+        for task in list(self._leaving):
+            self._see_off(task)
 
     # ------------------------------------------------------------------------------------ computing
-    def _forward(self, task: _Task) -> None:
+    def _forward(self, task: SliceTask) -> None:
         stage, part = self._stage, self._parts[task.part]
         shapes = part.shapes[task.slice]
         received = self._take(task)
@@ -171,7 +167,7 @@ class _Step:
         batch = part.sequence.slice(task.slice)
         stage.shapes, stage.micro_batches = shapes, (batch,)
         try:
-            output = stage(*inputs, index=_FIRST)
+            output = stage(*inputs, index=FIRST)
         finally:
             stage.micro_batches = ()
         if "past_key_values" in batch and len(part.shapes) > 1:
@@ -179,23 +175,26 @@ class _Step:
         outputs = [output] if isinstance(output, torch.Tensor) else list(output)
         self._graphs[task.part, task.slice] = (inputs, [out for out in outputs if out.requires_grad])
         if not stage.is_last:
-            self._send(outputs, self._neighbours.next, self._neighbours.forward)
+            self._send(task, outputs, self._neighbours.next, self._neighbours.forward)
 
-    def _backward(self, task: _Task) -> None:
+    def _backward(self, task: SliceTask) -> None:
         inputs, outputs = self._graphs.pop((task.part, task.slice))
         gradients = None if self._stage.is_last else self._take(task)
+        if gradients:
+            self._see_off(replace(task, is_forward=True))  # it has come: here is its gradient
         if outputs:
             torch.autograd.backward(outputs, gradients)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         if wanted:
             self._send(
+                task,
                 [torch.zeros_like(t) if t.grad is None else t.grad for t in wanted],
                 self._neighbours.previous,
                 self._neighbours.backward,
             )
 
     # ------------------------------------------------------------------------------------ messages
-    def _messages(self, task: _Task) -> tuple[CarriedTensor, ...]:
+    def _messages(self, task: SliceTask) -> tuple[CarriedTensor, ...]:
         """What a task waits for."""
         stage, shapes = self._stage, self._parts[task.part].shapes[task.slice]
         if task.is_forward:
@@ -213,7 +212,7 @@ class _Step:
             buffers = [torch.empty(c.shape, dtype=c.dtype, device=self._stage.device) for c in self._messages(task)]
             self._arriving[task] = (buffers, [dist.irecv(buffer, source, group=group) for buffer in buffers])
 
-    def _take(self, task: _Task) -> list[torch.Tensor]:
+    def _take(self, task: SliceTask) -> list[torch.Tensor]:
         if not self._messages(task):
             return []
         buffers, works = self._arriving.pop(task)
@@ -222,16 +221,18 @@ class _Step:
         self._receive_ahead()
         return buffers
 
-    def _send(self, tensors: Sequence[torch.Tensor], to: int | None, group: dist.ProcessGroup | None) -> None:
+    def _send(
+        self, task: SliceTask, tensors: Sequence[torch.Tensor], to: int | None, group: dist.ProcessGroup | None
+    ) -> None:
         assert to is not None
-        self._leaving = [(tensor, work) for tensor, work in self._leaving if not work.is_completed()]
-        for tensor in tensors:
-            tensor = tensor.detach().contiguous()
-            self._leaving.append((tensor, dist.isend(tensor, to, group=group)))
+        sent = [tensor.detach().contiguous() for tensor in tensors]
+        self._leaving[task] = [(tensor, dist.isend(tensor, to, group=group)) for tensor in sent]
+
+    def _see_off(self, task: SliceTask) -> None:
+        """Wait until what a task has sent is gone; gloo does not tell without waiting."""
+        for _, work in self._leaving.pop(task, []):
+            work.wait()
 
 
 def _used(slots: Sequence[Any], carried: Sequence[CarriedTensor]) -> tuple[CarriedTensor, ...]:
     return tuple(one for slot, one in zip(slots, carried, strict=True) if slot.is_used)
-
-
-_FIRST = torch.zeros(1, dtype=torch.long)

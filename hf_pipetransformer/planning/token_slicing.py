@@ -78,13 +78,16 @@ class SliceLatency:
         )
 
     @classmethod
-    def fit(cls, points: Sequence[tuple[int, int, int, float]]) -> tuple[SliceLatency, float]:
+    def fit(
+        cls, points: Sequence[tuple[int, int, int, float]], flat_tokens: int | None = None
+    ) -> tuple[SliceLatency, float]:
         """Fit the latency to measurements by least squares of the relative error.
 
         No coefficient is negative. `flat_tokens` is 0 or one of the measured numbers of tokens, whichever fits best.
 
         Args:
             points: (rows, length, context, measured seconds) of each measurement.
+            flat_tokens: if it is known.
 
         Returns:
             The fit, and the root mean square of its relative error at the points.
@@ -103,8 +106,9 @@ class SliceLatency:
                     f"points[{number}] is {(rows, length, context, measured)}, but rows and length must be at least "
                     "1, context at least 0 and the seconds positive: measure it again."
                 )
-        tokens = sorted({rows * length for rows, length, _, _ in points})
-        fits = [_fit_coefficients(points, flat) for flat in (0, *tokens)]
+        known = () if flat_tokens is None else (flat_tokens,)
+        tokens = known or (0, *sorted({rows * length for rows, length, _, _ in points}))
+        fits = [_fit_coefficients(points, flat) for flat in tokens]
         error, latency = min(fits, key=lambda fit: fit[0])  # of equal ones the least flat part
         return latency, error
 
@@ -188,6 +192,7 @@ def plan_slices(
     length: int,
     *,
     num_parts: int | None = None,
+    most_rows: int | None = None,
     granularity: int | None = None,
 ) -> SlicingPlan:
     """Choose parts of rows and slices of tokens so that a step takes the least time (`step_seconds`).
@@ -208,6 +213,7 @@ def plan_slices(
         length: tokens of each row.
         num_parts: equal parts that the rows are cut into. Default: parts of 1, 2, 4, ... rows or of all of them,
             whichever are fastest, not necessarily equal ones.
+        most_rows: that a part may have, where `num_parts` is not given: memory grows with them.
         granularity: slices are multiples of so many tokens, but for the last one. Default: 16, or the next multiple of
             16 that leaves at most 128 units.
 
@@ -220,7 +226,7 @@ def plan_slices(
         granularity = GRANULARITY * math.ceil(max(length / MOST_UNITS, 1) / GRANULARITY)
     _check_at_least_one("granularity", granularity)
     pace = effective_stages(stages, rows, length) - 1
-    sizes = _part_sizes(rows, num_parts)
+    sizes = _part_sizes(rows, num_parts, most_rows)
     different = tuple(dict.fromkeys(stages))  # equal stages need one table
 
     whole = np.array([0, length])
@@ -231,6 +237,14 @@ def plan_slices(
     best = min(plan.seconds for plan in plans)
     near = [plan for plan in plans if plan.seconds * (1 - MINIMAL_GAIN) <= best]
     return min(near, key=lambda plan: (plan.cuts_sequences, plan.num_slices, plan.seconds))
+
+
+def most_rows_of_part(rows: int, num_microbatches: int, num_stages: int) -> int:
+    """How many rows a part may have so that no stage keeps more rows at once than with so many micro-batches.
+
+    1F1B keeps K parts in the first stage. With fewer micro-batches than stages it keeps all rows anyway.
+    """
+    return rows // num_microbatches if num_microbatches >= num_stages else rows
 
 
 def uniform_slices(length: int, count: int) -> tuple[int, ...]:
@@ -267,10 +281,12 @@ def given_slices(length: int, lengths: Sequence[int]) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _part_sizes(rows: int, num_parts: int | None) -> tuple[int, ...]:
+def _part_sizes(rows: int, num_parts: int | None, most_rows: int | None) -> tuple[int, ...]:
     """Numbers of rows that a part may have, the largest first."""
     if num_parts is None:
-        return tuple(sorted({rows, *(2**k for k in range(rows.bit_length()))}, reverse=True))
+        most = rows if most_rows is None else min(rows, most_rows)
+        _check_at_least_one("most_rows", most)
+        return tuple(sorted({most, *(2**k for k in range(most.bit_length()))}, reverse=True))
     if num_parts < 1 or rows % num_parts:
         raise ValueError(
             f"num_parts is {num_parts}, but {rows} rows must be cut into equal parts: choose a divisor of {rows}, "

@@ -1,0 +1,91 @@
+"""Who computes which slice when: one training step of a pipeline over tokens, simulated.
+
+K = 2 stages, 2 parts of the batch, of 3 and 1 slices (F forward, B backward; part.slice):
+
+    stage 0   F0.0 F0.1 F0.2 F1.0      B0.2 B0.1 B0.0      B1.0
+    stage 1        F0.0 F0.1 F0.2 B0.2 B0.1 B0.0 F1.0 B1.0
+
+`token_slicing.step_seconds` takes forward and backward of a slice together, as the dynamic program must. Where layers
+are frozen, stages differ in what a forward is to a backward, and it is too short: then a simulation tells.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from .token_slicing import RowSlices, SliceLatency
+
+
+@dataclass(frozen=True)
+class SliceTask:
+    """Forward or backward of one slice of one part of the batch."""
+
+    is_forward: bool
+    part: int
+    slice: int
+
+
+@dataclass(frozen=True)
+class StageLatency:
+    """What slices take on one stage, forward and backward; both are flat up to the same number of tokens."""
+
+    forward: SliceLatency
+    backward: SliceLatency
+
+    @property
+    def both(self) -> SliceLatency:
+        one, other = self.forward, self.backward
+        return SliceLatency(
+            one.fixed + other.fixed,
+            one.per_token + other.per_token,
+            one.per_pair + other.per_pair,
+            one.per_context + other.per_context,
+            one.flat_tokens,
+        )
+
+
+def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[SliceTask]:
+    """What a stage does in a step, in order: 1F1B over parts, of which `slices` has the numbers of slices."""
+    forward = [[SliceTask(True, part, i) for i in range(count)] for part, count in enumerate(slices)]
+    backward = [[SliceTask(False, part, i) for i in reversed(range(count))] for part, count in enumerate(slices)]
+    ahead = min(len(slices), num_stages - stage)
+    tasks = list(chain(*forward[:ahead]))
+    for part, of_part in enumerate(backward):
+        tasks += of_part
+        tasks += forward[ahead + part] if ahead + part < len(forward) else []
+    return tasks
+
+
+def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) -> float:
+    """Seconds of forward and backward of a step; messages take no time."""
+    k = len(stages)
+    work = [deque(tasks_of(stage, k, [len(part.lengths) for part in parts])) for stage in range(k)]
+    forward = [seconds_of_slices(stage.forward, parts) for stage in stages]
+    backward = [seconds_of_slices(stage.backward, parts) for stage in stages]
+    done: dict[tuple[bool, int, int, int], float] = {}
+    free = [0.0] * k
+    while any(work):
+        for stage, tasks in enumerate(work):
+            while tasks:
+                task = tasks[0]
+                seconds = (forward if task.is_forward else backward)[stage][task.part, task.slice]
+                source = stage - 1 if task.is_forward else stage + 1
+                has_source = 0 <= source < k and (task.is_forward or seconds > 0)  # frozen up to here: no gradients
+                if has_source and (task.is_forward, source, task.part, task.slice) not in done:
+                    break
+                start = max(free[stage], done[task.is_forward, source, task.part, task.slice] if has_source else 0.0)
+                free[stage] = done[task.is_forward, stage, task.part, task.slice] = start + seconds
+                tasks.popleft()
+    return max(free)
+
+
+def seconds_of_slices(latency: SliceLatency, parts: Sequence[RowSlices]) -> dict[tuple[int, int], float]:
+    """Number of a part and of its slice -> seconds."""
+    return {
+        (number, i): float(latency.seconds(part.rows, length, sum(part.lengths[:i])))
+        for number, part in enumerate(parts)
+        for i, length in enumerate(part.lengths)
+    }
