@@ -13,19 +13,9 @@ from distributed import run_ranks
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
 
 from hf_pipetransformer.pipeline import slice_choice
-from hf_pipetransformer.planning.slice_timeline import tasks_of
 
 RUN = Run("causal-lm", samples=64)
 """Rows of 5 to 24 tokens, so each batch has another length."""
-
-
-def text_of(tasks: Any) -> str:
-    return " ".join(f"{'F' if task.is_forward else 'B'}{task.part}.{task.slice}" for task in tasks)
-
-
-def test_parts_follow_1f1b_and_slices_go_back_in_reverse() -> None:
-    assert text_of(tasks_of(0, 2, [2, 1, 1])) == "F0.0 F0.1 F1.0 B0.1 B0.0 F2.0 B1.0 B2.0"
-    assert text_of(tasks_of(1, 2, [2, 1, 1])) == "F0.0 F0.1 B0.1 B0.0 F1.0 B1.0 F2.0 B2.0"
 
 
 def cuts_in(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,56 @@
+"""The order of slices in a step, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hf_pipetransformer.planning.slice_timeline import (
+    SliceTask,
+    StageLatency,
+    seconds_of_slices,
+    simulate_slices,
+    tasks_of,
+)
+from hf_pipetransformer.planning.token_slicing import RowSlices, SliceLatency, step_seconds
+
+FORWARD, BACKWARD = SliceLatency(0.1, 1e-3, 1e-6, 1e-5), SliceLatency(0.1, 2e-3, 2e-6, 1e-5)
+NOTHING = SliceLatency(0.0, 0.0, 0.0, 0.0)
+STAGE = StageLatency(FORWARD, BACKWARD)
+
+
+def text_of(tasks: Sequence[SliceTask]) -> str:
+    return " ".join(f"{'F' if task.is_forward else 'B'}{task.part}.{task.slice}" for task in tasks)
+
+
+def test_parts_follow_1f1b_and_slices_go_back_in_reverse() -> None:
+    assert text_of(tasks_of(0, 2, [2, 1, 1])) == "F0.0 F0.1 F1.0 B0.1 B0.0 F2.0 B1.0 B2.0"
+    assert text_of(tasks_of(1, 2, [2, 1, 1])) == "F0.0 F0.1 B0.1 B0.0 F1.0 B1.0 F2.0 B2.0"
+
+
+def test_a_single_stage_takes_the_sum() -> None:
+    parts = (RowSlices(2, (100, 60)), RowSlices(1, (160,)))
+    assert simulate_slices([STAGE], parts) == pytest.approx(sum(seconds_of_slices(STAGE.both, parts).values()))
+
+
+def test_one_row_uncut_goes_through_all_stages_and_back() -> None:
+    assert simulate_slices([STAGE] * 3, [RowSlices(1, (512,))]) == pytest.approx(3 * STAGE.both.seconds(1, 512, 0))
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_equal_slices_take_what_the_formula_says(k: int) -> None:
+    flat = StageLatency(SliceLatency(0.0, 1e-3, 0.0, 0.0), SliceLatency(0.0, 2e-3, 0.0, 0.0))
+    parts = [RowSlices(1, (64,) * 8)]
+    assert simulate_slices([flat] * k, parts) == pytest.approx(step_seconds([flat.both] * k, parts))
+
+
+def test_frozen_stages_make_it_longer_than_the_formula_says() -> None:
+    """The first stage has three times the forward and no backward: together as much as the second one."""
+    first = StageLatency(SliceLatency(0.0, 3e-3, 0.0, 0.0), NOTHING)
+    second = StageLatency(SliceLatency(0.0, 1e-3, 0.0, 0.0), SliceLatency(0.0, 2e-3, 0.0, 0.0))
+    parts = [RowSlices(1, (64,) * 8)]
+    formula = step_seconds([first.both, second.both], parts)
+    # all forwards of the first stage, the second one's last forward, all its backwards
+    assert simulate_slices([first, second], parts) == pytest.approx(8 * 64 * 3e-3 + 64 * 1e-3 + 8 * 64 * 2e-3)
+    assert simulate_slices([first, second], parts) > 1.3 * formula
