@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu".
 TORCH_ARGS ?=
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Most tests wait for processes of their own: several at a time, also on two cores.
+TEST_WORKERS ?= 3
 CODE := hf_pipetransformer recipes benchmarks tests
 STAMP := $(VENV)/.installed
 
@@ -31,7 +33,7 @@ demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (about 2 mi
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
 test: $(STAMP) ## Run the tests (no network, no GPU)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 style: $(STAMP) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff format $(CODE)

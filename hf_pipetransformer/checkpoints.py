@@ -3,12 +3,15 @@
 A checkpoint is written under another name. When all its files are on the disk, a manifest with their sizes and
 checksums is added, and only then it gets its own name:
 
-    output_dir/.saving/checkpoint-40/     written, killed at any time: nobody takes it for a checkpoint
+    output_dir/_saving/checkpoint-40/     written, killed at any time: nobody takes it for a checkpoint
     output_dir/checkpoint-40/             whole, with manifest.json
+
+(The hub's uploads leave out names that begin with "_".)
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +21,8 @@ from pathlib import Path
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 MANIFEST = "manifest.json"
-SAVING = ".saving"
+SAVING = "_saving"
+REPLACED = "replaced"
 STATE = "trainer_state.json"
 """What the stock Trainer writes last."""
 CHUNK = 2**22
@@ -44,9 +48,11 @@ def publish(written: Path, final: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     _synchronise(written)
+    replaced = written.parent / REPLACED / final.name
     if final.exists():  # of an earlier training; a folder cannot be replaced in one step
-        final.rename(written.parent / "replaced")
-    written.rename(final)
+        replaced.parent.mkdir(exist_ok=True)
+        final.rename(replaced)
+    written.rename(final)  # where this fails, or never comes, `forget_unfinished` puts the old one back
     _synchronise(final.parent)
 
 
@@ -56,12 +62,13 @@ def damage_of(checkpoint: Path) -> str | None:
     One without a manifest comes from the stock Trainer. Of that it is only known that its last file is there.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = [(name, size, checksum) for name, (size, checksum) in content.items()]
     except FileNotFoundError:
         return None if (checkpoint / STATE).is_file() else f"it has neither {MANIFEST} nor {STATE}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, (size, checksum) in manifest.items():
+    for name, size, checksum in manifest:
         path = checkpoint / name
         try:
             if path.stat().st_size != size:
@@ -85,8 +92,32 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def forget_unfinished(folder: Path) -> None:
-    """Remove what a killed process had not finished."""
+    """Remove what a killed process had not finished; what it was about to replace gets its name back."""
+    for replaced in (folder / SAVING / REPLACED).glob("*"):
+        if not (folder / replaced.name).exists():
+            replaced.rename(folder / replaced.name)
     shutil.rmtree(folder / SAVING, ignore_errors=True)
+
+
+def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> None:
+    """Remove the oldest checkpoints beyond a limit, never the newest or the best.
+
+    Those with higher numbers than the newest, of another training or damaged, are left alone. A checkpoint is moved
+    away before it is removed: half of one could look like one of the stock Trainer.
+
+    Args:
+        limit: `save_total_limit`; None or 0: keep all.
+    """
+    if not limit or limit < 0:
+        return
+    names = [Path(path).name for path in sort_checkpoints(str(folder), PREFIX_CHECKPOINT_DIR)]
+    names = names[: names.index(newest.name) + 1]
+    kept = {newest.name} | ({best.name} if best is not None else set())
+    removable = [name for name in names if name not in kept]
+    for name in removable[: max(len(names) - max(limit, len(kept)), 0)]:
+        (folder / SAVING).mkdir(exist_ok=True)
+        (folder / name).rename(folder / SAVING / name)
+    forget_unfinished(folder)
 
 
 def _checksum(path: Path) -> int:
@@ -102,5 +133,8 @@ def _synchronise(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some file systems cannot do it for folders
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)

@@ -18,7 +18,10 @@ EXIT_CODE = getattr(os, "EX_TEMPFAIL", 75)
 
 
 class StopSignal:
-    """Notes SIGTERM while it is entered. Does nothing in another thread than the main one, which gets no signals."""
+    """Notes SIGTERM while it is entered; what has been noted when it is left without an error is delivered then.
+
+    Does nothing in another thread than the main one, which alone gets signals.
+    """
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -39,6 +42,8 @@ class StopSignal:
             # None: a handler that was not installed from Python
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
             self._is_installed = False
+            if self.is_asked and kind is None:  # it came too late for a step to see to it
+                signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.is_asked = True

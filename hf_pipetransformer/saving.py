@@ -9,6 +9,7 @@ train(True)           rank 0 chooses the newest whole checkpoint, and all take i
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from .checkpoints import SAVING, STATE, damage_of, forget_unfinished, newest_whole, publish
+from .checkpoints import MANIFEST, SAVING, STATE, damage_of, forget_unfinished, newest_whole, publish, rotate
 from .pipeline.mesh import ProcessMesh
 
 logger = logging.getLogger(__name__)
@@ -57,31 +58,45 @@ class WholeCheckpoints(Trainer):
     def _save_whole(self, model: nn.Module, trial: Any) -> None:
         folder = Path(super()._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        written = folder / SAVING / name
-        if self.args.should_save:
+        written, should_save = folder / SAVING / name, self.args.should_save
+        if should_save:
             forget_unfinished(folder)
         self._processes.gather_objects(None)  # nobody writes into what is removed
         self._to_push, self._saving = None, folder / SAVING
         with self._keeping_errors():
             super()._save_checkpoint(model, trial)
         self._saving = None
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent == folder / SAVING:
-            self.state.best_model_checkpoint = str(folder / Path(best).name)
+        self._find_best(folder, name)
         self._raise_anyones_error(folder, name)  # all files are there: those of the random states, too
+        # a node with a disk of its own has only those, and nobody else gives them their name
+        is_nodes_own = (
+            not should_save
+            and self.args.local_process_index == 0
+            and written.is_dir()
+            and not (written / STATE).exists()
+        )
+        self._processes.gather_objects(None)  # all have looked before it is renamed
         with self._keeping_errors():
-            if self.args.should_save:
+            if should_save:
                 self.state.save_to_json(str(written / STATE))
                 publish(written, folder / name)
+                best = self.state.best_model_checkpoint
+                rotate(folder, self.args.save_total_limit, folder / name, Path(best) if best else None)
                 forget_unfinished(folder)
-                rotate_checkpoints(
-                    str(folder), self.args.save_total_limit, best_model_checkpoint=self.state.best_model_checkpoint
-                )
+            elif is_nodes_own:
+                shutil.rmtree(folder / name, ignore_errors=True)
+                written.rename(folder / name)
+            if self._to_push is not None:
+                super()._push_from_checkpoint(str(folder / name))
         self._raise_anyones_error(folder, name)
-        if not self.args.should_save and self.args.local_process_index == 0 and written.is_dir():
-            written.rename(folder / name)  # a node with a disk of its own, where only random states are
-        if self._to_push is not None:
-            super()._push_from_checkpoint(str(folder / name))
+
+    def _find_best(self, folder: Path, name: str) -> None:
+        """As the stock method does, which looked for the best one beside this one's present place."""
+        if not self.state.best_global_step or self.args.save_strategy == SaveStrategy.NO:
+            return
+        best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if best == name or (folder / best).is_dir():
+            self.state.best_model_checkpoint = str(folder / best)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._is_checkpointing:
@@ -101,19 +116,21 @@ class WholeCheckpoints(Trainer):
 
     def _raise_anyones_error(self, folder: Path, name: str) -> None:
         """Collective over all processes."""
-        mine = None if self._save_error is None else f"{type(self._save_error).__name__}: {self._save_error}"
-        everyone = self._processes.gather_objects(mine)
-        failed = [f"rank {rank}: {error}" for rank, error in enumerate(everyone) if error is not None]
+        error = self._save_error
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        failed = [f"rank {r}: {why}" for r, why in enumerate(self._processes.gather_objects(mine)) if why is not None]
         if not failed:
             return
-        if self.args.should_save:
+        before = None
+        if self.args.process_index == 0:
             forget_unfinished(folder)
-        before, _ = newest_whole(folder)
+            before, _ = newest_whole(folder)
+        before = self._processes.gather_objects(before)[0]
         raise OSError(
             f"{name} could not be saved ({'; '.join(failed)}). "
             + (f"{before.name} is the newest whole checkpoint. " if before is not None else "")
-            + f"Make room in {folder}, and resume."
-        ) from self._save_error
+            + f"See to it (is there room in {folder}?), and resume."
+        ) from error
 
     # ------------------------------------------------------------------------------------ choosing
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | bool | None:
@@ -122,17 +139,17 @@ class WholeCheckpoints(Trainer):
         Raises:
             ValueError: the one that was named is damaged, or all are.
         """
-        if not wanted:
+        mine = None
+        if self.args.process_index == 0 and wanted:
+            mine = (wanted, *_choose(Path(self.args.output_dir or "."), wanted))
+        choice = self._processes.gather_objects(mine)[0]  # the others may see another disk, or see it late
+        if choice is None:
             return None
-        if self.args.process_index == 0:
-            mine = _choose(Path(self.args.output_dir or "."), wanted)
-        else:
-            mine = None
-        chosen, problems = self._processes.gather_objects(mine)[0] or (None, [])
+        wanted, chosen, problems = choice
         if chosen is None and problems:
             raise ValueError(
                 f"resume_from_checkpoint={wanted!r}: {'; '.join(problems)}. Name another checkpoint, or train from the"
-                " beginning."
+                f" beginning. (If you have changed its files yourself, remove {MANIFEST} from it.)"
             )
         if problems and self.args.process_index == 0:
             logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
@@ -140,8 +157,19 @@ class WholeCheckpoints(Trainer):
 
 
 def _choose(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
+    """On one process: whatever goes wrong is for all of them to hear."""
+    try:
+        return _look_for(folder, wanted)
+    except OSError as error:
+        return None, [str(error)]
+
+
+def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
     if wanted is True:
-        newest, problems = newest_whole(folder) if folder.is_dir() else (None, [])
+        if not folder.is_dir():
+            return None, []
+        forget_unfinished(folder)  # which may give one its name back
+        newest, problems = newest_whole(folder)
         return (None if newest is None else str(newest)), problems
     path = Path(str(wanted))
     damage = damage_of(path) if path.is_dir() else None  # the stock Trainer says that it is not there

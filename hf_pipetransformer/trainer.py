@@ -33,7 +33,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
@@ -144,7 +144,6 @@ class PipeTransformerTrainer(WholeCheckpoints):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         self._stop_signal = StopSignal()
-        self._votes_to_stop: torch.Tensor | None = None
         self._is_preempted = False  # on all processes, or on none
         self._recorder = RunRecorder(args)
         # first, so that loggers which save the model at the end see all of it; and some take numbers out of the logs
@@ -172,12 +171,10 @@ class PipeTransformerTrainer(WholeCheckpoints):
         self._recorder.begin(self.is_world_process_zero())
         has_ended = self._is_preempted = False
         self._shapes_told = 0
-        self._votes_to_stop = None
         try:
             with nullcontext() if self._is_stock else self._stop_signal:
                 output = super().train(resume_from_checkpoint, *positional, **keywords)
-            has_ended = not self._is_preempted
-            self._leave_if_preempted()
+            has_ended = True
             return output
         finally:
             self._recorder.end(has_ended, self.state.global_step)
@@ -189,9 +186,16 @@ class PipeTransformerTrainer(WholeCheckpoints):
                 self._train_batches.close()  # its workers wait for the next epoch
                 self._train_batches = None
 
-    def _leave_if_preempted(self) -> None:
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
+    ) -> None:
+        if self._is_preempted:  # no evaluation before saving
+            self.control.should_evaluate, self.control.should_save = False, True
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *positional, **keywords)
         if not self._is_preempted:
             return
+        # at once: what the loop does in the end might remove the checkpoint again
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.is_world_process_zero():
             logger.warning(
                 "SIGTERM: checkpoint-%d is saved, from which resume_from_checkpoint=True goes on. Exit code %d.",
@@ -634,14 +638,13 @@ class PipeTransformerTrainer(WholeCheckpoints):
         loss = (
             torch.stack(self._micro_losses).sum() if self._micro_losses else torch.zeros((), device=self.args.device)
         )
-        if self._votes_to_stop is not None:  # of the step before: to look at this one's would wait for the device
-            self._is_preempted = self._is_preempted or bool(self._votes_to_stop > 0)
-        asks = torch.tensor(float(self._stop_signal.is_asked), device=self.args.device)
+        self._is_preempted = self._stop_signal.is_asked
         if pipeline.mesh.world_size > 1:
-            together = torch.stack([loss.float(), asks])
+            loss = loss.float()
+            together = torch.stack([loss, loss.new_full((), float(self._is_preempted))])
             dist.all_reduce(together)
-            loss, asks = together.unbind()
-        self._votes_to_stop = asks
+            loss, votes = together.unbind()
+            self._is_preempted = bool(votes > 0)
         return loss
 
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
@@ -840,10 +843,6 @@ class _Hooks(TrainerCallback):
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._epoch_begins = True
-
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if self._trainer._is_preempted:
-            control.should_save = control.should_training_stop = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer._end_records()

@@ -342,6 +342,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             ("parallelism_config", "Accelerate's own parallelism lays out the processes differently"),
             ("fp16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
             ("bf16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
+            ("save_on_each_node", "the first process alone collects the stages' weights"),
             ("auto_find_batch_size", "stages run out of memory one by one, and could not agree on a size"),
         ):
             value = getattr(self, name, None)

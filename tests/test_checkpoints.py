@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from hf_pipetransformer import checkpoints
-from hf_pipetransformer.checkpoints import MANIFEST, SAVING, STATE, damage_of, forget_unfinished, newest_whole, publish
+from hf_pipetransformer.checkpoints import (
+    MANIFEST,
+    SAVING,
+    STATE,
+    damage_of,
+    forget_unfinished,
+    newest_whole,
+    publish,
+    rotate,
+)
 
 
 def write(folder: Path, step: int) -> Path:
@@ -73,40 +82,68 @@ def test_one_of_the_stock_trainer_counts_once_its_last_file_is_there(tmp_path: P
     assert newest_whole(tmp_path)[0] == stock
 
 
-def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at any call to the system, the folder has the old checkpoint or the new one, whole."""
-    calls = 0
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_was_not_finished_is_no_checkpoint(
+    replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before any of its steps, the folder has the old checkpoint or the new one, whole, and never neither."""
+    calls = dies_at = 0
 
     class Killed(BaseException):
         pass
 
-    def counting(name: str) -> None:
-        real = getattr(checkpoints, name)
+    def counting(owner: object, name: str) -> None:
+        real = getattr(owner, name)
 
-        def call(path: Path) -> object:
+        def call(*args: object) -> object:
             nonlocal calls
             calls += 1
             if calls == dies_at:
                 raise Killed
-            return real(path)
+            return real(*args)
 
-        monkeypatch.setattr(checkpoints, name, call)
+        monkeypatch.setattr(owner, name, call)
 
-    counting("_synchronise")
-    counting("_checksum")
-    for number in range(1, 12):
+    counting(checkpoints, "_synchronise")
+    counting(checkpoints, "_checksum")
+    counting(Path, "rename")
+    new = 1 if replaces else 2
+    for number in range(1, 16):
         folder = tmp_path / str(number)
         dies_at, calls = 0, 0
-        write(folder, 1)
+        before = write(folder, 1).stat().st_ino
         dies_at, calls = number, 0
         with suppress(Killed):
-            write(folder, 2)
-        dies_at = 0
-        chosen, problems = newest_whole(folder)
-        assert chosen is not None and chosen.name in ("checkpoint-1", "checkpoint-2") and not problems
-        assert (chosen.name == "checkpoint-2") == (folder / "checkpoint-2").exists()
+            write(folder, new)
+        was_killed, dies_at = calls == number, 0
         forget_unfinished(folder)
-        assert not (folder / SAVING).exists()
+        chosen, problems = newest_whole(folder)
+        assert chosen is not None and not problems and not (folder / SAVING).exists()
+        if not was_killed:
+            assert chosen.name == f"checkpoint-{new}" and chosen.stat().st_ino != before
+            break
+    assert number > 8
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    """Also where a later one, damaged, has a higher number."""
+    for step in (20, 40, 60, 80, 120):
+        write(tmp_path, step)
+    (tmp_path / "checkpoint-120" / "optimizer.pt").write_bytes(b"")
+    newest = write(tmp_path, 100)
+    rotate(tmp_path, 2, newest, Path("elsewhere/checkpoint-40"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-40", "checkpoint-100", "checkpoint-120"}
+    assert newest_whole(tmp_path)[0] == newest
+    rotate(tmp_path, 1, newest, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-100", "checkpoint-120"}
+    rotate(tmp_path, None, newest, None)
+
+
+def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 4)
+    for text in ("[]", '{"a": 1}', "3"):
+        (checkpoint / MANIFEST).write_text(text)
+        assert "cannot be read" in str(damage_of(checkpoint))
 
 
 def test_a_name_that_is_taken_is_taken_over(tmp_path: Path) -> None:

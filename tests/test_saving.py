@@ -149,6 +149,7 @@ def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[i
         trainer.add_callback(TermAt(3))
     with pytest.raises(SystemExit) as leaving:
         trainer.train()
+    assert trainer.state.global_step == 4
     assert signal.getsignal(signal.SIGTERM) == before
     return int(str(leaving.value.code))
 
@@ -160,5 +161,79 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves(
     codes = run_ranks(preempted, world, str(tmp_path), stages, who)
     assert codes == [EXIT_CODE] * world
     (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert newest_whole(tmp_path) == (checkpoint, []) and checkpoint.name in ("checkpoint-4", "checkpoint-5")
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", []) and checkpoint.name == "checkpoint-4"
     assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed)
+
+
+def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
+    """The stock loop would evaluate first, save only a better model, and remove all but the best in the end."""
+    options = {
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    trainer = pipeline_trainer(replace(RUN, per_device=8, options={}).with_options(**options), 2, folder)
+    trainer.add_callback(TermAt(3))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
+
+
+def test_sigterm_comes_before_everything_else(tmp_path: Path) -> None:
+    run_ranks(preempted_while_evaluating, 2, str(tmp_path))
+    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-4"
+
+
+def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    trainer = pipeline_trainer(RUN.with_options(max_steps=2, save_strategy="no"), 1, folder)
+
+    class AtTheEnd(TrainerCallback):
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(0)
+
+    trainer.add_callback(AtTheEnd())
+    trainer.train()
+    return seen
+
+
+def test_sigterm_behind_the_last_step_is_delivered_when_training_ends(tmp_path: Path) -> None:
+    assert run_ranks(train_to_the_end, 1, str(tmp_path)) == [[0, signal.SIGTERM]]
+
+
+def resume_differently(rank: int, world_size: int, folder: str) -> int:
+    trainer = pipeline_trainer(replace(RUN, per_device=8), 2, folder)
+    trainer.train(resume_from_checkpoint=True if rank == 0 else None)
+    return trainer.state.global_step
+
+
+def test_the_first_process_says_where_to_go_on(tmp_path: Path) -> None:
+    """The others may not see the checkpoints, or not yet."""
+    run_ranks(train_some, 2, str(tmp_path), 2)
+    assert run_ranks(resume_differently, 2, str(tmp_path)) == [8, 8]
+
+
+def train_with_the_best(rank: int, world_size: int, folder: str) -> str | None:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "runtime", "save_total_limit": 2}
+    run = replace(RUN, per_device=16).with_options(**options, greater_is_better=True)
+    trainer = pipeline_trainer(run, 1, folder)
+    values = iter((3.0, 1.0, 1.0, 1.0))
+
+    class FirstIsBest(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+            metrics["eval_runtime"] = next(values)
+
+    trainer.add_callback(FirstIsBest())
+    trainer.train()
+    return trainer.state.best_model_checkpoint
+
+
+def test_the_best_is_found_again_and_kept(tmp_path: Path) -> None:
+    (best,) = run_ranks(train_with_the_best, 1, str(tmp_path))
+    assert best == str(tmp_path / "checkpoint-2")
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
