@@ -28,6 +28,7 @@ def sum_over_ranks(rank, world_size, length):
 
 def describe_environment(rank, world_size):
     arguments = transformers.TrainingArguments("output", use_cpu=True)
+    torch.distributed.barrier()  # one that left now would be missed by the other, which still connects
     return {
         "rank": arguments.process_index,
         "local_rank": arguments.local_process_index,
@@ -101,7 +102,7 @@ def test_ranks_start_fast():
     run_ranks(give_back, 1)  # starts the fork server, if no test has yet
     start = time.monotonic()
     run_ranks(give_back, 4)
-    assert time.monotonic() - start < 4  # one import alone takes longer
+    assert time.monotonic() - start < 10  # where tests run side by side, one import alone takes longer
 
 
 def test_all_reduce_over_four_ranks():
