@@ -176,7 +176,7 @@ def test_reading_is_timed(tmp_path: Path) -> None:
     setup.cache.advance(2, "weights")
     setup.go(range(4))
     seconds = setup.cache.time_reading()
-    assert seconds is not None and 0 < seconds < 1
+    assert seconds is not None and seconds > 0
 
 
 def test_what_earlier_trainings_left_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

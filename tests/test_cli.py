@@ -65,15 +65,13 @@ def test_inspect_default_configurations(model_type: str) -> None:
 
 def test_a_model_of_7_billion_parameters_needs_no_memory_for_them() -> None:
     code = (
-        "import resource; from typer.testing import CliRunner; from hf_pipetransformer.cli import app; "
+        "from typer.testing import CliRunner; from hf_pipetransformer.cli import app; "
         "result = CliRunner().invoke(app, ['inspect', 'llama']); assert result.exit_code == 0, result.output; "
         # not ru_maxrss, which begins with that of the process that started this one
         "peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')); "
-        "usage = resource.getrusage(resource.RUSAGE_SELF); print(usage.ru_utime + usage.ru_stime, peak)"
+        "print(peak)"
     )
-    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    cpu_seconds, kib = output.split()
-    assert float(cpu_seconds) < 60
+    kib = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert int(kib) < 2 * 2**20  # of which torch and transformers 0.4 GiB
 
 
