@@ -16,10 +16,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style quality docs clean
+.PHONY: help demo test test-faults style quality docs clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (about 2 mi
 
 test: $(STAMP) ## Run the tests (no network, no GPU)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+
+test-faults: $(STAMP) ## Kill, stop and break processes in every phase of a training (about 15 minutes)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "faults or not faults" tests/test_faults.py tests/test_restarts.py
 
 style: $(STAMP) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff format $(CODE)

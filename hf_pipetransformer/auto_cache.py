@@ -393,7 +393,7 @@ def size_limit(store: ActivationStore, max_gib: float | None) -> int:
         most = store.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
     except OSError:
         return 0
-    return most if max_gib is None else min(int(max_gib * 2**30), most)
+    return most if max_gib is None else int(min(max_gib * 2**30, most))
 
 
 def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:

@@ -19,3 +19,10 @@ class UnsupportedModelError(ValueError):
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         # the default would call __init__ with the finished message; errors travel between processes
         return type(self), (self.model_name, self.reason, self.remedy)
+
+
+class PeerFailedError(RuntimeError):
+    """Another process of the job died, failed or hangs; the message says which one, in which phase, at which step.
+
+    Nothing can be repaired inside the process. Start the job again with `resume_from_checkpoint=True`.
+    """

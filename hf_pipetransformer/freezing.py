@@ -236,7 +236,7 @@ class SchedulePolicy(FreezePolicy):
     def _start(self, key: Any) -> float:
         try:
             start = float(key)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             start = math.nan
         if not (math.isfinite(start) and start >= 0):
             raise ValueError(f"freeze_schedule has the key {key!r}: an {self.by} is a number of at least 0.")
@@ -345,9 +345,12 @@ def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None
                 f"freeze_strategy='steps' needs freeze_steps, but it is {steps!r}: set a whole number of optimizer"
                 " steps between decisions, or a share of all steps between 0 and 1."
             )
-    if max_frozen_layers is not None and max_frozen_layers < 1:
+    if max_frozen_layers is None:
+        return
+    is_whole = isinstance(max_frozen_layers, int) and not isinstance(max_frozen_layers, bool)
+    if not is_whole or max_frozen_layers < 1:
         raise ValueError(
-            f"max_frozen_layers={max_frozen_layers}: it must be at least 1. To freeze nothing set"
+            f"max_frozen_layers={max_frozen_layers!r}: it must be a whole number of at least 1. To freeze nothing set"
             " freeze_policy='none'."
         )
 

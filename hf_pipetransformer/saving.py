@@ -17,12 +17,25 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
-from .checkpoints import MANIFEST, SAVING, STATE, damage_of, forget_unfinished, newest_whole, publish, rotate
 from .pipeline.mesh import ProcessMesh
+from .resilience.checkpoints import (
+    MANIFEST,
+    SAVING,
+    STATE,
+    damage_of,
+    forget_unfinished,
+    newest_whole,
+    publish,
+    rotate,
+)
+from .resilience.progress import phase
 
 logger = logging.getLogger(__name__)
+
+LAST = "last"
+"""In place of a checkpoint to resume from: the newest whole one, if there is one."""
 
 
 class WholeCheckpoints(Trainer):
@@ -51,7 +64,8 @@ class WholeCheckpoints(Trainer):
             return super()._save_checkpoint(model, trial)
         self._is_checkpointing = True
         try:
-            self._save_whole(model, trial)
+            with phase("save"):
+                self._save_whole(model, trial)
         finally:
             self._is_checkpointing, self._saving, self._save_error = False, None, None
 
@@ -76,7 +90,7 @@ class WholeCheckpoints(Trainer):
             and not (written / STATE).exists()
         )
         self._processes.gather_objects(None)  # all have looked before it is renamed
-        with self._keeping_errors():
+        with phase("publish"), self._keeping_errors():
             if should_save:
                 self.state.save_to_json(str(written / STATE))
                 publish(written, folder / name)
@@ -136,9 +150,16 @@ class WholeCheckpoints(Trainer):
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | bool | None:
         """The checkpoint that `train` is to go on with, the same on all processes. Collective over all processes.
 
+        Args:
+            wanted: its folder; True: the newest one that is whole; "last": likewise, or none if there is none, so
+                that a job can be started again by the same command.
+
         Raises:
             ValueError: the one that was named is damaged, or all are.
         """
+        if self._is_stock:
+            folder = self.args.output_dir or "."
+            return get_last_checkpoint(folder) if wanted == LAST and Path(folder).is_dir() else wanted
         mine = None
         if self.args.process_index == 0 and wanted:
             mine = (wanted, *_choose(Path(self.args.output_dir or "."), wanted))
@@ -153,6 +174,8 @@ class WholeCheckpoints(Trainer):
             )
         if problems and self.args.process_index == 0:
             logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
+        if chosen is None and wanted == LAST:
+            return None
         return wanted if chosen is None else chosen  # the stock Trainer says that there is none
 
 
@@ -165,7 +188,7 @@ def _choose(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
 
 
 def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
-    if wanted is True:
+    if wanted is True or wanted == LAST:
         if not folder.is_dir():
             return None, []
         forget_unfinished(folder)  # which may give one its name back

@@ -60,9 +60,11 @@ from .planning.costs import UnitCost, cost_of_whole, measure_costs
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .planning.unit_times import ModelTimes
-from .preemption import EXIT_CODE, StopSignal
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
+from .resilience.preemption import EXIT_CODE, StopSignal
+from .resilience.progress import LEFT, PROGRESS, phase
+from .resilience.watchdog import Watchdog
 from .saving import WholeCheckpoints
 from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
 
@@ -166,13 +168,12 @@ class PipeTransformerTrainer(WholeCheckpoints):
         self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any
     ) -> TrainOutput:
         self.make_model_whole()  # an earlier train() may have been interrupted
-        if not self._is_stock:
-            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._recorder.begin(self.is_world_process_zero())
         has_ended = self._is_preempted = False
         self._shapes_told = 0
         try:
-            with nullcontext() if self._is_stock else self._stop_signal:
+            with nullcontext() if self._is_stock else self._stop_signal, self._watching():
                 output = super().train(resume_from_checkpoint, *positional, **keywords)
             has_ended = True
             return output
@@ -186,9 +187,21 @@ class PipeTransformerTrainer(WholeCheckpoints):
                 self._train_batches.close()  # its workers wait for the next epoch
                 self._train_batches = None
 
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Inside, the death or hang of one process ends all. Collective over all processes."""
+        seconds, limit = self.args.watchdog_timeout, self.args.ddp_timeout
+        is_watched = bool(seconds) and not self._is_stock and self._processes.world_size > 1
+        mesh = self._processes if is_watched else None
+        with nullcontext() if mesh is None else Watchdog(mesh.rank, mesh.gather_objects, seconds, limit):
+            PROGRESS.enter("start", 0)
+            yield
+        PROGRESS.enter(LEFT)
+
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
     ) -> None:
+        PROGRESS.enter("log")
         if self._is_preempted:  # no evaluation before saving
             self.control.should_evaluate, self.control.should_save = False, True
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *positional, **keywords)
@@ -502,8 +515,10 @@ class PipeTransformerTrainer(WholeCheckpoints):
         if self._is_stock:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         assert self._train_batches is not None and self.pipeline is not None
+        PROGRESS.enter("adapt", self.state.global_step)
         with self._recorder.doing("adapting"):
             self._adapt()
+        PROGRESS.enter("data")
         batches: list[Any] = []
         self._slices.clear()
         items = 0
@@ -616,6 +631,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
             return super().training_step(model, inputs, num_items_in_batch)
         pipeline = self.pipeline
         assert pipeline is not None
+        PROGRESS.enter("step")
         pipeline.train()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
@@ -640,11 +656,13 @@ class PipeTransformerTrainer(WholeCheckpoints):
         )
         self._is_preempted = self._stop_signal.is_asked
         if pipeline.mesh.world_size > 1:
+            PROGRESS.enter("all-reduce")
             loss = loss.float()
             together = torch.stack([loss, loss.new_full((), float(self._is_preempted))])
             dist.all_reduce(together)
             loss, votes = together.unbind()
             self._is_preempted = bool(votes > 0)
+        PROGRESS.enter("update")
         return loss
 
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
@@ -759,7 +777,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
     # ------------------------------------------------------------------------------------ evaluation
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
         if not self._is_stock and self.pipeline is not None and self.pipeline.is_placed:
-            with self._evaluating_with_cache(dataloader):
+            with phase("evaluation"), self._evaluating_with_cache(dataloader):
                 return super().evaluation_loop(dataloader, *positional, **keywords)
         if self._is_stock:
             return super().evaluation_loop(dataloader, *positional, **keywords)
@@ -794,13 +812,14 @@ class PipeTransformerTrainer(WholeCheckpoints):
         assert pipeline is not None and pipeline.stage is not None
         if pipeline.cache is None:
             inputs.pop(KEYS_NAME, None)
-        if pipeline.num_stages == 1:
+        with phase("prediction"):
+            if pipeline.num_stages > 1:
+                prepare = lambda batch: dict(self._prepare_inputs(batch))  # noqa: E731
+                return pipeline.predict(dict(inputs), prepare, lambda batch: stock(self.model, batch))
             if KEYS_NAME not in inputs:
                 return stock(self.model, inputs)
             with pipeline.stage.running_to_the_end([], self._prepare_inputs(inputs)) as batch:
                 return stock(self.model, batch)
-        prepare = lambda batch: dict(self._prepare_inputs(batch))  # noqa: E731
-        return pipeline.predict(dict(inputs), prepare, lambda batch: stock(self.model, batch))
 
     # ------------------------------------------------------------------------------------ saving and loading
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -845,6 +864,7 @@ class _Hooks(TrainerCallback):
         self._trainer._epoch_begins = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        PROGRESS.enter("end")
         self._trainer._end_records()
         if self._trainer._auto_cache is not None:
             self._trainer._auto_cache.close(deletes=False)  # all have written when the model is whole

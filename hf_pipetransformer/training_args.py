@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +16,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
-from .planning.partition import check_schedule
+from .planning.partition import SCHEDULES
+from .resilience.stores import use_fresh_store
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Their step is taken inside the backward, before gradients are complete."""
@@ -24,13 +27,20 @@ CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Name -> how states are stored; None: as they are computed."""
 
+MOST_SECONDS = 10**9
+"""That a timeout may be; PyTorch cannot wait for ever."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = 0
     if number < 1 or isinstance(value, (bool, float)):
         raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, or 'auto'.")
@@ -43,10 +53,10 @@ def _token_slices(value: Any) -> str | int | list[int]:
     if isinstance(value, str) and value not in ("off", "auto"):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:
             value = None
     lengths = list(value) if isinstance(value, (list, tuple)) else [value]
-    is_known = isinstance(value, str) or (
+    is_known = value in ("off", "auto") or (
         bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
     )
     if not is_known:
@@ -60,7 +70,7 @@ def _token_slices(value: Any) -> str | int | list[int]:
 def _from_json(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of numbers with thousands of digits, too
         raise ValueError(f'{name}={text!r} is not JSON ({error}): write it as {{"1": 4, "2": 7}}.') from None
     if not isinstance(value, dict):
         raise ValueError(f'{name}={text!r}: it must be a map, such as {{"1": 4, "2": 7}}.')
@@ -143,6 +153,15 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         activation_cache_max_gib (`float`, *optional*):
             Size limit on each node, and never more than 80% of the disk's free space. What does not fit is computed.
 
+    > Parameters that control what happens when a process fails
+
+    Args:
+        watchdog_timeout (`float`, *optional*, defaults to 30):
+            Seconds after which a process that is stopped, or gets nowhere in a training step, is given up: all
+            processes end, and say which one it was and where. Five times the longest step if that is longer; where
+            files are written or your code evaluates, `ddp_timeout`. One that dies is noticed at once. `0`: nobody
+            looks, as while you debug.
+
     > Defaults that differ from `TrainingArguments`
 
     - `use_cpu` is set where there is no accelerator.
@@ -209,12 +228,22 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     )
     activation_cache_max_gib: float | None = field(default=None, metadata={"help": "Size limit on each node."})
 
+    watchdog_timeout: float = field(
+        default=30.0, metadata={"help": "Seconds after which a process that hangs ends the job; 0: never."}
+    )
+
     def __post_init__(self) -> None:
         self._check_cache()
+        self._check_watchdog()
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = _token_slices(self.token_slices)
-        check_schedule(self.pipeline_schedule)
+        if self.pipeline_schedule not in SCHEDULES:
+            raise ValueError(
+                f"pipeline_schedule={self.pipeline_schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}."
+            )
+        if not isinstance(self.elastic, bool):
+            raise ValueError(f"elastic={self.elastic!r}: it must be True or False.")
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # refuses what is out of range
@@ -226,6 +255,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self._refuse_impossible_layout(dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1)))
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        use_fresh_store(os.environ, timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if not self.leaves_model_to_trainer:
             self.average_tokens_across_devices = False
@@ -280,9 +310,20 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, values))}.")
         limit = self.activation_cache_max_gib
-        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+        if limit is not None and not (_is_number(limit) and limit > 0):
             raise ValueError(
                 f"activation_cache_max_gib={limit!r}: give a size above 0, or activation_cache='off' for no cache."
+            )
+        folder = self.activation_cache_dir
+        if not (folder is None or isinstance(folder, (str, Path))) or "\0" in str(folder):
+            raise ValueError(f"activation_cache_dir={folder!r}: give the path of a folder.")
+
+    def _check_watchdog(self) -> None:
+        seconds = self.watchdog_timeout
+        if not _is_number(seconds) or (seconds != 0 and not 1 <= seconds <= MOST_SECONDS):
+            raise ValueError(
+                f"watchdog_timeout={seconds!r}: give at least 1 second (and no more than {MOST_SECONDS}), or 0 if"
+                " nobody shall look for processes that hang."
             )
 
     def make_freeze_policy(self) -> FreezePolicy:

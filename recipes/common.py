@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
@@ -263,18 +262,12 @@ def split_names(prefix: str, splits: DatasetDict) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- the run
-def find_checkpoint(training_args: PipeTransformerTrainingArguments) -> str | bool | None:
-    """Returns the checkpoint to resume from; `--resume_from_checkpoint last` is the newest in `output_dir`, if any.
-
-    True: the trainer takes the newest that is not damaged.
-    """
+def find_checkpoint(training_args: PipeTransformerTrainingArguments) -> str | None:
+    """The checkpoint to resume from; "last": the newest in `output_dir`, if any."""
     wanted = training_args.resume_from_checkpoint
     if wanted is None or str(wanted).lower() in {"false", "no"}:
         return None
-    if str(wanted).lower() not in {"last", "true", "yes"}:
-        return wanted
-    output_dir = Path(training_args.output_dir)
-    return True if output_dir.is_dir() and get_last_checkpoint(str(output_dir)) else None
+    return "last" if str(wanted).lower() in {"last", "true", "yes"} else wanted
 
 
 def train(trainer: PipeTransformerTrainer) -> dict[str, float]:

@@ -13,7 +13,9 @@ os.environ.update(
     WANDB_DISABLED="true",
 )
 
+import json
 import random
+import socket
 
 import numpy
 import pytest
@@ -35,6 +37,14 @@ def _empty_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def free_port():
+    """A port for a launcher that cannot be told to choose one itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @pytest.fixture(autouse=True)
 def _no_distributed_state():
     """Accelerate keeps its state in class attributes; one test's must not reach the next."""
@@ -43,3 +53,22 @@ def _no_distributed_state():
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A table of the faults that were put into trainings."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    rows = [
+        json.loads(value)
+        for report in reports
+        for name, value in getattr(report, "user_properties", [])
+        if name == "fault" and report.when == "call"
+    ]
+    if not rows:
+        return
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, *([str(row.get(column, "")) for column in columns] for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    terminalreporter.section(f"{len(rows)} faults")
+    for line in lines:
+        terminalreporter.line("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_pipetransformer import checkpoints
-from hf_pipetransformer.checkpoints import (
+from hf_pipetransformer.resilience import checkpoints
+from hf_pipetransformer.resilience.checkpoints import (
     MANIFEST,
     SAVING,
     STATE,

@@ -15,9 +15,9 @@ from distributed import RankDiedError, launch_ranks, run_ranks, run_ranks_expect
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import checkpoints
-from hf_pipetransformer.checkpoints import MANIFEST, SAVING, newest_whole
-from hf_pipetransformer.preemption import EXIT_CODE
+from hf_pipetransformer.resilience import checkpoints
+from hf_pipetransformer.resilience.checkpoints import MANIFEST, SAVING, newest_whole
+from hf_pipetransformer.resilience.preemption import EXIT_CODE
 
 RUN = Run(samples=64, accumulation=1).with_options(save_strategy="steps", save_steps=2)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch
 from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
+from ..resilience.progress import PROGRESS, phase
 from .mesh import ProcessMesh
 from .microbatch_trials import MicrobatchTrials
 from .schedule import PipelineScheduler
@@ -203,21 +203,21 @@ class ElasticPipeline(nn.Module):
         before = self.current_plan
         self.weights.unpark()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
-        times = [time.perf_counter()]
-        self._freeze(plan)  # 1
-        if self._optimizer is not None:
-            self._optimizer.keep_what_is_here()
-        self._unbuild()
-        times.append(time.perf_counter())
-        moves = moves_between(self.holders(), holders_under(plan, self.stack))  # 2
-        moved = exchange(moves, self.stack.table, self.weights, self._optimizer, self.mesh, self.device)
-        times.append(time.perf_counter())
+        seconds: dict[str, float] = {}
+        with _timed_phase("freeze", seconds):
+            self._freeze(plan)
+            if self._optimizer is not None:
+                self._optimizer.keep_what_is_here()
+            self._unbuild()
+        with _timed_phase("move", seconds):
+            moves = moves_between(self.holders(), holders_under(plan, self.stack))
+            moved = exchange(moves, self.stack.table, self.weights, self._optimizer, self.mesh, self.device)
         self.plan = plan
-        self.weights.keep_only(self._names_of(plan), self.device)  # 3
-        times.append(time.perf_counter())
-        self._build(plan, takes_optimizer=True)  # 4
-        times.append(time.perf_counter())
-        seconds = dict(zip(("freeze", "move", "drop", "build"), (b - a for a, b in pairwise(times)), strict=True))
+        with _timed_phase("drop", seconds):
+            self.weights.keep_only(self._names_of(plan), self.device)
+        with _timed_phase("build", seconds):
+            self._build(plan, takes_optimizer=True)
+        PROGRESS.forget_pace()
         return Transformation(before, plan, seconds, moved)
 
     def _freeze(self, plan: PipelinePlan) -> None:
@@ -650,6 +650,15 @@ class ElasticPipeline(nn.Module):
             lambda v: self._receive_tensor(v, stage) if isinstance(v, CarriedTensor) else v,
             self._receive_object(stage),
         )
+
+
+@contextmanager
+def _timed_phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """A phase of a transformation."""
+    began = time.perf_counter()
+    with phase(name):
+        yield
+    seconds[name] = time.perf_counter() - began
 
 
 def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:

@@ -15,6 +15,7 @@ from ..cache.content_keys import KEYS_NAME, pop_keys
 from ..model.layer_range import Carry, Observer
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
+from ..resilience.progress import PROGRESS
 
 FIRST = torch.zeros(1, dtype=torch.long)
 """The index of the only micro-batch that was put down."""
@@ -108,6 +109,7 @@ class StageModule(nn.Module):
         Returns:
             The used tensors of the outgoing boundary; on the last stage the loss, shape [1].
         """
+        PROGRESS.tick()
         batch = self.micro_batches[int(index)]
         supply = iter(received)
         values = [

@@ -1,0 +1,85 @@
+"""Stores of a job's own, over which its processes find one another.
+
+`torchrun` and `accelerate launch` keep one store for all attempts of a job. When they start it again, the processes
+read in it where those of the attempt before could be reached, and never come together. So rank 0 keeps a new store in
+each attempt, and only its address goes through the launcher's.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import MutableMapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+ADDRESS = "hf_pipetransformer/store"
+"""Where rank 0 writes the address, in the launcher's store. What an attempt before has left may be there, too."""
+ATTEMPT = "attempt"
+"""In the new store: which attempt it belongs to."""
+TRY = timedelta(seconds=5)
+
+_kept: list[dist.TCPStore] = []  # a store lives as long as its object
+
+
+def own_address(towards: str | None) -> str:
+    """The address of this host that others reach it by: the one it has on the way to `towards`."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards or "localhost", 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.getfqdn()
+
+
+def keep_store(timeout: timedelta) -> dist.TCPStore:
+    """A new store in this process, on a port of the system's choice."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> None:
+    """Let the process group be made over a store of this attempt alone. Collective over all processes of a launcher.
+
+    Nothing is done if there is a process group already, or no launcher that keeps a store.
+
+    Args:
+        environ: of the process; `MASTER_ADDR` and `MASTER_PORT` are changed.
+        timeout: how long the others wait for rank 0.
+
+    Raises:
+        TimeoutError: rank 0 was not there in time.
+    """
+    is_launched = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if not is_launched or int(environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_available() or dist.is_initialized():
+        return
+    if _kept:  # this process has been here, and its process group is gone
+        return
+    launchers = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if environ["RANK"] == "0":
+        store, attempt = keep_store(timeout), uuid.uuid4().hex
+        store.set(ATTEMPT, attempt)
+        address = own_address(environ["MASTER_ADDR"])
+        launchers.set(ADDRESS, f"{address} {store.port} {attempt}")
+        port = str(store.port)
+    else:
+        store, address, port = _find_store(launchers, time.monotonic() + timeout.total_seconds())
+    _kept.append(store)
+    environ["MASTER_ADDR"], environ["MASTER_PORT"] = address, port
+
+
+def _find_store(launchers: dist.TCPStore, deadline: float) -> tuple[dist.TCPStore, str, str]:
+    """Rank 0's store: an address that an attempt before has left leads nowhere."""
+    while True:
+        address, port, attempt = launchers.get(ADDRESS).decode().split()
+        try:
+            socket.create_connection((address, int(port)), timeout=1).close()  # a store tries for longer, and aloud
+            store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=TRY)
+            if store.check([ATTEMPT]) and store.get(ATTEMPT).decode() == attempt:
+                return store, address, port
+        except (OSError, RuntimeError):  # nobody there, or no store
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Rank 0's store was not found: the last address was {address}:{port}.")
+        time.sleep(0.05)

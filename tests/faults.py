@@ -1,0 +1,176 @@
+"""Lets something go wrong in one process of a training, and what shall be true afterwards.
+
+A `Fault` happens where a process enters a phase (`hf_pipetransformer.resilience.progress`), so it can be put anywhere
+without a line for it in the library. Functions here run inside the ranks of `distributed.launch_ranks`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from test_elastic import MID_EPOCH, SHRINK, stages_by_frozen
+from training_runs import Outcome, Run, outcome_of, pipeline_trainer
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.resilience.progress import PROGRESS
+
+Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut"]
+
+PHASES = (
+    ("start", 0),
+    ("adapt", 4),
+    ("data", 4),
+    ("step", 4),
+    ("all-reduce", 4),
+    ("update", 4),
+    ("freeze", 5),
+    ("move", 5),
+    ("drop", 5),
+    ("build", 5),
+    ("log", 4),
+    ("evaluation", 5),
+    ("prediction", 5),
+    ("save", 5),
+    ("publish", 5),
+    ("cache", 5),
+    ("end", 8),
+)
+"""Each phase of a training, and the step (as the process counts them there) at which a fault is put into it."""
+
+RUN = Run(epochs=3).with_options(
+    save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4
+)
+"""Nine steps; checkpoints after 2, 4, 6, 8, evaluations after 3, 6, 9; layers freeze after 2 and 5."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to whom, and when.
+
+    Attributes:
+        kind: of the fault. "hang" sleeps, "busy" computes for ever, "corrupt" damages the newest checkpoint and kills,
+            "cut" takes the host off the network.
+        rank: whom it happens to.
+        phase: where, the first time that it is entered from `step` on.
+        step: number of steps done.
+    """
+
+    kind: Kind
+    rank: int
+    phase: str
+    step: int
+
+
+@dataclass
+class Report:
+    """Of a process that has come to the training's end.
+
+    Attributes:
+        outcome: of the training.
+        resumed_step: the step that it went on from.
+        first_step_at: when the first new step was done, by `time.time`.
+    """
+
+    outcome: Outcome
+    resumed_step: int
+    first_step_at: float
+
+
+class FaultInjector:
+    """Lets a fault happen in this process, once."""
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
+        self._fault, self._folder = fault, folder
+        self._has_happened = False
+        PROGRESS.on_enter = self.look
+        if fault.phase == "cache":  # written by a thread of its own
+            write = activation_cache._Writer._write
+
+            def writing(writer: Any, entries: Any) -> None:
+                self.look("cache", PROGRESS.read().step)
+                write(writer, entries)
+
+            activation_cache._Writer._write = writing  # type: ignore[method-assign]
+
+    def look(self, phase: str, step: int) -> None:
+        if self._has_happened or phase != self._fault.phase or step < self._fault.step:
+            return
+        self._has_happened = True
+        (self._folder / "fault").write_text(f"{time.time()} {step}")
+        getattr(self, f"_{self._fault.kind}")()
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _hang(self) -> None:
+        while True:
+            time.sleep(1)
+
+    def _busy(self) -> None:
+        while True:
+            pass
+
+    def _raise(self) -> None:
+        raise LookupError("injected")
+
+    def _cut(self) -> None:
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+    def _corrupt(self) -> None:
+        newest = max(self._folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        with (newest / "optimizer.pt").open("r+b") as file:
+            file.seek(100)
+            file.write(b"\xff" * 16)
+        self._kill()
+
+
+class _FirstStep(TrainerCallback):
+    def __init__(self) -> None:
+        self.resumed, self.at = -1, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.resumed = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.at = self.at or time.time()
+
+
+def trainer_with_fault(folder: str, rank: int, world_size: int, fault: Fault | None) -> PipeTransformerTrainer:
+    """An elastic training: as many stages as processes, then two, then one."""
+    uses_cache = fault is not None and fault.phase == "cache"
+    trainer = pipeline_trainer(
+        replace(RUN, per_device=16 // world_size),
+        world_size,
+        folder,
+        freeze_policy="schedule",
+        freeze_strategy="steps",
+        freeze_steps=1,
+        freeze_schedule=MID_EPOCH,
+        activation_cache="on" if uses_cache else "off",
+        watchdog_timeout=2,
+        ddp_timeout=6 if fault is not None and fault.kind in ("hang", "busy") else 60,
+    )
+    stages_by_frozen(trainer, {frozen: min(stages, world_size) for frozen, stages in SHRINK.items()})
+    if fault is not None and fault.rank == rank:
+        FaultInjector(fault, Path(folder))
+    return trainer
+
+
+def train(rank: int, world_size: int, folder: str, fault: Fault | None = None) -> Report:
+    """Train, or go on with what has been trained."""
+    trainer = trainer_with_fault(folder, rank, world_size, fault)
+    first = _FirstStep()
+    trainer.add_callback(first)
+    outcome = outcome_of(trainer, resume_from_checkpoint="last")
+    return Report(outcome, first.resumed, first.at)

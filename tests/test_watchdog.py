@@ -1,0 +1,150 @@
+"""The watchdog alone, without a training: what the peers of a dead, stopped or stuck process say and do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RankDiedError, RankOutcome, launch_ranks, run_ranks
+
+from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.resilience.progress import PROGRESS, phase
+from hf_pipetransformer.resilience.watchdog import EXIT_CODE, Watchdog
+
+TIMEOUT = 1.5
+
+
+def watched(
+    rank: int, world_size: int, kind: str, culprit: int, hosts: int = 1, where: str = "data"
+) -> tuple[float, Any]:
+    """One process goes wrong in the second step; the others wait for it in an all-reduce."""
+    os.environ["LOCAL_RANK"] = str(rank % (world_size // hosts))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = ProcessMesh(timedelta(seconds=60))
+    with Watchdog(mesh.rank, mesh.gather_objects, TIMEOUT, limit=4):
+        for step in range(3):
+            PROGRESS.enter(where, step)
+            if step == 1 and rank == culprit:
+                misbehave(kind)
+            with phase("all-reduce"):
+                dist.all_reduce(torch.zeros(1))
+            time.sleep(0.1)
+    return time.monotonic(), PROGRESS.phase
+
+
+def misbehave(kind: str) -> None:
+    if kind == "raise":
+        raise LookupError("no such thing")
+    if kind == "wait":  # for something that the others do not know of
+        dist.recv(torch.zeros(1), 1)
+    while kind in ("hang", "busy"):
+        time.sleep(1 if kind == "hang" else 0)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+
+def assert_all_say(outcomes: list[RankOutcome], culprit: int, words: str) -> None:
+    for outcome in outcomes:
+        if outcome.rank == culprit:
+            continue
+        assert words in outcome.log
+        assert isinstance(outcome.error, PeerFailedError) or outcome.exitcode == EXIT_CODE
+        if isinstance(outcome.error, PeerFailedError):
+            assert words in str(outcome.error) and f"This is rank {outcome.rank}." in str(outcome.error)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_death_is_told_by_name(culprit: int) -> None:
+    outcomes = launch_ranks(watched, 3, "kill", culprit)
+    assert isinstance(outcomes[culprit].error, RankDiedError)
+    assert_all_say(outcomes, culprit, "died in phase 'data' at step 1")
+    assert all(f"rank {culprit} (process " in o.log for o in outcomes if o.rank != culprit)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_stopped_process_is_killed(culprit: int) -> None:
+    outcomes = launch_ranks(watched, 3, "stop", culprit)
+    assert outcomes[culprit].exitcode == -signal.SIGKILL
+    assert_all_say(outcomes, culprit, f"has been stopped for {TIMEOUT:g} s in phase 'data' at step 1")
+
+
+@pytest.mark.parametrize("kind", ["hang", "busy"])
+def test_a_stuck_process_is_found_among_those_that_wait(kind: str) -> None:
+    outcomes = launch_ranks(watched, 3, kind, 1)
+    assert_all_say(outcomes, 1, "rank 1 has been stuck for ")
+    assert outcomes[1].exitcode == EXIT_CODE and "in misbehave" in outcomes[1].log  # its stack
+    assert all("in misbehave (test_watchdog.py:" in outcome.log for outcome in outcomes)
+
+
+def test_where_nothing_is_known_of_a_phase_it_has_the_collectives_timeout() -> None:
+    outcomes = launch_ranks(watched, 2, "hang", 1, where="save")
+    assert_all_say(outcomes, 1, "rank 1 has been stuck for 4 s in phase 'save' at step 1")
+
+
+def test_an_error_of_one_process_ends_all() -> None:
+    outcomes = launch_ranks(watched, 3, "raise", 2)
+    assert isinstance(outcomes[2].error, LookupError)
+    assert_all_say(outcomes, 2, "rank 2 failed in phase 'data' at step 1: LookupError: no such thing")
+
+
+def test_processes_that_wait_for_one_another() -> None:
+    outcomes = launch_ranks(watched, 2, "wait", 0)
+    for outcome in outcomes:
+        assert outcome.exitcode == EXIT_CODE
+        assert "wait for one another: rank 0 in phase 'data' at step 1, in misbehave (test_watchdog.py:" in outcome.log
+
+
+@pytest.mark.parametrize(("kind", "culprit"), [("kill", 3), ("kill", 0), ("stop", 2), ("hang", 1), ("raise", 0)])
+def test_other_hosts_hear_of_it(kind: str, culprit: int) -> None:
+    outcomes = launch_ranks(watched, 4, kind, culprit, hosts=2)
+    for outcome in outcomes:
+        if outcome.rank != culprit:
+            assert isinstance(outcome.error, PeerFailedError) or outcome.exitcode == EXIT_CODE
+            assert f"rank {culprit} " in outcome.log
+
+
+def test_an_undisturbed_end_is_no_death() -> None:
+    for _, last_phase in run_ranks(watched, 3, "none", -1):
+        assert last_phase == "left"
+
+
+def errors_everywhere(rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    with Watchdog(mesh.rank, mesh.gather_objects, TIMEOUT, limit=4):
+        raise ValueError("the same on all")
+
+
+def test_an_error_of_all_stays_what_it_is() -> None:
+    for outcome in launch_ranks(errors_everywhere, 3):
+        assert isinstance(outcome.error, ValueError | PeerFailedError)
+        assert "the same on all" in str(outcome.error)
+
+
+def asleep_together(rank: int, world_size: int) -> str:
+    """All processes of a job are stopped, and later go on."""
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    pids = mesh.gather_objects(os.getpid())
+    with Watchdog(mesh.rank, mesh.gather_objects, TIMEOUT, limit=4):
+        for step in range(2):
+            PROGRESS.enter("data", step)
+        if rank == 0:
+            waker = f"import os, time; time.sleep({2 * TIMEOUT}); [os.kill(pid, {signal.SIGCONT:d}) for pid in {pids}]"
+            subprocess.Popen([sys.executable, "-c", waker], start_new_session=True)
+        dist.all_reduce(torch.zeros(1))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1))
+    return PROGRESS.phase
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on() -> None:
+    assert run_ranks(asleep_together, 2) == ["left", "left"]
