@@ -50,7 +50,7 @@ from .model.loss_study import study_loss
 from .model.micro_batch import Batch, slice_rows
 from .model.slicing_study import study_slicing
 from .pipeline.agreement import check_same_everywhere, check_same_size
-from .pipeline.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, seeded
+from .pipeline.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
 from .pipeline.devices import fits
 from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
 from .pipeline.mesh import ProcessMesh
@@ -468,9 +468,10 @@ class PipeTransformerTrainer(WholeCheckpoints):
 
     # ------------------------------------------------------------------------------------ data
     def get_train_dataloader(self) -> DataLoader:
-        stock = super().get_train_dataloader()
         if self._is_stock:
-            return stock
+            return super().get_train_dataloader()
+        refuse_empty(self.train_dataset)
+        stock = super().get_train_dataloader()
         # taken apart: the stock method has chosen columns, collator and (seedable) sampler
         dataset = stock.dataset
         is_iterable = isinstance(dataset, IterableDataset)
@@ -758,7 +759,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
         callback = self._freeze_callback
         if callback is not None and callback.wants_gradient_norms:
             callback.observe(self.pipeline.squared_gradient_norms(self._loss_scale))
-        return self.pipeline.clip_grad_norm(max_norm, self.accelerator.unscale_gradients, self._loss_scale)
+        unscale = self.accelerator.unscale_gradients if self.accelerator.scaler is not None else None
+        return self.pipeline.clip_grad_norm(max_norm, unscale, self._loss_scale)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         counts = self._is_stock or self.pipeline is None or not self.pipeline.is_placed

@@ -59,7 +59,14 @@ LAST_WORDS_SECONDS = 0.5  # how long ranks that are to be killed may write their
 EXIT_SECONDS = 15.0  # how long a rank may take to end after it returned
 
 # What a rank reports when another one broke off: a consequence, not a cause.
-CONSEQUENCES = ("closed by peer", "reset by peer", "connection refused", "broken pipe", "remote error")
+CONSEQUENCES = (
+    "closed by peer",
+    "reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote error",
+    "this is rank ",
+)
 
 
 class RankTimeoutError(TimeoutError):

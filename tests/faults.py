@@ -76,7 +76,7 @@ class Report:
     Attributes:
         outcome: of the training.
         resumed_step: the step that it went on from.
-        first_step_at: when the first new step was done, by `time.time`.
+        first_step_at: when the first new step was done, or the training's end if all were, by `time.time`.
     """
 
     outcome: Outcome
@@ -145,6 +145,8 @@ class _FirstStep(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.at = self.at or time.time()
 
+    on_train_end = on_step_end  # where all steps had been done
+
 
 def trainer_with_fault(folder: str, rank: int, world_size: int, fault: Fault | None) -> PipeTransformerTrainer:
     """An elastic training: as many stages as processes, then two, then one."""
@@ -159,7 +161,7 @@ def trainer_with_fault(folder: str, rank: int, world_size: int, fault: Fault | N
         freeze_schedule=MID_EPOCH,
         activation_cache="on" if uses_cache else "off",
         watchdog_timeout=2,
-        ddp_timeout=6 if fault is not None and fault.kind in ("hang", "busy") else 60,
+        ddp_timeout=12 if fault is not None and fault.kind in ("hang", "busy") else 60,
     )
     stages_by_frozen(trainer, {frozen: min(stages, world_size) for frozen, stages in SHRINK.items()})
     if fault is not None and fault.rank == rank:

@@ -123,6 +123,7 @@ MESSAGES = re.findall(r"^### `(.*)`$", text_of("troubleshooting.md"), re.MULTILI
 WRITTEN_OUT = {
     "… cannot be combined with pipeline_parallel_size=…": "cannot be combined with …",
     "checkpoint-… could not be saved": "could not be saved",
+    "rank … died in phase …": "rank … (process …) died …",
 }
 
 

@@ -317,6 +317,16 @@ def first_samples(dataset: Any, count: int) -> list[Any]:
     return _repeated(samples, count, dataset)
 
 
+def refuse_empty(dataset: Any) -> None:
+    """Refuse a dataset without samples, where its length is known.
+
+    Raises:
+        ValueError: it is 0.
+    """
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise ValueError(f"train_dataset ({type(dataset).__name__}) is empty: give it at least one sample.")
+
+
 def _repeated(samples: list[Any], count: int, dataset: Any) -> list[Any]:
     if not samples:
         raise ValueError(

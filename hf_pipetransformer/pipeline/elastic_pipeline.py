@@ -488,16 +488,16 @@ class ElasticPipeline(nn.Module):
             parameter.grad = total.view_as(parameter)
 
     def clip_grad_norm(
-        self, max_norm: float, unscale: Callable[[], None] = lambda: None, loss_scale: float = 1.0
+        self, max_norm: float, unscale: Callable[[], None] | None = None, loss_scale: float = 1.0
     ) -> torch.Tensor:
         """Clip by the norm of the whole model's gradient, shared parameters counted once.
 
-        Collective over the pipeline. A gradient that is not finite on any stage becomes infinite on every stage, so
-        that a gradient scaler skips the step everywhere.
+        Collective over the pipeline. Under a gradient scaler, a gradient that is not finite on any stage becomes
+        infinite on every stage, so that the step is skipped everywhere.
 
         Args:
             max_norm: bound on the norm; infinite: only compute it.
-            unscale: divides the gradients here by the loss scale, and looks for infinite ones.
+            unscale: of the gradient scaler: divides the gradients here by the loss scale, and looks for infinite ones.
             loss_scale: of the gradient scaler.
 
         Returns:
@@ -505,7 +505,8 @@ class ElasticPipeline(nn.Module):
         """
         assert self.stage is not None
         if self.num_stages == 1:
-            unscale()
+            if unscale is not None:
+                unscale()
             return nn.utils.clip_grad_norm_(list(self.stage.parameters()), max_norm)
         gradients = self.stage.gradients()
         square = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -514,14 +515,15 @@ class ElasticPipeline(nn.Module):
             copies = torch.tensor([self._copies.get(n, 1) for n in gradients], device=self.device)
             square = (norms.square() / copies).sum()
         dist.all_reduce(square, group=self.mesh.layout(self.num_stages).pipeline)
-        if gradients and not torch.isfinite(square):
-            first = next(iter(gradients.values()))
-            first[(0,) * first.dim()] = float("inf")
-        if not gradients and self._optimizer is not None:
-            self._optimizer.stand_in(0.0 if torch.isfinite(square) else float("inf"))
-        unscale()
+        if unscale is not None:
+            if gradients and not torch.isfinite(square):
+                first = next(iter(gradients.values()))
+                first[(0,) * first.dim()] = float("inf")
+            if not gradients and self._optimizer is not None:
+                self._optimizer.stand_in(0.0 if torch.isfinite(square) else float("inf"))
+            unscale()
         norm = (square.sqrt() / loss_scale).float()
-        if gradients and max_norm != float("inf"):
+        if gradients:  # even if the bound is infinite: where the norm is, too, all becomes NaN, as on one process
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 

@@ -196,15 +196,16 @@ class Watchdog:
             PeerFailedError: another process's.
         """
         self._is_leaving = True
-        if isinstance(error, Exception) and _is_lost_connection(error):
+        is_lost = isinstance(error, Exception) and _is_lost_connection(error)
+        if is_lost:
             self._told.wait(SECONDS_FOR_A_VERDICT)
         else:
             text = f"rank {self._rank} failed {PROGRESS.read().doing}: {type(error).__name__}: {error}"
             self._judge(_Finding(text))
             time.sleep(2 * BEAT)  # others read it, if this process keeps the store
         self._end()
-        if self._verdict is not None and not self._verdict.startswith(f"rank {self._rank} "):
-            raise PeerFailedError(f"{self._verdict}. This is rank {self._rank}.") from error
+        if is_lost and self._verdict is not None and not self._verdict.startswith(f"rank {self._rank} "):
+            raise PeerFailedError(f"{self._verdict.rstrip('.')}. This is rank {self._rank}.") from error
 
     def _connect(self) -> dist.TCPStore:
         """Each thread has a connection of its own: one waits for its answer."""
@@ -246,12 +247,13 @@ class Watchdog:
             record = neighbour.read()
             if record.phase == LEFT:
                 continue
-            name, state = f"rank {neighbour.rank} (process {record.pid})", neighbour.state()
+            state = neighbour.state()
             if state == "gone":
-                return _Finding(f"{name} died {record.doing}", without_store=neighbour.rank == 0)
+                text = f"rank {neighbour.rank} (process {record.pid}) died {record.doing}"
+                return _Finding(text, without_store=neighbour.rank == 0)
             neighbour.stopped_since = min(neighbour.stopped_since, now) if state == "stopped" else math.inf
             if now - max(neighbour.stopped_since, self._awake_since) >= self._timeout:
-                text = f"{name} has been stopped for {self._timeout:g} s {record.doing}"
+                text = f"rank {neighbour.rank} has been stopped for {self._timeout:g} s {record.doing}"
                 return _Finding(text, without_store=neighbour.rank == 0, victim=neighbour)
         return None
 
@@ -340,7 +342,7 @@ class Watchdog:
             if self._is_given_up or self._done.is_set():
                 return
             self._is_given_up = True
-        logger.error("[rank %d] %s.", self._rank, self._verdict)
+        logger.error("[rank %d] %s.", self._rank, (self._verdict or "").rstrip("."))
         if finding.victim is not None:
             time.sleep(2 * BEAT)  # the others see that it is stopped, too
             finding.victim.kill()
