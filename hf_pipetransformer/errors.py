@@ -24,5 +24,5 @@ class UnsupportedModelError(ValueError):
 class PeerFailedError(RuntimeError):
     """Another process of the job died, failed or hangs; the message says which one, in which phase, at which step.
 
-    Nothing can be repaired inside the process. Start the job again with `resume_from_checkpoint=True`.
+    Nothing can be repaired inside the process. Start the job again with `resume_from_checkpoint="last"`.
     """

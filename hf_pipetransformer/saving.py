@@ -159,7 +159,9 @@ class WholeCheckpoints(Trainer):
         """
         if self._is_stock:
             folder = self.args.output_dir or "."
-            return get_last_checkpoint(folder) if wanted == LAST and Path(folder).is_dir() else wanted
+            if wanted == LAST:
+                return get_last_checkpoint(folder) if Path(folder).is_dir() else None
+            return wanted
         mine = None
         if self.args.process_index == 0 and wanted:
             mine = (wanted, *_choose(Path(self.args.output_dir or "."), wanted))

@@ -190,13 +190,18 @@ class PipeTransformerTrainer(WholeCheckpoints):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Inside, the death or hang of one process ends all. Collective over all processes."""
-        seconds, limit = self.args.watchdog_timeout, self.args.ddp_timeout
-        is_watched = bool(seconds) and not self._is_stock and self._processes.world_size > 1
-        mesh = self._processes if is_watched else None
-        with nullcontext() if mesh is None else Watchdog(mesh.rank, mesh.gather_objects, seconds, limit):
-            PROGRESS.enter("start", 0)
-            yield
-        PROGRESS.enter(LEFT)
+        args, before = self.args, PROGRESS.phase
+        watch: Any = nullcontext()
+        # a training inside another's callback is watched by that one
+        if args.watchdog_timeout and before == LEFT and not self._is_stock and self._processes.world_size > 1:
+            rank, gather = self._processes.rank, self._processes.gather_objects
+            watch = Watchdog(rank, args.local_process_index, gather, args.watchdog_timeout, limit=args.ddp_timeout)
+        try:
+            with watch:
+                PROGRESS.enter("start", 0)
+                yield
+        finally:
+            PROGRESS.enter(before)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
@@ -524,6 +529,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
         self._slices.clear()
         items = 0
         for _ in range(num_batches):
+            PROGRESS.tick()
             try:
                 batch = next(epoch_iterator)
             except StopIteration:
@@ -539,6 +545,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
         elif self.pipeline.num_stages > 1:
             total[0] = items
         self._num_items = max(int(total), 1)
+        PROGRESS.enter("callbacks")
         return batches, self._num_items
 
     # ------------------------------------------------------------------------------------ transformation
@@ -663,7 +670,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
             dist.all_reduce(together)
             loss, votes = together.unbind()
             self._is_preempted = bool(votes > 0)
-        PROGRESS.enter("update")
+        PROGRESS.enter("callbacks")
         return loss
 
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
@@ -760,7 +767,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
         if callback is not None and callback.wants_gradient_norms:
             callback.observe(self.pipeline.squared_gradient_norms(self._loss_scale))
         unscale = self.accelerator.unscale_gradients if self.accelerator.scaler is not None else None
-        return self.pipeline.clip_grad_norm(max_norm, unscale, self._loss_scale)
+        with phase("update"):
+            return self.pipeline.clip_grad_norm(max_norm, unscale, self._loss_scale)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         counts = self._is_stock or self.pipeline is None or not self.pipeline.is_placed

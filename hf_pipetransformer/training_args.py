@@ -158,9 +158,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     Args:
         watchdog_timeout (`float`, *optional*, defaults to 30):
             Seconds after which a process that is stopped, or gets nowhere in a training step, is given up: all
-            processes end, and say which one it was and where. Five times the longest step if that is longer; where
-            files are written or your code evaluates, `ddp_timeout`. One that dies is noticed at once. `0`: nobody
-            looks, as while you debug.
+            processes end, and say which one it was and where. Five times the longest step if that is longer; ten
+            times this while data is loaded; in callbacks and where files are written, `ddp_timeout`. One that dies is
+            noticed at once. `0`: nobody looks, as while you debug.
 
     > Defaults that differ from `TrainingArguments`
 

@@ -39,11 +39,12 @@ def test_a_file_holds_what_was_written_last(tmp_path: Path, clock: Clock) -> Non
     progress.share(tmp_path / "record")
     clock.now += 2
     progress.enter("move")
-    progress.note_watch(101.0, "forward (script.py:12)")
+    progress.note_watch(101.0, 101.5, "forward (script.py:12)")
     with open(tmp_path / "record", "rb") as file:
         record = Record.read(mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ))
     assert (record.pid, record.step, record.phase, record.since) == (os.getpid(), 3, "move", 102.0)
-    assert (record.beat, record.own_since, record.place) == (102.0, 101.0, "forward (script.py:12)")
+    assert (record.beat, record.own_since, record.busy_at) == (102.0, 101.0, 101.5)
+    assert record.place == "forward (script.py:12)"
     assert record.doing == "in phase 'move' at step 3"
     assert progress.read() == record
 
@@ -109,6 +110,6 @@ def test_phases_nest_and_an_error_leaves_the_phase_where_it_was() -> None:
 def test_long_names_are_cut() -> None:
     progress = Progress()
     progress.enter("x" * 100)
-    progress.note_watch(0.0, "ä" * 100)
+    progress.note_watch(0.0, 0.0, "ä" * 100)
     assert progress.read().phase == "x" * 32
     assert progress.read().place == "ä" * 80

@@ -82,13 +82,15 @@ def check(folder: Path, output: str, fault: Fault, record_property: Callable[[st
     report: Report = torch.load(folder / "final.pt", weights_only=False)
     assert_same_training([report.outcome], expected())
     happened_at, step = (float(number) for number in (folder / "fault").read_text().split())
+    lost = steps_lost(fault, int(step), report.resumed_step)
+    assert 0 <= lost <= 2
     last = attempts[-1]
     row = {
         "fault": f"{fault.kind}, {how}",
         "phase": fault.phase,
         "rank": fault.rank,
         "restarts": len(attempts) - 1,
-        "steps_lost": steps_lost(fault, int(step), report.resumed_step),
+        "steps_lost": lost,
         "seconds_until_all_ended": round(last["started_at"] - happened_at, 2),
         "seconds_to_recover": round(report.first_step_at - happened_at, 2),
         "without_imports": round(report.first_step_at - happened_at - (last["imported_at"] - last["started_at"]), 2),

@@ -16,7 +16,8 @@ SECONDS = timedelta(seconds=10)
 
 def test_own_address() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
-    assert own_address(None) == "127.0.0.1"
+    assert own_address(None) == "localhost"
+    assert own_address("localhost") == "localhost"  # a name of this host that leads to its loopback
     assert own_address("no-such-host.invalid") == socket.getfqdn()
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,23 +18,24 @@ from distributed import RankDiedError, RankOutcome, launch_ranks, run_ranks
 
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.resilience import watchdog
 from hf_pipetransformer.resilience.progress import PROGRESS, phase
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE, Watchdog
+from hf_pipetransformer.resilience.watchdog import BEAT, EXIT_CODE, Watchdog
 
 TIMEOUT = 1.5
 
 
 def watched(
-    rank: int, world_size: int, kind: str, culprit: int, hosts: int = 1, where: str = "data"
+    rank: int, world_size: int, kind: str, culprit: int, hosts: int = 1, where: str = "step"
 ) -> tuple[float, Any]:
     """One process goes wrong in the second step; the others wait for it in an all-reduce."""
-    os.environ["LOCAL_RANK"] = str(rank % (world_size // hosts))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = ProcessMesh(timedelta(seconds=60))
-    with Watchdog(mesh.rank, mesh.gather_objects, TIMEOUT, limit=4):
+    with Watchdog(rank, rank % (world_size // hosts), mesh.gather_objects, TIMEOUT, limit=4):
         for step in range(3):
             PROGRESS.enter(where, step)
             if step == 1 and rank == culprit:
+                time.sleep(0.5 if hosts == world_size else 0)  # other hosts hear of it at the next beat
                 misbehave(kind)
             with phase("all-reduce"):
                 dist.all_reduce(torch.zeros(1))
@@ -44,6 +46,8 @@ def watched(
 def misbehave(kind: str) -> None:
     if kind == "raise":
         raise LookupError("no such thing")
+    if kind == "reset":  # an error of its own that looks like the loss of a peer
+        raise ConnectionResetError("the storage hung up")
     if kind == "wait":  # for something that the others do not know of
         dist.recv(torch.zeros(1), 1)
     while kind in ("hang", "busy"):
@@ -65,7 +69,7 @@ def assert_all_say(outcomes: list[RankOutcome], culprit: int, words: str) -> Non
 def test_a_death_is_told_by_name(culprit: int) -> None:
     outcomes = launch_ranks(watched, 3, "kill", culprit)
     assert isinstance(outcomes[culprit].error, RankDiedError)
-    assert_all_say(outcomes, culprit, "died in phase 'data' at step 1")
+    assert_all_say(outcomes, culprit, "died in phase 'step' at step 1")
     assert all(f"rank {culprit} (process " in o.log for o in outcomes if o.rank != culprit)
 
 
@@ -73,7 +77,7 @@ def test_a_death_is_told_by_name(culprit: int) -> None:
 def test_a_stopped_process_is_killed(culprit: int) -> None:
     outcomes = launch_ranks(watched, 3, "stop", culprit)
     assert outcomes[culprit].exitcode == -signal.SIGKILL
-    assert_all_say(outcomes, culprit, f"has been stopped for {TIMEOUT:g} s in phase 'data' at step 1")
+    assert_all_say(outcomes, culprit, f"has been stopped for {TIMEOUT:g} s in phase 'step' at step 1")
 
 
 @pytest.mark.parametrize("kind", ["hang", "busy"])
@@ -92,14 +96,45 @@ def test_where_nothing_is_known_of_a_phase_it_has_the_collectives_timeout() -> N
 def test_an_error_of_one_process_ends_all() -> None:
     outcomes = launch_ranks(watched, 3, "raise", 2)
     assert isinstance(outcomes[2].error, LookupError)
-    assert_all_say(outcomes, 2, "rank 2 failed in phase 'data' at step 1: LookupError: no such thing")
+    assert_all_say(outcomes, 2, "rank 2 failed in phase 'step' at step 1: LookupError: no such thing")
+
+
+def test_an_error_that_looks_like_a_lost_peer_is_told_too() -> None:
+    outcomes = launch_ranks(watched, 2, "reset", 1)
+    assert isinstance(outcomes[1].error, ConnectionResetError)
+    assert_all_say(outcomes, 1, "rank 1 failed in phase 'step' at step 1: ConnectionResetError: the storage hung up")
+
+
+def computes(rank: int, world_size: int) -> str:
+    """All of them for long, in the library's own code."""
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=2):
+        for step in range(2):
+            PROGRESS.enter("step", step)
+            dist.all_reduce(torch.zeros(1))
+        end = time.monotonic() + 3 * TIMEOUT
+        while time.monotonic() < end:
+            torch.nn.Linear(64, 64)(torch.zeros(64, 64))
+        dist.all_reduce(torch.zeros(1))
+    return PROGRESS.phase
+
+
+def test_those_that_compute_do_not_wait() -> None:
+    assert run_ranks(computes, 2) == ["left", "left"]
+
+
+def test_a_host_of_one_process_dies() -> None:
+    outcomes = launch_ranks(watched, 3, "kill", 1, hosts=3)
+    assert_all_say(outcomes, 1, "rank 1 (host ")
+    assert all("last in phase 'step' at step 1" in o.log for o in outcomes if o.rank != 1)
 
 
 def test_processes_that_wait_for_one_another() -> None:
     outcomes = launch_ranks(watched, 2, "wait", 0)
     for outcome in outcomes:
         assert outcome.exitcode == EXIT_CODE
-        assert "wait for one another: rank 0 in phase 'data' at step 1, in misbehave (test_watchdog.py:" in outcome.log
+        assert "wait for one another: rank 0 in phase 'step' at step 1, in misbehave (test_watchdog.py:" in outcome.log
 
 
 @pytest.mark.parametrize(("kind", "culprit"), [("kill", 3), ("kill", 0), ("stop", 2), ("hang", 1), ("raise", 0)])
@@ -119,7 +154,7 @@ def test_an_undisturbed_end_is_no_death() -> None:
 def errors_everywhere(rank: int, world_size: int) -> None:
     dist.init_process_group("gloo")
     mesh = ProcessMesh(timedelta(seconds=60))
-    with Watchdog(mesh.rank, mesh.gather_objects, TIMEOUT, limit=4):
+    with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=4):
         raise ValueError("the same on all")
 
 
@@ -133,9 +168,9 @@ def asleep_together(rank: int, world_size: int) -> str:
     dist.init_process_group("gloo")
     mesh = ProcessMesh(timedelta(seconds=60))
     pids = mesh.gather_objects(os.getpid())
-    with Watchdog(mesh.rank, mesh.gather_objects, TIMEOUT, limit=4):
+    with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=4):
         for step in range(2):
-            PROGRESS.enter("data", step)
+            PROGRESS.enter("step", step)
         if rank == 0:
             waker = f"import os, time; time.sleep({2 * TIMEOUT}); [os.kill(pid, {signal.SIGCONT:d}) for pid in {pids}]"
             subprocess.Popen([sys.executable, "-c", waker], start_new_session=True)
@@ -147,3 +182,47 @@ def asleep_together(rank: int, world_size: int) -> str:
 
 def test_a_job_that_was_stopped_as_a_whole_goes_on() -> None:
     assert run_ranks(asleep_together, 2) == ["left", "left"]
+
+
+def trains_in_another_thread(rank: int, world_size: int) -> str:
+    """While the main thread does nothing."""
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+
+    def train() -> None:
+        with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=4):
+            for step in range(3):
+                PROGRESS.enter("step", step)
+                dist.all_reduce(torch.zeros(1))
+            if rank == 0:
+                PROGRESS.enter("callbacks")
+                time.sleep(2 * TIMEOUT)  # a user's own; the other one waits in its step
+            dist.all_reduce(torch.zeros(1))
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(train).result()
+    return PROGRESS.phase
+
+
+def test_a_training_in_another_thread_is_watched_there() -> None:
+    assert run_ranks(trains_in_another_thread, 2) == ["left", "left"]
+
+
+def without_store(rank: int, world_size: int) -> bool:
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    if rank == 0:
+        watchdog.own_address = lambda towards: "no-such-host.invalid"  # type: ignore[assignment]
+    with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=4) as watch:
+        PROGRESS.enter("step", 1)
+        if rank == 1:
+            time.sleep(3 * BEAT)
+            misbehave("kill")
+        dist.all_reduce(torch.zeros(1))
+    return watch._has_store
+
+
+def test_without_a_store_this_host_is_watched_all_the_same() -> None:
+    outcomes = launch_ranks(without_store, 2)
+    assert "noticed on the same host only" in outcomes[0].log
+    assert_all_say(outcomes, 1, "died in phase 'step' at step 1")

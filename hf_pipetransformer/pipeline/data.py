@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import KEYS_NAME
 from ..cache.node_order import order_by_node
+from ..resilience.progress import PROGRESS
 
 Collator = Callable[[list[Any]], Any]
 
@@ -252,6 +253,7 @@ class NumberedBatches(Dataset[Any]):
         if self._iterator is None or self.next_number > number:
             self._start_at(0)
         while self.next_number < number:  # a stream is read, not searched: what comes before is left out
+            PROGRESS.tick()
             if self._peeked is None:
                 self._read(self.next_number)
             self._peeked = None

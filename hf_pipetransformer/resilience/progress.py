@@ -21,13 +21,15 @@ from pathlib import Path
 
 MAIN = struct.Struct("<iqqdd32s")
 """Written by the main thread: pid, step, number of the last thing finished, when that was, patience, phase."""
-WATCHDOG = struct.Struct("<dd160s")
-"""Written by the watchdog's thread: when it last did so, since when the main thread waits for nobody, where it is."""
+WATCHDOG = struct.Struct("<ddd160s")
+"""Written by the watchdog's thread: when it last did so, since when the main thread waits for nobody, when that last
+used the processor, where it is."""
 SIZE = MAIN.size + WATCHDOG.size
 
-PACED = frozenset({"data", "step", "all-reduce", "update", "prediction"})
-"""Phases of the training loop that come again and again, each about as long as the last time."""
-TRANSFORMATION = frozenset({"freeze", "move", "drop", "build"})
+PACED = frozenset({"step", "all-reduce", "update", "prediction"})
+"""Phases that come again and again, each about as long as the last time."""
+UNEVEN = frozenset({"data", "freeze", "move", "drop", "build"})
+"""Phases that take longer at times: data from a network, weights that move."""
 LONGER_THAN_EVER = 5
 """A paced phase counts as stuck after so many times the longest pause so far."""
 UNKNOWN_PACE = 10
@@ -50,6 +52,7 @@ class Record:
         phase: its name.
         beat: when the watchdog's thread was last here.
         own_since: since when the main thread was never seen waiting for other processes.
+        busy_at: when it last used the processor.
         place: where the main thread was last seen.
     """
 
@@ -61,6 +64,7 @@ class Record:
     phase: str
     beat: float
     own_since: float
+    busy_at: float
     place: str
 
     @classmethod
@@ -70,8 +74,12 @@ class Record:
         while (again := bytes(buffer[:SIZE])) != seen:
             seen = again
         pid, step, count, since, patience, phase = MAIN.unpack_from(seen)
-        beat, own_since, place = WATCHDOG.unpack_from(seen, MAIN.size)
-        return cls(pid, step, count, since, patience, _text(phase), beat, own_since, _text(place))
+        beat, own_since, busy_at, place = WATCHDOG.unpack_from(seen, MAIN.size)
+        return cls(pid, step, count, since, patience, _text(phase), beat, own_since, busy_at, _text(place))
+
+    @property
+    def is_paced(self) -> bool:
+        return self.phase in PACED
 
     @property
     def doing(self) -> str:
@@ -82,8 +90,8 @@ class Progress:
     """This process's record. All methods but `note_watch` are the main thread's.
 
     A phase has a patience: the seconds that may pass with nothing finished (`tick`) before the process counts as
-    stuck. Where the training loop is paced by its own steps it is short; a transformation has more; all else, where
-    files are written or the user's code runs, has as long as the peers would wait for it anyway.
+    stuck. Where the training loop is paced by its own steps it is short; where data comes or weights move, longer; all
+    else, where files are written or the user's code runs, has as long as the peers would wait for it anyway.
 
     Attributes:
         timeout: seconds, of the paced phases.
@@ -135,24 +143,27 @@ class Progress:
     def _patience(self) -> float:
         if self._phase in self._longest:
             return min(max(self.timeout, LONGER_THAN_EVER * self._longest[self._phase]), self.limit)
-        if self._phase in PACED | TRANSFORMATION:
+        if self._phase in PACED | UNEVEN:
             return min(UNKNOWN_PACE * self.timeout, self.limit)
         return self.limit
 
     def _write(self) -> None:
         name = self._phase.encode()[:32]
-        MAIN.pack_into(self._buffer, 0, os.getpid(), self._step, self._count, self._since, self._patience(), name)
+        record = MAIN.pack(os.getpid(), self._step, self._count, self._since, self._patience(), name)
+        self._buffer[: MAIN.size] = record  # at once: pack_into would write zeros first
 
     def share(self, file: Path) -> None:
         """Keep the record in a file from now on."""
         with file.open("wb+") as opened:
-            opened.truncate(SIZE)
+            opened.write(bytes(SIZE))  # there is room for it, or an error now
+            opened.flush()
             self._buffer = mmap.mmap(opened.fileno(), SIZE)
         self.tick()
 
-    def note_watch(self, own_since: float, place: str) -> None:
+    def note_watch(self, own_since: float, busy_at: float, place: str) -> None:
         """By the watchdog's thread: it is alive, and this is where the main thread is."""
-        WATCHDOG.pack_into(self._buffer, MAIN.size, time.monotonic(), own_since, place.encode()[:160])
+        name = place.encode(errors="replace")[:160]
+        self._buffer[MAIN.size : SIZE] = WATCHDOG.pack(time.monotonic(), own_since, busy_at, name)
 
     def read(self) -> Record:
         return Record.read(self._buffer)

@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import MutableMapping
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,13 +26,16 @@ _kept: list[dist.TCPStore] = []  # a store lives as long as its object
 
 
 def own_address(towards: str | None) -> str:
-    """The address of this host that others reach it by: the one it has on the way to `towards`."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards or "localhost", 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.getfqdn()
+    """The address that others reach this host by: the one it has on the way to `towards`, an address or a name."""
+    towards = towards or "localhost"
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                own = str(probe.getsockname()[0])
+                # a host's own name often leads to its loopback; by that name others reach it all the same
+                return towards if own.startswith("127.") or own == "::1" else own
+    return socket.getfqdn()
 
 
 def keep_store(timeout: timedelta) -> dist.TCPStore:
