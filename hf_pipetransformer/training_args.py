@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 
 from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.partition import SCHEDULES
-from .resilience.stores import use_fresh_store
+from .resilience.stores import use_fresh_store, wait_for_connections
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Their step is taken inside the backward, before gradients are complete."""
@@ -255,8 +255,12 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self._refuse_impossible_layout(dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1)))
         if not torch.accelerator.is_available():
             self.use_cpu = True
-        use_fresh_store(os.environ, timedelta(seconds=self.ddp_timeout))
-        super().__post_init__()
+        timeout = timedelta(seconds=self.ddp_timeout)
+        use_fresh_store(os.environ, timeout)
+        try:
+            super().__post_init__()
+        finally:
+            wait_for_connections(timeout)
         if not self.leaves_model_to_trainer:
             self.average_tokens_across_devices = False
             if getattr(self, "enable_jit_checkpoint", False):

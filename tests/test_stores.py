@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import run_ranks, run_ranks_expecting_error
 
 from hf_pipetransformer.resilience import stores
-from hf_pipetransformer.resilience.stores import ADDRESS, keep_store, own_address, use_fresh_store
+from hf_pipetransformer.resilience.stores import (
+    ADDRESS,
+    keep_store,
+    own_address,
+    use_fresh_store,
+    wait_for_connections,
+)
 
 SECONDS = timedelta(seconds=10)
 
@@ -37,6 +44,20 @@ def test_each_attempt_has_a_store_of_its_own() -> None:
     second = run_ranks(attempt, 3, launchers.port)  # without the store of its own: hangs, or connects to the dead
     assert len(set(first)) == len(set(second)) == 1
     assert launchers.port not in (first[0][1], second[0][1])
+
+
+def reads_late(rank: int, world_size: int) -> None:
+    use_fresh_store(os.environ, SECONDS)
+    dist.init_process_group("gloo", timeout=SECONDS)
+    if rank == 1:
+        time.sleep(1)
+        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=SECONDS).check(["an address"])
+    wait_for_connections(SECONDS)
+    raise ValueError("of the user")
+
+
+def test_rank_0_does_not_leave_while_others_read_its_store() -> None:
+    assert [str(error) for error in run_ranks_expecting_error(reads_late, 3)] == ["of the user"] * 3
 
 
 def test_an_address_of_another_jobs_store_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ ADDRESS = "hf_pipetransformer/store"
 """Where rank 0 writes the address, in the launcher's store. What an attempt before has left may be there, too."""
 ATTEMPT = "attempt"
 """In the new store: which attempt it belongs to."""
+CONNECTED, ALL_CONNECTED = "connected", "all connected"
 TRY = timedelta(seconds=5)
 
 _kept: list[dist.TCPStore] = []  # a store lives as long as its object
@@ -44,7 +45,9 @@ def keep_store(timeout: timedelta) -> dist.TCPStore:
 
 
 def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> None:
-    """Let the process group be made over a store of this attempt alone. Collective over all processes of a launcher.
+    """Let the process group be made over a store of this attempt alone; `wait_for_connections` when it has been.
+
+    Collective over all processes of a launcher.
 
     Nothing is done if there is a process group already, or no launcher that keeps a store.
 
@@ -71,6 +74,20 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
         store, address, port = _find_store(launchers, time.monotonic() + timeout.total_seconds())
     _kept.append(store)
     environ["MASTER_ADDR"], environ["MASTER_PORT"] = address, port
+
+
+def wait_for_connections(timeout: timedelta) -> None:
+    """After the process group has been made: rank 0 does not go on before all others have made theirs.
+
+    They read its store for that. If an error of the user's ended rank 0 first, they would have another one.
+    """
+    if not _kept or not dist.is_initialized():
+        return
+    (store,) = _kept
+    if dist.get_rank() > 0 and store.add(CONNECTED, 1) == dist.get_world_size() - 1:
+        store.set(ALL_CONNECTED, "1")
+    elif dist.get_rank() == 0:
+        store.wait([ALL_CONNECTED], timeout)
 
 
 def _find_store(launchers: dist.TCPStore, deadline: float) -> tuple[dist.TCPStore, str, str]:
