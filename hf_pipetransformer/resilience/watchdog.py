@@ -256,7 +256,8 @@ class Watchdog:
             self._told.wait(SECONDS_FOR_A_VERDICT + (self._longest_beat if self._distant else 0))
         if self._verdict is None:
             self._judge((self._silent_host(self._longest_beat) if is_lost else None) or _Finding(own))
-            time.sleep(2 * BEAT)  # others read it, if this process keeps the store
+        # the others read the verdict, as long as this process keeps the store
+        time.sleep(GRACE if self._rank == 0 else 2 * BEAT)
         self._end()
         if is_lost and self._verdict is not None and not self._verdict.startswith(f"rank {self._rank} "):
             raise PeerFailedError(f"{self._verdict.rstrip('.')}. This is rank {self._rank}.") from error
@@ -354,7 +355,7 @@ class Watchdog:
     def _look_at_store(self, now: float) -> _Finding | None:
         """A request to a host that is cut off has no end of its own."""
         silent = now - max(self._answered_at, self._awake_since)
-        if not self._distant or not self._has_store or silent <= self._timeout:
+        if not self._distant or not self._has_store or silent <= self._timeout + 2 * GRACE:
             return None
         return self._without_store(f"for {silent:.0f} s")
 
@@ -370,6 +371,7 @@ class Watchdog:
         beat, next_beat = 0, 0.0
         try:
             store = self._connect()
+            self._answered_at = time.monotonic()
             while not self._done.wait(BEAT):
                 if store.check([VERDICT]):
                     return self._give_up(_Finding(store.get(VERDICT).decode()))
