@@ -32,7 +32,7 @@ REPETITIONS = 3
 UNITS_OF_A_KIND = 3
 """Of units that are alike, so many are run with a graph; the others take as long."""
 UPDATE_SAMPLE_ELEMENTS = 2**22
-"""Too many for the caches."""
+"""Too many for the caches; a smaller model fits there itself."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
         for name, gradient in before.items():
             stack.table[name].grad = gradient
 
+    num_elements = sum(parameter.numel() for parameter in stack.model.parameters())
+
     def line(get: Callable[[_Measurement], float]) -> Seconds:
         return Seconds.through((few, many), (get(measured[0]), get(measured[1])))
 
@@ -122,7 +124,7 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
         part(lambda m: m.prologue),
         tuple(part(lambda m, k=k: m.units[k]) for k in range(stack.num_units)),  # type: ignore[misc]
         part(lambda m: m.head),
-        _update_seconds_per_byte(device, clock),
+        _update_seconds_per_byte(min(num_elements, UPDATE_SAMPLE_ELEMENTS), clock),
         reduce_seconds_per_byte,
     )
 
@@ -170,19 +172,20 @@ class _Measurement:
         for k, unit in enumerate(stack.units):
             kind = (type(unit.module), tuple(parameter.shape for parameter in unit.module.parameters()))
             alike.setdefault(kind, []).append(k)
-        whole_head = self._training_time(last, carries[last])  # with what precedes the units, without its backward
-        self.head = (head, max(whole_head - prologue - head, 0.0))
-        self.units = [(0.0, 0.0)] * last
-        for members in alike.values():
-            # not the first unit, whose graph may hold what precedes it; the last one brings the head along
-            chosen = [k for k in members if 0 < k < last - 1] or members
-            trained = [self._training_time(k, carries[k]) for k in chosen[:UNITS_OF_A_KIND]]
-            once = median(of_units[k] for k in members)
-            rest = max(median(trained) - once - (sum(self.head) if chosen == [last - 1] else 0.0), 0.0)
-            for k in members:
-                self.units[k] = (once, rest)
-        with_embeddings = self._training_time(0, {}) - sum(self.units[0]) - (sum(self.head) if last == 1 else 0.0)
-        self.prologue = (prologue, max(with_embeddings - prologue, 0.0))
+        with _training_mode(stack.model), torch.enable_grad():
+            # with what precedes the units, without its backward
+            self.head = (head, max(self._training_time(last, carries[last]) - prologue - head, 0.0))
+            self.units = [(0.0, 0.0)] * last
+            for members in alike.values():
+                # not the first unit, whose graph may hold what precedes it; the last one brings the head along
+                chosen = [k for k in members if 0 < k < last - 1] or members
+                trained = [self._training_time(k, carries[k]) for k in chosen[:UNITS_OF_A_KIND]]
+                once = median(of_units[k] for k in members)
+                rest = max(median(trained) - once - (sum(self.head) if chosen == [last - 1] else 0.0), 0.0)
+                for k in members:
+                    self.units[k] = (once, rest)
+            with_embeddings = self._training_time(0, {}) - sum(self.units[0]) - (sum(self.head) if last == 1 else 0.0)
+            self.prologue = (prologue, max(with_embeddings - prologue, 0.0))
 
     def _forward_times(self) -> list[float]:
         """Of a forward: prologue, each unit, head."""
@@ -204,32 +207,33 @@ class _Measurement:
         times = []
         for _ in range(REPETITIONS):
             carry = {s: tuple(t.detach().requires_grad_(t.is_floating_point()) for t in ts) for s, ts in carry.items()}
-            with evaluation_mode(stack.model), torch.enable_grad():
-                stack.model.train()
-                _leave_statistics_alone(stack.model)
-                marks = [clock.mark()]
-                with stack.runner.telling_entries(partial(_append, marks, clock)):
-                    if k < stack.num_units - 1:
-                        outputs = list(stack.runner.run(k, k + 1, carry, self._batch)[stack.units[k].stack])
-                    else:
-                        with stack.runner.to_the_end(k, carry):
-                            outputs = answers(output_tensors(stack.model(**self._batch)))
-                # of the marks the second is the unit's entry
-                begin = marks[1] if 0 < k < stack.num_units else marks[0]
-                scalars = [output.float().sum() for output in outputs if output.requires_grad]
-                if scalars:
-                    torch.stack(scalars).sum().backward()
-                times.append(clock.gaps([begin, clock.mark()])[0])
+            marks = [clock.mark()]
+            with stack.runner.telling_entries(partial(_append, marks, clock)):
+                if k < stack.num_units - 1:
+                    outputs = list(stack.runner.run(k, k + 1, carry, self._batch)[stack.units[k].stack])
+                else:
+                    with stack.runner.to_the_end(k, carry):
+                        outputs = answers(output_tensors(stack.model(**self._batch)))
+            # of the marks the second is the unit's entry
+            begin = marks[1] if 0 < k < stack.num_units else marks[0]
+            scalars = [output.float().sum() for output in outputs if output.requires_grad]
+            if scalars:
+                torch.stack(scalars).sum().backward()
+            times.append(clock.gaps([begin, clock.mark()])[0])
             for parameter in stack.model.parameters():
                 parameter.grad = None
         return median(times)
 
 
-def _leave_statistics_alone(model: nn.Module) -> None:
-    """Running statistics of batches belong to the training."""
-    for module in model.modules():
-        if isinstance(module, (nn.modules.batchnorm._NormBase)):
-            module.eval()
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, `model.train()`, but for the running statistics of batches, which belong to the training."""
+    with evaluation_mode(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, (nn.modules.batchnorm._NormBase)):
+                module.eval()
+        yield
 
 
 @contextmanager
@@ -251,10 +255,10 @@ class _Clock:
     """Points in time on a device, whose work is not done when its call returns."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def mark(self) -> Any:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -262,15 +266,16 @@ class _Clock:
 
     def gaps(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between the marks."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return [b - a for a, b in pairwise(marks)]
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
-def _update_seconds_per_byte(device: torch.device, clock: _Clock) -> float:
+def _update_seconds_per_byte(elements: int, clock: _Clock) -> float:
     """Of clipping and a step of the Trainer's default optimizer: fused AdamW takes a fifth of a plain one's time."""
-    parameter = nn.Parameter(torch.zeros(UPDATE_SAMPLE_ELEMENTS, device=device))
+    device = clock.device
+    parameter = nn.Parameter(torch.zeros(elements, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=device.type in ("cpu", "cuda"))
     times = []
