@@ -8,8 +8,8 @@
 
     assert run_ranks(add, 4, 10) == [60, 60, 60, 60]
 
-1. Importing torch, transformers and the library takes seconds, so one *fork server* per test session imports them once,
-   and each rank is a fork of it (about 50 ms). It is started by the first call.
+1. Importing torch, transformers and the library takes seconds, so one *fork server* per test session imports them
+   once, and each rank is a fork of it (about 50 ms). It is started by the first call.
 2. The environment is that of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, ... The store is kept by the test's process on
    a port of the system's choice: test sessions that run at the same time never meet, and it outlives the ranks.
    No process group is made: Accelerate, or the function, makes it.
