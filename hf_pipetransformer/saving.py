@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
-from .pipeline.mesh import ProcessMesh
+from .preparation import PipelinePreparation
 from .resilience.checkpoints import (
     MANIFEST,
     SAVING,
@@ -38,21 +37,13 @@ LAST = "last"
 """In place of a checkpoint to resume from: the newest whole one, if there is one."""
 
 
-class WholeCheckpoints(Trainer):
+class WholeCheckpoints(PipelinePreparation):
     """The part of [`PipeTransformerTrainer`] that writes and chooses checkpoints."""
 
     _is_checkpointing = False
     _saving: Path | None = None  # where checkpoints go until they are whole
     _save_error: Exception | None = None
     _to_push: str | None = None
-
-    @property
-    def _processes(self) -> ProcessMesh:
-        raise NotImplementedError
-
-    @property
-    def _is_stock(self) -> bool:
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------ writing
     def _get_output_dir(self, trial: Any) -> str:

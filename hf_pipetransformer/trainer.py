@@ -18,12 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,57 +28,33 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
-from .cache.cache_probe import probe_boundaries, varied_samples
 from .cache.content_keys import KEYS_NAME, KeyingCollator
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
-from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
-from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
-from .model.frozen_prefix import FreezableLayers
-from .model.layer_stack import LayerStack, refuse_batch_statistics
-from .model.loss_scaling import LossReduction, with_distinct_labels
-from .model.loss_study import study_loss
-from .model.micro_batch import Batch, slice_rows
-from .model.slicing_study import study_slicing
-from .pipeline.agreement import check_same_everywhere, check_same_size
-from .pipeline.data import BatchSlice, NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
+from .pipeline.agreement import check_same_size
+from .pipeline.data import NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
-from .pipeline.mesh import ProcessMesh
-from .pipeline.stage import StageModule
-from .pipeline.state import synchronise_weights
-from .planning.costs import UnitCost, cost_of_whole, measure_costs
+from .pipeline.elastic_pipeline import Slicing, Transformation
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
-from .planning.unit_times import ModelTimes
+from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
 from .resilience.preemption import EXIT_CODE, StopSignal
 from .resilience.progress import LEFT, PROGRESS, phase
 from .resilience.watchdog import Watchdog
 from .saving import WholeCheckpoints
-from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
+from .training_args import PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_ROWS = 2
-"""Rows on which the model's units are found."""
-LOSS_SAMPLE_ROWS = 4
-"""Rows on which the loss's reduction is found."""
-COST_SAMPLE_ROWS = 16
-"""Rows among which the longest one says how long the rows are on which the units' costs are counted."""
 MOST_SHAPES_TO_TELL = 8
 """Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
-SAMPLES_TO_PROBE = 32
-"""Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
-UNKNOWN_SIZE = 2**20
-"""Samples that are expected of a stream."""
 
 
 class PipeTransformerTrainer(WholeCheckpoints):
@@ -105,10 +78,6 @@ class PipeTransformerTrainer(WholeCheckpoints):
         UnsupportedModelError: the model has no layers that can be cut.
     """
 
-    args: PipeTransformerTrainingArguments
-    model: nn.Module
-    pipeline: ElasticPipeline | None = None
-
     def __init__(
         self,
         model: Any = None,
@@ -125,22 +94,13 @@ class PipeTransformerTrainer(WholeCheckpoints):
                 " which take the same fields."
             )
         if args.uses_pipeline:
-            _refuse_distributed_model(model)
+            refuse_distributed_model(model)
         super().__init__(model, args, *positional, **keywords)
-        self._mesh: ProcessMesh | None = None
-        self._reduction = LossReduction("mean", "rows")
-        self._num_items = 1
-        self._slices: deque[BatchSlice] = deque()
-        self._slice = BatchSlice(0, 0)
-        self._micro_losses: list[torch.Tensor] = []
-        self._train_batches: NumberedBatches | None = None
         self._auto_cache: AutoCache | None = None
-        self._cache_folder = Path()
         self._num_cached = 0  # that the plan was made for
         self._epoch_begins = False
         self._epochs_begun = 0
         self._shapes_told = 0
-        self._timed: tuple[ElasticPipeline, ModelTimes | None] | None = None
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
@@ -158,11 +118,6 @@ class PipeTransformerTrainer(WholeCheckpoints):
             self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
             # the loop asks the accelerator for clipping and for the logged norm alike
             self.accelerator.clip_grad_norm_ = self._clip_grad_norm_over_stages
-
-    @property
-    def _is_stock(self) -> bool:
-        """One stage, and something else distributes the model: everything is left to `transformers.Trainer`."""
-        return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any
@@ -241,12 +196,15 @@ class PipeTransformerTrainer(WholeCheckpoints):
         check_same_size(self._processes, self._train_batches.dataset)
         rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS)
         pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
+        self._study_loss(pipeline.stack, rows)
+        if self.args.slices_tokens:
+            pipeline.slicing = Slicing(self.args.token_slices, self._study_slicing(pipeline, rows), self._tell_slices)
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
         times = self._measure_times(pipeline, rows)
         self._layouts = self._make_layouts(pipeline, times)
         self._num_cached = self._epochs_begun = 0
-        self._auto_cache = self._make_auto_cache(pipeline) if self._may_cache else None
+        self._auto_cache = self._make_auto_cache(pipeline, times) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
             refuse_reentrant_checkpointing(self.args)
@@ -271,83 +229,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
         assert self.optimizer is not None
         return self.optimizer
 
-    @property
-    def _freeze_callback(self) -> LayerFreezeCallback | None:
-        """Looked up anew each time: resuming replaces callback objects."""
-        return next((c for c in self.callback_handler.callbacks if isinstance(c, LayerFreezeCallback)), None)
-
-    def _warn_of_shared_layers(self, freezable: FreezableLayers) -> None:
-        with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
-        if len(with_the_first) > 1:
-            logger.warning(
-                "Layers %s of %s share parameters with its first layer and freeze with it.",
-                ", ".join(map(str, with_the_first[1:])),
-                type(self.model).__name__,
-            )
-
     def _plan_after_freezing(self, plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
         return self._layouts.next(plan, num_frozen, self._num_cached)
-
-    @property
-    def _may_cache(self) -> bool:
-        # what is found in time for the next epoch depends on the writer's speed, and states differ by rounding
-        wanted = self.args.activation_cache == "on" or (
-            self.args.activation_cache == "auto" and not self.args.full_determinism
-        )
-        return wanted and self._freeze_callback is not None and not self.args.slices_tokens
-
-    def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
-        """Of the model's parts, where they decide something: K, M, whether the cache pays.
-
-        They may decide otherwise in another run, which `full_determinism` forbids.
-        """
-        if self.args.full_determinism or not (self.args.uses_pipeline or self._may_cache):
-            return None
-        assert self._train_batches is not None
-        if self._timed is None or self._timed[0] is not pipeline:  # once, so that a second train() has the same plan
-            batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
-            with self.compute_loss_context_manager():
-                self._timed = (pipeline, time_parts(pipeline, batch, self.args.device))
-        return self._timed[1]
-
-    @property
-    def _rows_to_time(self) -> int:
-        return min(self.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)
-
-    def _make_auto_cache(self, pipeline: ElasticPipeline) -> AutoCache:
-        """The cache; it finds out itself whether the model allows it."""
-        args, batches, times = self.args, self._train_batches, self._layouts.times
-        assert batches is not None and pipeline.freezable is not None
-
-        def collate(samples: list[Any]) -> Batch:
-            return self._collate(samples, batches.collate_fn)
-
-        def loss_of(batch: Batch) -> torch.Tensor:
-            loss = self.compute_loss(self.model, dict(batch))
-            assert isinstance(loss, torch.Tensor)
-            return loss.mean()
-
-        samples = varied_samples(batches.spread_rows(SAMPLES_TO_PROBE), collate)
-        with self.compute_loss_context_manager():
-            verdicts = probe_boundaries(pipeline.stack, pipeline.freezable, samples, collate, loss_of=loss_of)
-        seconds = [unit.forward.per_row for unit in times.units] if times is not None else None
-        return AutoCache.make(
-            pipeline,
-            verdicts,
-            folder=self._cache_folder,
-            max_gib=args.activation_cache_max_gib,
-            storage_dtype=CACHE_DTYPES[args.activation_cache_dtype],
-            capacity=sum(len(data) if isinstance(data, Sized) else UNKNOWN_SIZE for data in self._datasets),
-            is_forced=args.activation_cache == "on",
-            seconds_per_row=seconds,
-            precision=self.accelerator.mixed_precision,
-        )
-
-    @property
-    def _datasets(self) -> list[Any]:
-        evaluated = self.eval_dataset
-        everything = [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
-        return [dataset for dataset in everything if dataset is not None]
 
     @contextmanager
     def _evaluating_with_cache(self, dataloader: DataLoader) -> Iterator[None]:
@@ -367,109 +250,6 @@ class PipeTransformerTrainer(WholeCheckpoints):
         finally:
             base.collate_fn = collate_fn
             pipeline.use_cache(cache.cache if cache.is_on else None)
-
-    @property
-    def _processes(self) -> ProcessMesh:
-        """Made when first asked for, by all processes."""
-        if self._mesh is None:
-            self._mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout))
-        return self._mesh
-
-    def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
-        """The pipeline of the current model, found on a few rows of data the first time."""
-        if self.pipeline is None or self.pipeline.model is not self.model:
-            self._build_pipeline(rows, collate_fn)
-        assert self.pipeline is not None
-        if self._train_batches is not None:
-            self._study_loss(self.pipeline.stack, self._collate(rows[:LOSS_SAMPLE_ROWS], collate_fn))
-            if self.args.slices_tokens:
-                self._study_slicing(self.pipeline, self._collate(rows[:SAMPLE_ROWS], collate_fn))
-        return self.pipeline
-
-    def _build_pipeline(self, rows: list[Any], collate_fn: Any) -> None:
-        mesh = self._processes
-        if self.args.uses_pipeline:
-            _refuse_distributed_model(self.model)  # model_init may have made it
-        if fits(sum(p.nbytes for p in self.model.parameters()), self.args.device):
-            self.model.to(self.args.device)  # some kernels run there only
-        sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
-        check_same_everywhere(mesh, self.model, sample)
-        with torch.random.fork_rng(devices=[]):
-            freezable = None
-            if self.args.uses_pipeline or self._freeze_callback is not None:
-                stack = LayerStack.discover(self.model, sample)
-                if self.args.uses_pipeline:
-                    refuse_batch_statistics(self.model)
-                self._unit_costs: tuple[UnitCost, ...] = measure_costs(stack, self._padded_sample(rows, collate_fn))
-                if self._freeze_callback is not None:
-                    freezable = FreezableLayers.of(stack, sample)
-            else:
-                stack = LayerStack.uncut(self.model, sample)
-                self._unit_costs = (cost_of_whole(stack),)
-        different = synchronise_weights(stack.table, mesh)
-        if different:
-            logger.warning(
-                "%d parameters differed between the processes and were set to those of process 0, as DDP does (%s%s)."
-                " Call set_seed() before the model is made to avoid this.",
-                len(different),
-                ", ".join(different[:3]),
-                ", ..." if len(different) > 3 else "",
-            )
-        # patches the forward for mixed precision, as it would for DDP, and nothing else
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-        self.pipeline = ElasticPipeline(
-            stack, self._loss_of_micro_batch, mesh, self.args.device, self._wrap_replicas, freezable
-        )
-
-    def _make_layouts(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> Layouts:
-        layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh)
-        if self._reduction.kind == "whole" and self._train_batches is not None:
-            self._refuse_coupled_rows(layouts.first)
-        return layouts
-
-    def _refuse_coupled_rows(self, plan: PipelinePlan) -> None:
-        if plan.world_size == 1 or (plan.num_microbatches == 1 and plan.data_parallel_size == 1):
-            return
-        if not self.args.uses_pipeline:
-            logger.warning(
-                "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, each of the %d"
-                " processes computes it on its own rows.",
-                type(self.model).__name__,
-                plan.world_size,
-            )
-            return
-        raise UnsupportedModelError(
-            self.model,
-            "its loss is not a sum or mean over the rows of a batch (a contrastive or class-weighted loss, or inputs"
-            " that cannot be cut by rows), so micro-batches and replicas would change it.",
-            "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1 and"
-            f" pipeline_parallel_size={plan.world_size} (one pipeline), or pipeline_parallel_size=1.",
-        )
-
-    def _wrap_replicas(
-        self, stage: StageModule, group: dist.ProcessGroup, may_be_unused: bool
-    ) -> DistributedDataParallel:
-        """DDP over the replicas of a stage, by Accelerate's handler and the `ddp_*` arguments."""
-        handler = self.accelerator.ddp_handler
-        options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
-        if self.args.ddp_find_unused_parameters is None:
-            # the Trainer looks for unused parameters in every step; here the loss of the sample has told
-            options["find_unused_parameters"] = may_be_unused
-        options["gradient_as_bucket_view"] = True  # saves a copy of all gradients
-        module = DistributedDataParallel(stage, process_group=group, init_sync=False, **options)
-        if handler is not None:
-            handler.register_comm_hook(module)
-        return module
-
-    def _collate(self, rows: list[Any], collate_fn: Any) -> Batch:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        with seeded(self.args.seed):
-            batch = dict(collate_fn(rows))
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-
-    def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
-        """Few rows, padded as in a batch with the others: two short ones would make every stage seem to fit."""
-        return slice_rows(self._collate(rows, collate_fn), 0, SAMPLE_ROWS)
 
     # ------------------------------------------------------------------------------------ data
     def get_train_dataloader(self) -> DataLoader:
@@ -608,6 +388,23 @@ class PipeTransformerTrainer(WholeCheckpoints):
         numbers = {key: value for key, value in layout.items() if isinstance(value, int)}
         self.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
+    def _tell_slices(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
+        """On the main process alone: a line in the log and a record for each of the first shapes."""
+        if not self.is_world_process_zero() or self._shapes_told == MOST_SHAPES_TO_TELL:
+            return
+        self._shapes_told += 1
+        logger.info("%s", events.describe_slices(parts, seconds))
+        assert self.pipeline is not None
+        events.record(
+            self.args.output_dir or ".",
+            events.SLICES,
+            self.pipeline.current_plan,
+            self.state.global_step,
+            self.state.epoch or 0.0,
+            run=self._recorder.run,
+            slices=events.slices_of(parts, seconds),
+        )
+
     def _record(self, event: str, plan: PipelinePlan, **measured: Any) -> None:
         """An event in the run's file, and how the layout before it did. Collective over all processes."""
         self._record_usage()
@@ -673,92 +470,6 @@ class PipeTransformerTrainer(WholeCheckpoints):
         PROGRESS.enter("callbacks")
         return loss
 
-    def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
-        assert self.pipeline is not None
-        part = self._part_of_loss(model, micro_batch, self._num_items, counts=bool(self._slice.rows))
-        self._micro_losses.append(part.detach())
-        return part * (self.pipeline.num_replicas * self._loss_scale)
-
-    def _part_of_loss(self, model: nn.Module, batch: Batch, num_items: int, counts: bool = True) -> torch.Tensor:
-        """What a part of a batch of `num_items` adds to the whole batch's loss."""
-        weight = self._reduction.weight(batch, num_items) if counts else 0.0
-        inputs = dict(batch)
-        if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
-            inputs |= {name: torch.zeros_like(inputs[name]) for name in ("labels", "shift_labels") if name in inputs}
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-        assert isinstance(loss, torch.Tensor)
-        return loss.mean() * weight
-
-    @property
-    def _loss_scale(self) -> float:
-        scaler = self.accelerator.scaler
-        return scaler.get_scale() if scaler is not None else 1.0
-
-    def _study_loss(self, stack: LayerStack, sample: Batch) -> None:
-        """Try the loss, the user's own included, on a few rows of the whole model."""
-
-        def loss_of(batch: Batch, num_items: int) -> torch.Tensor:
-            with seeded(self.args.seed), self.compute_loss_context_manager():
-                loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items)
-                assert isinstance(loss, torch.Tensor)
-                return loss.mean()
-
-        is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
-        self._reduction, without_gradient = study_loss(
-            stack,
-            with_distinct_labels(sample, getattr(self.model, "config", None)),
-            loss_of,
-            shifts_labels=getattr(self, "_loss_shifts_labels", False),
-            adds_up=not is_alone,
-            is_cut=self.args.uses_pipeline,
-            tolerance=2e-3 if self._is_exact else 3e-2,
-        )
-        stack.unreached |= without_gradient
-
-    def _study_slicing(self, pipeline: ElasticPipeline, sample: Batch) -> None:
-        """Try whether the model can be cut along its tokens, before it is cut by layers."""
-        if self._reduction.kind == "whole":
-            raise UnsupportedModelError(
-                self.model,
-                "its loss is not a sum or mean over rows or tokens, so slices would change it.",
-                "Set token_slices='off'.",
-            )
-        sample = with_distinct_labels(sample, getattr(self.model, "config", None))
-        num_items = max(self._reduction.count(sample), 1)
-        windows = study_slicing(
-            pipeline.stack,
-            sample,
-            lambda part: self._part_of_loss(self.model, part, num_items),
-            loss_tolerance=1e-3 if self._is_exact else 1e-2,
-            gradient_tolerance=1e-3 if self._is_exact else 1e-1,
-        )
-        pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
-
-    def _tell_slices(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
-        """On the main process alone: a line in the log and a record for each of the first shapes."""
-        if not self.is_world_process_zero() or self._shapes_told == MOST_SHAPES_TO_TELL:
-            return
-        self._shapes_told += 1
-        logger.info("%s", events.describe_slices(parts, seconds))
-        assert self.pipeline is not None
-        events.record(
-            self.args.output_dir or ".",
-            events.SLICES,
-            self.pipeline.current_plan,
-            self.state.global_step,
-            self.state.epoch or 0.0,
-            run=self._recorder.run,
-            slices=events.slices_of(parts, seconds),
-        )
-
-    @property
-    def _is_exact(self) -> bool:
-        return self.accelerator.mixed_precision == "no" and all(
-            p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
-        )
-
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm over all stages.")
@@ -792,14 +503,12 @@ class PipeTransformerTrainer(WholeCheckpoints):
         if self._is_stock:
             return super().evaluation_loop(dataloader, *positional, **keywords)
         check_same_size(self._processes, dataloader.dataset)
-        if self.pipeline is None or self.pipeline.model is not self.model:
-            self._build_pipeline(self._evaluation_rows(dataloader), dataloader.collate_fn)
-        assert self.pipeline is not None
-        self.pipeline.place(self._make_layouts(self.pipeline).first, keep_weights_aside=True)
+        pipeline = self._pipeline_for(self._evaluation_rows(dataloader), dataloader.collate_fn)
+        pipeline.place(self._make_layouts(pipeline).first, keep_weights_aside=True)
         try:
             return super().evaluation_loop(dataloader, *positional, **keywords)
         finally:
-            self.pipeline.put_back()
+            pipeline.put_back()
 
     def _evaluation_rows(self, dataloader: DataLoader) -> list[Any]:
         dataset = dataloader.dataset
@@ -892,17 +601,3 @@ def _sampler_of(loader: DataLoader) -> Any:
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     return batch_sampler.sampler
-
-
-def _refuse_distributed_model(model: Any) -> None:
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        raise ValueError(
-            f"model is wrapped in {type(model).__name__}: pass the plain model (model.module), the trainer distributes"
-            " it."
-        )
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map:
-        raise ValueError(
-            f"model is spread by a device map ({len(device_map)} entries): load it without device_map, the pipeline's"
-            " stages take their part."
-        )

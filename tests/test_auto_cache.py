@@ -256,8 +256,8 @@ def slow_to_load(
     trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, table, activation_cache="auto")
     make, adapt, reasons = trainer._make_auto_cache, trainer._adapt, list[str | None]()
 
-    def make_and_change(pipeline: Any) -> auto_cache.AutoCache:
-        cache = make(pipeline)
+    def make_and_change(*arguments: Any) -> auto_cache.AutoCache:
+        cache = make(*arguments)
         assert cache._seconds_per_row is not None
         cache._seconds_per_row = [1e-9, 1e3, 1e3, 1e3]
         return cache
