@@ -403,7 +403,7 @@ INTRODUCTION = """# Supported models
 
 Every class that stands behind an Auto class of transformers {transformers}, tried by
 
-    python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md
+    python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --timeout_s 60
 
 on a small instance with random weights, on the CPU (torch {torch}). This page is written by that script, {date}.
 

@@ -96,7 +96,10 @@ def plan(
     profile: Annotated[
         str, typer.Option(help="analytic: by --device; cpu, cuda: time the model's parts on this machine.")
     ] = "analytic",
-    device: Annotated[str, typer.Option(help=f"For analytic: {', '.join(DEVICES)}.")] = "a100-80g",
+    device: Annotated[
+        str | None,
+        typer.Option(help=f"For analytic: {', '.join(DEVICES)}.", show_default=command.DEFAULT_DEVICE),
+    ] = None,
     efficiency: Annotated[float | None, typer.Option(help="Share of the device's peak that layers reach.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a device, instead of the known.")] = None,
     disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,

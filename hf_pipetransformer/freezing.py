@@ -115,7 +115,7 @@ class AlphaPolicy(FreezePolicy):
 
 @dataclass
 class AdaptivePolicy(FreezePolicy):
-    """Freezes through the active layer with the smallest gradient, but no faster than `alpha` allows.
+    """Freezes through the active layer with the smallest gradient, but at most the share `alpha` of what is left.
 
     Equation 1 of PipeTransformer: f(T) = min(f(T-1) + alpha (L - f(T-1)), argmin over l of |g_l|). Layers are counted
     from 1 there, so that the layer with the smallest norm is itself frozen; l runs over the active layers, as frozen

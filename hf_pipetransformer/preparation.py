@@ -117,9 +117,15 @@ class PipelinePreparation(Trainer):
     # ------------------------------------------------------------------------------------ the model
     def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
         """The pipeline of the current model, found on a few rows of data the first time."""
-        if self.pipeline is None or self.pipeline.model is not self.model:
-            self.pipeline = self._build_pipeline(rows, collate_fn)
-        return self.pipeline
+        pipeline = self.pipeline
+        if (
+            pipeline is None
+            or pipeline.model is not self.model
+            # made for an evaluation, before a freeze callback was added
+            or (pipeline.freezable is None and self._freeze_callback is not None)
+        ):
+            pipeline = self.pipeline = self._build_pipeline(rows, collate_fn)
+        return pipeline
 
     def _build_pipeline(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
         mesh = self._processes

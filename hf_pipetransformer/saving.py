@@ -44,6 +44,7 @@ class WholeCheckpoints(PipelinePreparation):
     _saving: Path | None = None  # where checkpoints go until they are whole
     _save_error: Exception | None = None
     _to_push: str | None = None
+    _is_collected = False  # all collectives of the checkpoint that is being written are over
 
     # ------------------------------------------------------------------------------------ writing
     def _get_output_dir(self, trial: Any) -> str:
@@ -67,9 +68,13 @@ class WholeCheckpoints(PipelinePreparation):
         if should_save:
             forget_unfinished(folder)
         self._processes.gather_objects(None)  # nobody writes into what is removed
-        self._to_push, self._saving = None, folder / SAVING
-        with self._keeping_errors():
+        self._to_push, self._saving, self._is_collected = None, folder / SAVING, False
+        try:
             super()._save_checkpoint(model, trial)
+        except Exception as error:
+            if not self._is_collected:  # the others wait in a collective, and not where all errors are told
+                raise
+            self._save_error = self._save_error or error
         self._saving = None
         self._find_best(folder, name)
         self._raise_anyones_error(folder, name)  # all files are there: those of the random states, too

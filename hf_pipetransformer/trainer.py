@@ -1,8 +1,9 @@
 """`transformers.Trainer` over a pipeline: overrides only, never a copy of its loop.
 
-Four overridden methods are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
-`_load_best_model`, `_track_num_input_tokens`); each is a line around `super()`, and `tests/test_private_api.py` fails
-by name when one of them changes.
+Overridden methods that are private in transformers (`_wrap_model`, `_maybe_log_save_evaluate`,
+`_save_optimizer_and_scheduler`, `_load_best_model`, `_track_num_input_tokens`; in `saving.py` `_save_checkpoint`,
+`_get_output_dir`, `_push_from_checkpoint`) call the stock ones; `tests/test_private_api.py` fails by name when one of
+them changes.
 
     train                 the Trainer's own loop
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
@@ -145,18 +146,25 @@ class PipeTransformerTrainer(WholeCheckpoints):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Inside, the death or hang of one process ends all. Collective over all processes."""
-        args, before = self.args, PROGRESS.phase
+        args, before, step = self.args, PROGRESS.phase, PROGRESS.read().step
         watch: Any = nullcontext()
         # a training inside another's callback is watched by that one
         if args.watchdog_timeout and before == LEFT and not self._is_stock and self._processes.world_size > 1:
             rank, gather = self._processes.rank, self._processes.gather_objects
-            watch = Watchdog(rank, args.local_process_index, gather, args.watchdog_timeout, limit=args.ddp_timeout)
+            watch = Watchdog(
+                rank,
+                args.local_process_index,
+                gather,
+                args.watchdog_timeout,
+                limit=args.ddp_timeout,
+                has_accelerator=args.device.type != "cpu",
+            )
         try:
             with watch:
                 PROGRESS.enter("start", 0)
                 yield
         finally:
-            PROGRESS.enter(before)
+            PROGRESS.enter(before, step)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
@@ -180,7 +188,11 @@ class PipeTransformerTrainer(WholeCheckpoints):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._is_stock:
             return super()._wrap_model(model, training, dataloader)
-        assert self.pipeline is not None
+        if self.pipeline is None or (training and not self.pipeline.is_placed):
+            raise ValueError(
+                "create_optimizer was overridden without super().create_optimizer(), which cuts the model into stages:"
+                " call it, or pass your optimizer as optimizers=(optimizer, None)."
+            )
         return self.pipeline
 
     # ------------------------------------------------------------------------------------ building the pipeline
@@ -551,12 +563,14 @@ class PipeTransformerTrainer(WholeCheckpoints):
             return super().save_model(output_dir, _internal_call)
         with self.pipeline.weights.gathered(self.pipeline.holders()), self._keeping_errors():
             super().save_model(output_dir, _internal_call)
+        self._is_collected = self.args.save_only_model and not self.state.best_global_step  # else a barrier comes
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._save_optimizer_and_scheduler(output_dir)
         with self.pipeline.optimizer_state.gathered(self.pipeline.holders()), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
+        self._is_collected = True
 
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:

@@ -15,7 +15,12 @@ from training_data import PadCollator, StreamedData, TrainingData
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, UnsupportedModelError
+from hf_pipetransformer import (
+    LayerFreezeCallback,
+    PipeTransformerTrainer,
+    PipeTransformerTrainingArguments,
+    UnsupportedModelError,
+)
 
 RUN = Run(samples=32, epochs=1, accumulation=1)
 
@@ -288,6 +293,30 @@ def with_reentrant_checkpointing(rank: int, world_size: int) -> None:
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": True},
     ).train()
+
+
+class OwnOptimizer:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+        return self.optimizer
+
+
+def test_an_optimizer_of_the_users_own_without_super_is_refused_clearly() -> None:
+    for error in run_ranks_expecting_error(pipeline, 2, Run(samples=16, epochs=1, trainer=OwnOptimizer), 2):
+        assert type(error) is ValueError and "super().create_optimizer()" in str(error)
+
+
+def freezes_after_evaluation(rank: int, world_size: int) -> int:
+    trainer = pipeline_trainer(Run(samples=32, epochs=2), world_size)
+    trainer.evaluate()
+    trainer.add_callback(LayerFreezeCallback("alpha"))
+    trainer.train()
+    return max(entry.get("num_frozen_layers", 0) for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_freezing_may_be_asked_for_after_an_evaluation(world_size: int) -> None:
+    assert run_ranks(freezes_after_evaluation, world_size) == [2] * world_size
 
 
 def test_reentrant_checkpointing_is_refused_with_freezing() -> None:

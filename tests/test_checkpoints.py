@@ -73,6 +73,16 @@ def test_the_newest_whole_one_is_chosen_by_number(tmp_path: Path) -> None:
     assert problems == ["checkpoint-120: optimizer.pt has 0 bytes of 5000"]
 
 
+def test_a_folder_of_another_name_is_the_users_own(tmp_path: Path) -> None:
+    for step in (4, 8, 12):
+        write(tmp_path, step)
+    (tmp_path / "checkpoint-12-merged").mkdir()
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-12", [])
+    rotate(tmp_path, 2, tmp_path / "checkpoint-12", None)
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert left == {"checkpoint-8", "checkpoint-12", "checkpoint-12-merged"}
+
+
 def test_one_of_the_stock_trainer_counts_once_its_last_file_is_there(tmp_path: Path) -> None:
     stock = tmp_path / "checkpoint-4"
     stock.mkdir()

@@ -124,6 +124,7 @@ WRITTEN_OUT = {
     "… cannot be combined with pipeline_parallel_size=…": "cannot be combined with …",
     "checkpoint-… could not be saved": "could not be saved",
     "rank … died in phase …": "rank … (process …) died …",
+    "rank … could not be reached for": "… could not be reached for",
 }
 
 

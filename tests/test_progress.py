@@ -15,6 +15,7 @@ from hf_pipetransformer.resilience.progress import (
     UNKNOWN_PACE,
     Progress,
     Record,
+    doing_when,
     phase,
 )
 
@@ -49,14 +50,12 @@ def test_a_file_holds_what_was_written_last(tmp_path: Path, clock: Clock) -> Non
     assert progress.read() == record
 
 
-def test_ticks_count(clock: Clock) -> None:
+def test_a_tick_is_something_finished(clock: Clock) -> None:
     progress = Progress()
     progress.enter("step", 1)
-    before = progress.read()
     clock.now += 1
     progress.tick()
-    after = progress.read()
-    assert (after.count, after.since, after.phase) == (before.count + 1, 101.0, "step")
+    assert (progress.read().since, progress.read().phase) == (101.0, "step")
 
 
 def test_patience_goes_by_the_longest_pause_in_the_same_phase(clock: Clock) -> None:
@@ -92,19 +91,21 @@ def test_without_a_watchdog_nothing_is_ever_overdue() -> None:
     assert progress.read().patience == math.inf
 
 
-def test_phases_nest_and_an_error_leaves_the_phase_where_it_was() -> None:
+def test_phases_nest_and_an_error_knows_where_it_came_from() -> None:
     seen: list[tuple[str, int]] = []
     PROGRESS.enter("outer", 7)
     PROGRESS.on_enter = lambda name, step: seen.append((name, step))
     try:
         with phase("inner"):
             pass
-        with pytest.raises(KeyError), phase("failing"):
+        with pytest.raises(KeyError) as raised, phase("failing"), phase("innermost"):
             raise KeyError
     finally:
         PROGRESS.on_enter = None
-    assert seen == [("inner", 7), ("outer", 7), ("failing", 7)]
-    assert PROGRESS.phase == "failing"
+    entered = ["inner", "outer", "failing", "innermost", "failing", "outer"]
+    assert seen == [(name, 7) for name in entered]
+    assert doing_when(raised.value) == "in phase 'innermost' at step 7"
+    assert doing_when(ValueError()) == "in phase 'outer' at step 7"
 
 
 def test_long_names_are_cut() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from distributed import RankDiedError, launch_ranks, run_ranks, run_ranks_expect
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainerCallback
 
+from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import checkpoints
 from hf_pipetransformer.resilience.checkpoints import MANIFEST, SAVING, newest_whole
-from hf_pipetransformer.resilience.preemption import EXIT_CODE
+from hf_pipetransformer.resilience.preemption import EXIT_CODE, StopSignal
 
 RUN = Run(samples=64, accumulation=1).with_options(save_strategy="steps", save_steps=2)
 
@@ -130,6 +133,28 @@ def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
 
+class SavesMore:
+    """A user's trainer whose own file cannot be written by the process that writes."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self.is_world_process_zero() and "checkpoint-4" in str(output_dir):  # type: ignore[attr-defined]
+            raise FileNotFoundError("no template")
+
+
+def save_more(rank: int, world_size: int, folder: str) -> None:
+    run = replace(RUN, per_device=16 // world_size, trainer=SavesMore)
+    pipeline_trainer(run, 2, folder).train()
+
+
+def test_an_error_of_a_users_save_model_ends_all_processes(tmp_path: Path) -> None:
+    errors = run_ranks_expecting_error(save_more, 2, str(tmp_path), timeout=60)
+    assert isinstance(errors[0], FileNotFoundError)
+    assert isinstance(errors[1], PeerFailedError)
+    assert "rank 0 failed in phase 'save' at step 3: FileNotFoundError: no template" in str(errors[1])
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+
+
 class TermAt(TrainerCallback):
     """Sends SIGTERM to this process, as a scheduler would."""
 
@@ -237,3 +262,12 @@ def test_the_best_is_found_again_and_kept(tmp_path: Path) -> None:
     (best,) = run_ranks(train_with_the_best, 1, str(tmp_path))
     assert best == str(tmp_path / "checkpoint-2")
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+
+
+def test_a_process_that_is_forked_meanwhile_can_be_ended() -> None:
+    with StopSignal() as stop:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM and not stop.is_asked

@@ -20,7 +20,7 @@ from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.resilience import watchdog
 from hf_pipetransformer.resilience.progress import PROGRESS, phase
-from hf_pipetransformer.resilience.watchdog import BEAT, EXIT_CODE, Watchdog
+from hf_pipetransformer.resilience.watchdog import BEAT, EXIT_CODE, GRACE, Watchdog
 
 TIMEOUT = 2.0
 
@@ -97,6 +97,40 @@ def test_where_nothing_is_known_of_a_phase_it_has_the_collectives_timeout() -> N
     outcomes = launch_ranks(watched, 2, "hang", 1, where="save")
     assert_all_say(outcomes, 1, "rank 1 has been stuck for ")
     assert all("in phase 'save' at step 1" in said(outcome) for outcome in outcomes)
+
+
+def computes_on(rank: int, world_size: int) -> None:
+    """One process computes for ever where nothing is known of how long it may; the others' collective times out."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    mesh = ProcessMesh(timedelta(seconds=60))
+    with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=60):
+        PROGRESS.enter("callbacks", 1)
+        if rank == 1:
+            misbehave("busy")
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_who_is_waited_for_in_vain_is_named() -> None:
+    outcomes = launch_ranks(computes_on, 3)
+    assert_all_say(outcomes, 1, "rank 1 let the others wait for ")
+    assert all("in phase 'callbacks' at step 1, in misbehave" in said(outcome) for outcome in outcomes)
+    assert outcomes[1].exitcode == EXIT_CODE
+
+
+def fail_one_after_the_other(rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = ProcessMesh(timedelta(seconds=60))
+    with Watchdog(rank, rank, mesh.gather_objects, TIMEOUT, limit=60):
+        PROGRESS.enter("start", 0)
+        end = time.monotonic() + 1.5 * GRACE * rank
+        while time.monotonic() < end:
+            torch.nn.Linear(64, 64)(torch.zeros(64, 64))
+        raise LookupError(f"found by rank {rank}")
+
+
+def test_a_process_at_work_may_come_to_an_error_of_its_own() -> None:
+    outcomes = launch_ranks(fail_one_after_the_other, 2)
+    assert [str(outcome.error) for outcome in outcomes] == ["found by rank 0", "found by rank 1"]
 
 
 def test_an_error_of_one_process_ends_all() -> None:

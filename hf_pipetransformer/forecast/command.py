@@ -34,6 +34,7 @@ FLAT_TOKENS = {"cpu": 16, "cuda": 256}
 ROWS_TO_TIME = 8
 """As the trainer times them."""
 DEFAULT_SAMPLES = 100_000
+DEFAULT_DEVICE = "a100-80g"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Request:
     epochs: int
     samples: int | None = None
     profile: str = "analytic"
-    device: str = "a100-80g"
+    device: str | None = None
     efficiency: float | None = None
     memory_gib: float | None = None
     disk_gib: float | None = None
@@ -67,6 +68,16 @@ class Request:
             raise ValueError(
                 f"token_slices is {self.token_slices!r}, but must be one of {', '.join(TOKEN_SLICES)}: slices of given"
                 " lengths are not forecast."
+            )
+        if self.token_slices != "off" and self.pipeline_parallel_size == "1":
+            raise ValueError(
+                "token_slices is 'auto', but needs several stages, and pipeline_parallel_size is 1: raise it, or set"
+                " token_slices='off'."
+            )
+        if self.device is not None and self.profile != "analytic":
+            raise ValueError(
+                f"device is {self.device!r}, but profile={self.profile!r} times the model on this machine: leave out"
+                " one of them."
             )
         if self.seq < 1:
             raise ValueError(f"seq is {self.seq}, but must be at least 1.")
@@ -190,7 +201,7 @@ def _machine(
 
 
 def _from_table(request: Request, job: Job, workload: Workload) -> tuple[Machine, tuple[str, ...]]:
-    device = device_named(request.device)
+    device = device_named(request.device or DEFAULT_DEVICE)
     if request.efficiency is not None:
         device = replace(device, efficiency=request.efficiency)
     if request.memory_gib is not None:

@@ -14,17 +14,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 MANIFEST = "manifest.json"
 SAVING = "_saving"
 REPLACED = "replaced"
 STATE = "trainer_state.json"
 """What the stock Trainer writes last."""
+CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 CHUNK = 2**22
 
 
@@ -83,11 +85,11 @@ def damage_of(checkpoint: Path) -> str | None:
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in a folder that is not damaged, and what is wrong with those that are newer."""
     problems: list[str] = []
-    for name in reversed(sort_checkpoints(str(folder), PREFIX_CHECKPOINT_DIR)):
-        damage = damage_of(Path(name))
+    for checkpoint in reversed(_checkpoints(folder)):
+        damage = damage_of(checkpoint)
         if damage is None:
-            return Path(name), problems
-        problems.append(f"{Path(name).name}: {damage}")
+            return checkpoint, problems
+        problems.append(f"{checkpoint.name}: {damage}")
     return None, problems
 
 
@@ -110,7 +112,7 @@ def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> 
     """
     if not limit or limit < 0:
         return
-    names = [Path(path).name for path in sort_checkpoints(str(folder), PREFIX_CHECKPOINT_DIR)]
+    names = [checkpoint.name for checkpoint in _checkpoints(folder)]
     names = names[: names.index(newest.name) + 1]
     kept = {newest.name} | ({best.name} if best is not None else set())
     removable = [name for name in names if name not in kept]
@@ -118,6 +120,16 @@ def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> 
         (folder / SAVING).mkdir(exist_ok=True)
         (folder / name).rename(folder / SAVING / name)
     forget_unfinished(folder)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """By their steps. `checkpoint-40-merged` is the user's own."""
+    steps = {}
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        match = CHECKPOINT.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            steps[int(match[1])] = path
+    return [steps[step] for step in sorted(steps)]
 
 
 def _checksum(path: Path) -> int:

@@ -27,9 +27,10 @@ class StopSignal:
         self.is_asked = False
         self._before: Any = None
         self._is_installed = False
+        self._pid = 0
 
     def __enter__(self) -> StopSignal:
-        self.is_asked = False
+        self.is_asked, self._pid = False, os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
             self._is_installed = True
@@ -46,4 +47,7 @@ class StopSignal:
                 signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a fork that has inherited this handler, and which somebody wants to end
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
         self.is_asked = True

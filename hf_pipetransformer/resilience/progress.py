@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MAIN = struct.Struct("<iqqdd32s")
-"""Written by the main thread: pid, step, number of the last thing finished, when that was, patience, phase."""
+MAIN = struct.Struct("<iqdd32s")
+"""Written by the main thread: pid, step, when something was last finished, patience, phase."""
 WATCHDOG = struct.Struct("<ddd160s")
 """Written by the watchdog's thread: when it last did so, since when the main thread waits for nobody, when that last
 used the processor, where it is."""
@@ -35,6 +35,8 @@ LONGER_THAN_EVER = 5
 UNKNOWN_PACE = 10
 """Timeouts that a phase may take whose usual length is not known."""
 
+DOING = "_hf_pipetransformer_doing"
+"""Attribute of an error: what the process was doing."""
 LEFT = "left"
 """The phase of a process that takes part no more: whatever becomes of it is no fault."""
 
@@ -46,8 +48,7 @@ class Record:
     Attributes:
         pid: of the process.
         step: number of optimizer steps done.
-        count: grows whenever something is finished.
-        since: when that last happened.
+        since: when something was last finished.
         patience: seconds that this phase may take with nothing finished.
         phase: its name.
         beat: when the watchdog's thread was last here.
@@ -58,7 +59,6 @@ class Record:
 
     pid: int
     step: int
-    count: int
     since: float
     patience: float
     phase: str
@@ -73,9 +73,9 @@ class Record:
         seen = bytes(buffer[:SIZE])
         while (again := bytes(buffer[:SIZE])) != seen:
             seen = again
-        pid, step, count, since, patience, phase = MAIN.unpack_from(seen)
+        pid, step, since, patience, phase = MAIN.unpack_from(seen)
         beat, own_since, busy_at, place = WATCHDOG.unpack_from(seen, MAIN.size)
-        return cls(pid, step, count, since, patience, _text(phase), beat, own_since, busy_at, _text(place))
+        return cls(pid, step, since, patience, _text(phase), beat, own_since, busy_at, _text(place))
 
     @property
     def is_paced(self) -> bool:
@@ -103,7 +103,7 @@ class Progress:
         self.timeout = self.limit = math.inf
         self.on_enter: Callable[[str, int], None] | None = None
         self._buffer: bytearray | mmap.mmap = bytearray(SIZE)
-        self._step = self._count = 0
+        self._step = 0
         self._phase = LEFT
         self._since = 0.0
         self._longest: dict[str, float] = {}  # of each paced phase: the longest pause in it so far
@@ -138,7 +138,6 @@ class Progress:
         now = time.monotonic()
         self._pause = max(self._pause, now - self._since)
         self._since = now
-        self._count += 1
 
     def _patience(self) -> float:
         if self._phase in self._longest:
@@ -149,7 +148,7 @@ class Progress:
 
     def _write(self) -> None:
         name = self._phase.encode()[:32]
-        record = MAIN.pack(os.getpid(), self._step, self._count, self._since, self._patience(), name)
+        record = MAIN.pack(os.getpid(), self._step, self._since, self._patience(), name)
         self._buffer[: MAIN.size] = record  # at once: pack_into would write zeros first
 
     def share(self, file: Path) -> None:
@@ -179,8 +178,24 @@ PROGRESS = Progress()
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Inside, this process is in that phase. After an error it stays there, so that it is known where it failed."""
+    """Inside, this process is in that phase. An error that leaves it remembers it: see `doing_when`."""
     before = PROGRESS.phase
-    PROGRESS.enter(name)
-    yield
-    PROGRESS.enter(before)
+    try:
+        PROGRESS.enter(name)
+        yield
+    except BaseException as error:
+        setattr(error, DOING, doing_when(error))
+        raise
+    finally:
+        PROGRESS.enter(before)  # somebody may go on after the error
+
+
+def doing_when(error: BaseException) -> str:
+    """What this process was doing when the error came, or the one that it was made of."""
+    cause: BaseException | None = error
+    while cause is not None:
+        doing: str | None = getattr(cause, DOING, None)
+        if doing is not None:
+            return doing
+        cause = cause.__cause__ or cause.__context__
+    return PROGRESS.read().doing

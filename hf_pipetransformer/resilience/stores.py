@@ -56,7 +56,7 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
         timeout: how long the others wait for rank 0.
 
     Raises:
-        TimeoutError: rank 0 was not there in time.
+        TimeoutError: rank 0 was not there in time; or torch's own error of a store, where it never was.
     """
     is_launched = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if not is_launched or int(environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_available() or dist.is_initialized():

@@ -7,8 +7,8 @@ timeout of their collectives, half an hour. Here each process has two threads:
     other hosts   says through a store of the job's own that this process lives, and reads who else does
 
 The first verdict wins: all log the same one. A process whose main thread can still raise does so (`PeerFailedError`);
-one that is blocked inside a collective cannot be reached and leaves with `EXIT_CODE`. Nothing is repaired inside a
-process: the job is started again, and resumes.
+one that is blocked inside a collective, or computes on, cannot be reached and leaves with `EXIT_CODE`. Nothing is
+repaired inside a process: the job is started again, and resumes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from ..errors import PeerFailedError
 from .preemption import EXIT_CODE as PREEMPTED
-from .progress import LEFT, PROGRESS, SIZE, UNKNOWN_PACE, Record
+from .progress import LEFT, PROGRESS, SIZE, UNKNOWN_PACE, Record, doing_when
 from .stores import keep_store, own_address
 
 logger = logging.getLogger(__name__)
@@ -50,9 +49,13 @@ BUSY = 0.1
 """Share of the time between two looks in which a thread that computes has the processor; one that waits has it not."""
 GRACE = 1.0
 """Seconds that the main thread has to leave by an error of its own, once there is a verdict."""
+SECONDS_TO_CONNECT = 5.0
+"""For the first time, while all others do so, too."""
 SECONDS_FOR_A_VERDICT = 5.0
 """That a lost connection is waited for to be explained."""
 VERDICT = "verdict"
+PUBLISH = "publish"
+"""The phase in which a checkpoint, all of whose files are written, gets its name."""
 LEAVING = "leaving"
 """The phase of a process that has an error, and finds out whose."""
 LIBRARIES = ("torch.", "hf_pipetransformer.", "transformers.", "accelerate.")
@@ -153,16 +156,25 @@ class Watchdog:
         gather: every process's small object, on every process; collective.
         timeout: seconds after which a process that is stopped, or stuck in the training loop, ends the job.
         limit: seconds after which one that is stuck anywhere does.
+        has_accelerator: the main thread may be waiting for others wherever it asks a device for something.
     """
 
     def __init__(
-        self, rank: int, local_rank: int, gather: Callable[[Any], list[Any]], timeout: float, limit: float
+        self,
+        rank: int,
+        local_rank: int,
+        gather: Callable[[Any], list[Any]],
+        timeout: float,
+        limit: float,
+        has_accelerator: bool = False,
     ) -> None:
         self._rank, self._local_rank, self._gather, self._timeout = rank, local_rank, gather, timeout
         self._limit = max(limit, timeout)
+        self._has_accelerator = has_accelerator
         self._main = 0  # the thread that trains
         self._is_leaving = False  # the main thread is on its way out
         self._is_given_up = False
+        self._has_told = False
         self._done = threading.Event()
         self._told = threading.Event()
         self._judging = threading.Lock()
@@ -222,7 +234,7 @@ class Watchdog:
 
     def _reaches_store(self) -> bool:
         try:
-            self._connect().set(f"beat {self._rank}", "0")
+            self._connect(SECONDS_TO_CONNECT).set(f"beat {self._rank}", "0")
         except RuntimeError:
             return False
         return True
@@ -249,27 +261,55 @@ class Watchdog:
             PeerFailedError: another process's.
         """
         self._is_leaving = True
-        own = f"rank {self._rank} failed {PROGRESS.read().doing}: {type(error).__name__}: {error}"
+        own = f"rank {self._rank} failed {doing_when(error)}: {type(error).__name__}: {error}"
         PROGRESS.enter(LEAVING)
         is_lost = isinstance(error, Exception) and _is_lost_connection(error)
         if is_lost:
             self._told.wait(SECONDS_FOR_A_VERDICT + (self._longest_beat if self._distant else 0))
         if self._verdict is None:
-            self._judge((self._silent_host(self._longest_beat) if is_lost else None) or _Finding(own))
-        # the others read the verdict, as long as this process keeps the store
-        time.sleep(GRACE if self._rank == 0 else 2 * BEAT)
-        self._end()
+            others = (self._silent_host(self._longest_beat) or self._who_let_wait()) if is_lost else None
+            self._judge(others or _Finding(own))
+        try:
+            self._wait_for_readers()
+        finally:
+            self._end()
         if is_lost and self._verdict is not None and not self._verdict.startswith(f"rank {self._rank} "):
             raise PeerFailedError(f"{self._verdict.rstrip('.')}. This is rank {self._rank}.") from error
+
+    def _who_let_wait(self) -> _Finding | None:
+        """A process of this host that computed, and did not come to a collective before its time was over."""
+        now = time.monotonic()
+        for neighbour in self._neighbours:
+            record = neighbour.read()
+            own = now - max(record.since, record.own_since)
+            if record.phase not in (LEFT, LEAVING) and own > self._timeout:
+                text = f"rank {neighbour.rank} let the others wait for {own:.0f} s {record.doing}, in {record.place}"
+                return _Finding(text, without_store=neighbour.rank == 0)
+        return None
+
+    def _wait_for_readers(self) -> None:
+        """Until this process has logged the verdict and, where it keeps the store, the others have read it."""
+        deadline = time.monotonic() + (GRACE if self._rank == 0 else 2 * BEAT)
+        while time.monotonic() < deadline:
+            try:
+                is_read = self._rank != 0 or (
+                    not self._distant
+                    and all(other.read().phase == LEFT or other.state() == "gone" for other in self._neighbours)
+                )
+            except (OSError, psutil.Error):  # too many open files, for one
+                is_read = False
+            if self._has_told and is_read:
+                return
+            time.sleep(BEAT / 10)
 
     @property
     def _longest_beat(self) -> float:
         """Seconds within which a process of another host is heard that lives and holds no interpreter."""
         return self._timeout / 4 + GRACE
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self, at_least: float = 0.0) -> dist.TCPStore:
         """Each thread has a connection of its own: one waits for its answer."""
-        return dist.TCPStore(*self._address, timeout=timedelta(seconds=self._timeout))
+        return dist.TCPStore(*self._address, timeout=timedelta(seconds=max(self._timeout, at_least)))
 
     def _end(self) -> None:
         self._done.set()
@@ -297,7 +337,7 @@ class Watchdog:
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return
-        if _may_wait(frame):
+        if _may_wait(frame, anywhere=self._has_accelerator):
             self._own_since = math.inf
         elif self._own_since == math.inf:
             self._own_since = now
@@ -405,10 +445,13 @@ class Watchdog:
         }
         if not silent:
             return None
-        rank, beat = next(iter(silent.items()))
-        ranks = ", ".join(map(str, silent))
-        host, last = self._everyone[rank].host, f", last {beat.doing}" if beat.doing else ""
-        return _Finding(f"rank {ranks} (host {host}) could not be reached for {now - beat.at:.0f} s{last}")
+        ranks_of: dict[str, list[str]] = {}
+        for rank in silent:
+            ranks_of.setdefault(self._everyone[rank].host, []).append(str(rank))
+        who = ", ".join(f"rank {', '.join(ranks)} (host {host})" for host, ranks in ranks_of.items())
+        beat = next(iter(silent.values()))
+        last = f", last {beat.doing}" if beat.doing else ""
+        return _Finding(f"{who} could not be reached for {now - beat.at:.0f} s{last}")
 
     # ------------------------------------------------------------------------------------ verdicts
     def _judge(self, finding: _Finding) -> None:
@@ -438,12 +481,13 @@ class Watchdog:
                 return
             self._is_given_up = True
         logger.error("[rank %d] %s.", self._rank, (self._verdict or "").rstrip("."))
+        self._has_told = True
         if finding.victim is not None:
             time.sleep(2 * BEAT)  # the others see that it is stopped, too
             with suppress(psutil.Error):
                 finding.victim.kill()
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while self._may_still_leave(time.monotonic() - began):
             if self._is_leaving or self._done.is_set():
                 return
             time.sleep(BEAT / 4)
@@ -458,17 +502,34 @@ class Watchdog:
         finally:
             os._exit(EXIT_CODE)
 
+    def _may_still_leave(self, seconds: float) -> bool:
+        """Whether the main thread may end by itself, `seconds` after the verdict.
 
-def _may_wait(frame: FrameType) -> bool:
+        A checkpoint whose files are all there is given its name; and where a process works by itself, outside of the
+        steps, an error of its own may be about to come, or a collective that fails.
+        """
+        if seconds < GRACE:
+            return True
+        now = time.monotonic()
+        self._look_at_main_thread(now)
+        record = PROGRESS.read()
+        works = not record.is_paced and now - record.busy_at < GRACE
+        return seconds < self._timeout and (record.phase == PUBLISH or works)
+
+
+def _may_wait(frame: FrameType, anywhere: bool) -> bool:
     """Whether a thread that is here may be waiting for other processes.
 
-    What is asked of an accelerator waits for all that was given to it before, wherever that is asked.
+    Args:
+        frame: the innermost one.
+        anywhere: also in code that the libraries have called: what is asked of an accelerator waits for all that was
+            given to it before, wherever that is asked.
     """
     inner: FrameType | None = frame
     while inner is not None:
         if inner.f_globals.get("__name__", "").startswith(LIBRARIES):
             return True
-        inner = inner.f_back if torch.accelerator.is_available() else None
+        inner = inner.f_back if anywhere else None
     return False
 
 
