@@ -10,6 +10,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     TRANSFORMERS_VERBOSITY="error",
     OMP_NUM_THREADS="1",
+    RES_OPTIONS="timeout:1 attempts:1",  # torch's stores look up the names of their peers, and need no answer
     WANDB_DISABLED="true",
 )
 

@@ -49,8 +49,8 @@ BUSY = 0.1
 """Share of the time between two looks in which a thread that computes has the processor; one that waits has it not."""
 GRACE = 1.0
 """Seconds that the main thread has to leave by an error of its own, once there is a verdict."""
-SECONDS_TO_CONNECT = 5.0
-"""For the first time, while all others do so, too."""
+SECONDS_TO_CONNECT = 12.0
+"""To the store, at least: torch looks up the names of both ends, and a name server that is silent takes five each."""
 SECONDS_FOR_A_VERDICT = 5.0
 """That a lost connection is waited for to be explained."""
 VERDICT = "verdict"
@@ -180,10 +180,11 @@ class Watchdog:
         self._judging = threading.Lock()
         self._verdict: str | None = None
         self._kept: dist.TCPStore | None = None
+        self._for_verdicts: dist.TCPStore | None = None
         self._address = ("", 0)  # of the job's store
         self._has_store = False
         self._heard: dict[int, _Beat] = {}  # of the processes of other hosts
-        self._answered_at = time.monotonic()  # the store did
+        self._answered_at = math.inf  # the store did; not before there is a connection, which has a timeout
         self._own_since = self._awake_since = self._busy_at = time.monotonic()
         self._processor_seconds = 0.0  # of the main thread
 
@@ -197,7 +198,7 @@ class Watchdog:
         try:
             PROGRESS.share(Path(name))
             if self._rank == 0:
-                self._kept = keep_store(timedelta(seconds=self._timeout))
+                self._kept = keep_store(self._store_timeout)
                 self._address = own_address(os.environ.get("MASTER_ADDR")), self._kept.port
             node = self._rank - self._local_rank, _pid_namespace()
             me = _Introduction(node, socket.gethostname(), os.getpid(), name, self._address)
@@ -234,7 +235,8 @@ class Watchdog:
 
     def _reaches_store(self) -> bool:
         try:
-            self._connect(SECONDS_TO_CONNECT).set(f"beat {self._rank}", "0")
+            self._for_verdicts = self._connect()  # now: a name server may take seconds
+            self._for_verdicts.set(f"beat {self._rank}", "0")
         except RuntimeError:
             return False
         return True
@@ -307,9 +309,13 @@ class Watchdog:
         """Seconds within which a process of another host is heard that lives and holds no interpreter."""
         return self._timeout / 4 + GRACE
 
-    def _connect(self, at_least: float = 0.0) -> dist.TCPStore:
+    def _connect(self) -> dist.TCPStore:
         """Each thread has a connection of its own: one waits for its answer."""
-        return dist.TCPStore(*self._address, timeout=timedelta(seconds=max(self._timeout, at_least)))
+        return dist.TCPStore(*self._address, timeout=self._store_timeout)
+
+    @property
+    def _store_timeout(self) -> timedelta:
+        return timedelta(seconds=max(self._timeout, SECONDS_TO_CONNECT))
 
     def _end(self) -> None:
         self._done.set()
@@ -459,7 +465,8 @@ class Watchdog:
 
         def tell() -> None:
             try:
-                agreed.append(self._connect().compare_set(VERDICT, "", finding.text).decode())
+                assert self._for_verdicts is not None
+                agreed.append(self._for_verdicts.compare_set(VERDICT, "", finding.text).decode())
             except Exception:  # the store is gone, too
                 logger.debug("no store to write a verdict to", exc_info=True)
 
