@@ -5,7 +5,7 @@
 
 All runs come one after the other in the same processes, in rounds:
 
-    round 1    ddp   f = 2 uncached   f = 2 cached   f = 4 uncached   ...
+    round 1    f = 2 uncached   ddp   f = 2 cached   f = 4 uncached   ddp   f = 4 cached   ...
     round 2    ...
 
 A run with frozen layers has four epochs, and K = 1:
@@ -15,8 +15,9 @@ A run with frozen layers has four epochs, and K = 1:
     epoch 3    with the cache it is taken from there                               reading
     epoch 4    again
 
-Compared are, within a round, the median steps of epochs 3 and 4 with DDP's, and that of epoch 2 with and without the
-cache; what is shown is the median over the rounds. The first steps of an epoch do not count.
+Compared are the median steps of epochs 3 and 4 with those of DDP just before, and that of epoch 2 with and without the
+cache; what is shown is the median over the rounds. The first steps of an epoch do not count. DDP runs anew for each f
+because a machine may be slower in one minute than in the next.
 """
 
 from __future__ import annotations
@@ -115,8 +116,10 @@ def summary_of(rounds: list[dict[str, list[float]]], frozen: list[int]) -> dict[
         f: {
             "reading_ms": statistics.median(statistics.median(r[f"{f} on"][2:]) for r in rounds),
             "uncached_ms": statistics.median(r[f"{f} off"][1] for r in rounds),
-            "ddp_over_reading": statistics.median(r["ddp"][0] / statistics.median(r[f"{f} on"][2:]) for r in rounds),
-            "ddp_over_uncached": statistics.median(r["ddp"][0] / r[f"{f} off"][2] for r in rounds),
+            "ddp_over_reading": statistics.median(
+                r[f"{f} ddp"][0] / statistics.median(r[f"{f} on"][2:]) for r in rounds
+            ),
+            "ddp_over_uncached": statistics.median(r[f"{f} ddp"][0] / r[f"{f} off"][2] for r in rounds),
             "writing_over_uncached": statistics.median(r[f"{f} on"][1] / r[f"{f} off"][1] for r in rounds),
         }
         for f in frozen
@@ -134,16 +137,17 @@ def main() -> None:
     console = Console(quiet=not state.is_main_process)
     rounds: list[dict[str, list[float]]] = []
     for number in range(arguments.rounds):
-        timings = {"ddp": run(0, "off", arguments, config)}
+        timings: dict[str, list[float]] = {}
         for f in arguments.frozen:
-            for cache in ("off", "on"):
-                timings[f"{f} {cache}"] = run(f, cache, arguments, config)
+            timings[f"{f} off"] = run(f, "off", arguments, config)
+            timings[f"{f} ddp"] = run(0, "off", arguments, config)
+            timings[f"{f} on"] = run(f, "on", arguments, config)
         console.print(f"round {number + 1}", {name: [round(ms, 1) for ms in steps] for name, steps in timings.items()})
         rounds.append(timings)
     summary = summary_of(rounds, arguments.frozen)
     table = Table(
         title=f"{arguments.rows} x {arguments.tokens} tokens, {state.num_processes} processes x 1 thread; DDP"
-        f" {statistics.median(r['ddp'][0] for r in rounds):.1f} ms"
+        f" {statistics.median(r[f'{f} ddp'][0] for r in rounds for f in arguments.frozen):.1f} ms"
     )
     for column in ("f", "reading ms", "DDP / reading", "target", "DDP / uncached", "writing / uncached", "target"):
         table.add_column(column, justify="right")
