@@ -37,6 +37,7 @@ from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, Cach
 from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
 from .pipeline.elastic_pipeline import ElasticPipeline
+from .planning.plan import PipelinePlan
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,6 @@ LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill, where no limit is given."""
-CURRENT = "current.json"
-"""Names the generations that are read now, for the loaders' workers."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,8 @@ class AutoCache:
         is_forced: do not ask whether it pays.
         seconds_per_row: of computing, for each unit, where it has been measured.
         description: whatever the states depend on besides the weights.
+        current: file that names the generations which are read now, for the loaders' workers.
+        is_shared: other trainings may use the store, too: nothing is deleted that they may read.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class AutoCache:
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
         description: str,
+        current: Path,
+        is_shared: bool,
     ) -> None:
         self.cache = cache
         self.num_cached = 0
@@ -104,7 +107,9 @@ class AutoCache:
         self._is_forced = is_forced
         self._seconds_per_row = seconds_per_row
         self._description = description
-        self._is_first_here = self._mesh.gather_objects(node_name()).index(node_name()) == self._mesh.rank
+        self._current, self._is_shared = current, is_shared
+        self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
+        self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._digests: dict[str, str] = {}
         self._norms: list[float] = []  # of the frozen weights that are here
         self._boundary = 0  # that is filled
@@ -120,7 +125,8 @@ class AutoCache:
         pipeline: ElasticPipeline,
         verdicts: Sequence[CacheVerdict],
         *,
-        folder: Path,
+        current: Path,
+        is_shared: bool,
         max_gib: float | None,
         storage_dtype: torch.dtype | None,
         capacity: int,
@@ -133,7 +139,8 @@ class AutoCache:
         Args:
             pipeline: the model, complete.
             verdicts: of this process, on which boundaries may be cached.
-            folder: of the store.
+            current: file in the folder of the store that names the generations which are read now.
+            is_shared: with other trainings.
             max_gib: limit on its size.
             storage_dtype: None: as computed.
             capacity: samples that are expected.
@@ -145,7 +152,7 @@ class AutoCache:
         reasons: dict[int, str | None] = {}
         for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
             reasons = {f: reasons.get(f) or reason[f] for f in reason}
-        store = ActivationStore(folder)
+        store = ActivationStore(current.parent)
         store.max_bytes = size_limit(store, max_gib)
         rank = pipeline.mesh.rank
         capacity = max(capacity, LEAST_CAPACITY)
@@ -155,7 +162,7 @@ class AutoCache:
         )
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
-        return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description)
+        return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared)
 
     @property
     def is_on(self) -> bool:
@@ -166,9 +173,7 @@ class AutoCache:
         """The first layers have been frozen: fill the store with what they give from now on."""
         if not self.is_on and not self._may_pay_later:
             return
-        # what the last unit gives can only be used where the first stage has the head, too
-        num_units = self._pipeline.stack.num_units
-        highest = min(num_frozen, num_units if self._pipeline.num_stages == 1 else num_units - 1)
+        highest = min(num_frozen, highest_boundary(self._pipeline.current_plan, self._nodes))
         boundary = max((f for f in self._allowed if f <= highest), default=0)
         if not self._allowed:
             self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
@@ -238,8 +243,7 @@ class AutoCache:
         self._reads_first = True
         older = self.cache.forget(keep=1)
         self._publish()
-        if self._is_first_here:
-            self._delete(older)
+        self._let_go(older)
 
     def _pays(self) -> bool:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
@@ -265,8 +269,7 @@ class AutoCache:
         generations = self.cache.forget(keep=0)
         self._mesh.gather_objects(None)  # all have written, and closed their files
         self._publish()
-        if self._is_first_here:
-            self._delete(generations)
+        self._let_go(generations)
         self._pipeline.use_cache(None)
         if self._mesh.rank == 0:
             until = " until more layers are frozen" if may_pay_later else ""
@@ -279,10 +282,16 @@ class AutoCache:
         for generation in self.cache.generations:
             self._store.mark_used(*generation)
 
-    def _delete(self, generations: Sequence[tuple[int, str]]) -> None:
+    def _let_go(self, generations: Sequence[tuple[int, str]]) -> None:
+        """This training needs them no more. Where others may, they go when there is need of room."""
+        if not self._is_first_here:
+            return
         for generation in generations:
             with suppress(OSError):
-                self._store.delete(*generation)
+                if self._is_shared:
+                    self._store.mark_superseded(*generation)
+                else:
+                    self._store.delete(*generation)
 
     # ------------------------------------------------------------------------------------ weights
     def weights_hold(self) -> bool:
@@ -314,17 +323,22 @@ class AutoCache:
     def _publish(self) -> None:
         if self._is_first_here:
             with suppress(OSError):  # without it nobody reads ahead
-                publish(self._store.folder, self.cache.generations)
+                publish(self._current, self.cache.generations)
 
-    def close(self, deletes: bool) -> None:
+    def close(self, has_ended: bool) -> None:
         """End the use of the cache. Not collective.
 
         Args:
-            deletes: remove the store, which only this training could use.
+            has_ended: nobody will go on with this training; what only it could use is removed.
         """
         self._pipeline.use_cache(None)
         self.cache.close()
-        if deletes and self._is_first_here:
+        if not has_ended or not self._is_first_here:
+            return
+        if self._is_shared:
+            with suppress(OSError):
+                self._current.unlink()
+        else:
             shutil.rmtree(self._store.folder, ignore_errors=True)
 
 
@@ -332,39 +346,62 @@ class ReadAhead:
     """In a loader's worker: asks the kernel to read what the step will need. Follows the generations in use.
 
     Args:
-        folder: of the store.
+        current: file in the folder of the store that names them.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+    def __init__(self, current: Path) -> None:
+        self._current = current
         self._stamp: tuple[int, int] | None = None
         self._readers: list[GenerationReader] = []
 
     def __call__(self, keys: list[bytes]) -> None:
         if get_worker_info() is None:
             return  # the step comes at once
-        with suppress(OSError, ValueError):  # the step reads for itself
+        with suppress(OSError, ValueError, TypeError):  # whatever the file says, the step reads for itself
             self._follow()
         for reader in self._readers:
             reader.prefetch(keys)
 
     def _follow(self) -> None:
-        path = self._folder / CURRENT
-        status = os.stat(path)
+        status = os.stat(self._current)
         if self._stamp != (status.st_mtime_ns, status.st_ino):
-            store = ActivationStore(self._folder)
+            store = ActivationStore(self._current.parent)
             for reader in self._readers:
                 reader.close()
-            self._readers = [store.reader(*generation) for generation in json.loads(path.read_text())]
+            self._readers = [store.reader(*generation) for generation in json.loads(self._current.read_text())]
             self._stamp = (status.st_mtime_ns, status.st_ino)
 
 
-def publish(folder: Path, generations: Sequence[tuple[int, str]]) -> None:
+def publish(current: Path, generations: Sequence[tuple[int, str]]) -> None:
     """Tell the loaders' workers which generations are read now."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = folder / f"{CURRENT}.{os.getpid()}"
+    current.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = current.with_name(f"{current.name}.{os.getpid()}")
     new.write_text(json.dumps(generations))
-    os.replace(new, folder / CURRENT)
+    os.replace(new, current)
+
+
+def current_file(folder: str | os.PathLike[str], output_dir: str) -> Path:
+    """Where a training names the generations that it reads: of several in one folder each has a file of its own."""
+    return store_folder(folder) / f"current-{xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())}.json"
+
+
+def highest_boundary(plan: PipelinePlan, nodes: Sequence[str]) -> int:
+    """How many units at most may be cached under a plan.
+
+    1. Cached units are the first stage's, and every other stage needs one unit of its own.
+    2. What the last unit gives can only be used where the first stage has the head, too (K = 1). That is 1 again.
+    3. What is put must lie in the store of the node that reads it, the first stage's.
+
+    Args:
+        plan: in force.
+        nodes: name of each rank's node.
+    """
+    highest = plan.num_units - plan.pipeline_parallel_size + 1
+    for replica in range(plan.data_parallel_size):
+        here = [nodes[rank] for rank in plan.ranks_of_pipeline(replica)]
+        near = next((stage for stage, node in enumerate(here) if node != here[0]), len(here))
+        highest = min(highest, plan.stage_bounds[near])
+    return highest
 
 
 def store_folder(folder: str | os.PathLike[str]) -> Path:
@@ -421,7 +458,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _is_filled(counts: CacheCounts) -> bool:
-    return counts.hits + counts.stored >= ENOUGH * counts.rows
+    return counts.hits + counts.stored + counts.present >= ENOUGH * counts.rows
 
 
 def _changing(counts: CacheCounts) -> str:

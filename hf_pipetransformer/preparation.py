@@ -27,6 +27,7 @@ from transformers import Trainer
 
 from .auto_cache import AutoCache
 from .cache.cache_probe import probe_boundaries, varied_samples
+from .cache.content_keys import NOT_IN_KEYS
 from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError
 from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
@@ -35,8 +36,9 @@ from .model.kv_slices import Windows
 from .model.layer_stack import LayerStack, refuse_batch_statistics
 from .model.loss_scaling import LossReduction, with_distinct_labels
 from .model.loss_study import study_loss
-from .model.micro_batch import Batch, slice_rows
-from .model.slicing_study import study_slicing
+from .model.micro_batch import Batch, batch_rows, slice_rows
+from .model.slicing_study import study_slicing, telling_rows
+from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
 from .pipeline.data import BatchSlice, NumberedBatches, seeded
 from .pipeline.devices import fits
@@ -74,7 +76,7 @@ class PipelinePreparation(Trainer):
         super().__init__(*positional, **keywords)
         self._mesh: ProcessMesh | None = None
         self._train_batches: NumberedBatches | None = None
-        self._cache_folder = Path()
+        self._current_generations = Path()  # the file that names what is read from the cache
         self._timed: tuple[ElasticPipeline, ModelTimes | None] | None = None
         self._unit_costs: tuple[UnitCost, ...] = ()
         self._reduction = LossReduction("mean", "rows")
@@ -109,6 +111,11 @@ class PipelinePreparation(Trainer):
         return wanted and self._freeze_callback is not None and not self.args.slices_tokens
 
     @property
+    def _not_in_keys(self) -> frozenset[str]:
+        """Inputs that frozen layers do not read, as far as names tell; the cache's examination tries it."""
+        return NOT_IN_KEYS | frozenset(self.label_names or ())
+
+    @property
     def _is_exact(self) -> bool:
         return self.accelerator.mixed_precision == "no" and all(
             p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
@@ -141,9 +148,11 @@ class PipelinePreparation(Trainer):
                 stack = LayerStack.discover(self.model, sample)
                 if self.args.uses_pipeline:
                     refuse_batch_statistics(self.model)
-                self._unit_costs = measure_costs(stack, self._padded_sample(rows, collate_fn))
                 if self._freeze_callback is not None:
                     freezable = FreezableLayers.of(stack, sample)
+                self._unit_costs = measure_costs(
+                    stack, self._padded_sample(rows, collate_fn), freezable.never_frozen if freezable else ()
+                )
             else:
                 stack = LayerStack.uncut(self.model, sample)
                 self._unit_costs = (cost_of_whole(stack),)
@@ -205,16 +214,38 @@ class PipelinePreparation(Trainer):
                 "Set token_slices='off'.",
             )
         assert self._train_batches is not None
-        sample = self._collate(rows[:SAMPLE_ROWS], self._train_batches.collate_fn)
-        sample = with_distinct_labels(sample, getattr(self.model, "config", None))
+        collate_fn = self._train_batches.collate_fn
+        together = self._collate(rows, collate_fn)
+        # a collator may also have packed them into fewer
+        few = [rows[i] for i in telling_rows(together)] if batch_rows(together) == len(rows) else rows[:SAMPLE_ROWS]
+        sample = with_distinct_labels(self._collate(few, collate_fn), getattr(self.model, "config", None))
         num_items = max(self._reduction.count(sample), 1)
-        return study_slicing(
-            pipeline.stack,
-            sample,
-            lambda part: self._part_of_loss(self.model, part, num_items),
-            loss_tolerance=1e-3 if self._is_exact else 1e-2,
-            gradient_tolerance=1e-3 if self._is_exact else 1e-1,
-        )
+        windows: Windows | None = None
+        failure: Exception | None = None
+        try:
+            windows = study_slicing(
+                pipeline.stack,
+                sample,
+                lambda part: self._part_of_loss(self.model, part, num_items),
+                loss_tolerance=1e-3 if self._is_exact else 1e-2,
+                gradient_tolerance=1e-3 if self._is_exact else 1e-1,
+            )
+        except Exception as error:  # one process may be short of memory: the others are to hear of it
+            failure = error
+        mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+        everyone = self._processes.gather_objects(mine)
+        if failure is not None and not isinstance(failure, (RuntimeError, MemoryError)):
+            raise failure
+        for rank, why in enumerate(everyone):
+            if why is not None:
+                raise UnsupportedModelError(
+                    self.model,
+                    f"the check of slices failed on process {rank} ({why}). It takes memory for the gradients of the"
+                    f" whole model and for {batch_rows(sample)} rows of {sequence_length(sample)} tokens.",
+                    "Shorten the rows, or set token_slices='off'.",
+                ) from failure
+        assert windows is not None
+        return windows
 
     # ------------------------------------------------------------------------------------ the loss
     def _study_loss(self, stack: LayerStack, rows: list[Any]) -> None:
@@ -229,12 +260,13 @@ class PipelinePreparation(Trainer):
                 return loss.mean()
 
         is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
+        adds_up = not is_alone or self.args.slices_tokens
         self._reduction, without_gradient = study_loss(
             stack,
             with_distinct_labels(sample, getattr(self.model, "config", None)),
             loss_of,
             shifts_labels=getattr(self, "_loss_shifts_labels", False),
-            adds_up=not is_alone,
+            adds_up=adds_up,
             is_cut=self.args.uses_pipeline,
             tolerance=2e-3 if self._is_exact else 3e-2,
         )
@@ -316,18 +348,22 @@ class PipelinePreparation(Trainer):
             return self._collate(samples, batches.collate_fn)
 
         def loss_of(batch: Batch) -> torch.Tensor:
-            loss = self.compute_loss(self.model, dict(batch))
+            with seeded(args.seed):  # what the user's methods make of the inputs may be random
+                loss = self.compute_loss(self.model, dict(self._prepare_inputs(dict(batch))))
             assert isinstance(loss, torch.Tensor)
             return loss.mean()
 
         samples = varied_samples(batches.spread_rows(SAMPLES_TO_PROBE), collate)
         with self.compute_loss_context_manager():
-            verdicts = probe_boundaries(pipeline.stack, pipeline.freezable, samples, collate, loss_of=loss_of)
+            verdicts = probe_boundaries(
+                pipeline.stack, pipeline.freezable, samples, collate, ignored=self._not_in_keys, loss_of=loss_of
+            )
         seconds = [unit.forward.per_row for unit in times.units] if times is not None else None
         return AutoCache.make(
             pipeline,
             verdicts,
-            folder=self._cache_folder,
+            current=self._current_generations,
+            is_shared=args.activation_cache_dir is not None,
             max_gib=args.activation_cache_max_gib,
             storage_dtype=CACHE_DTYPES[args.activation_cache_dtype],
             capacity=sum(len(data) if isinstance(data, Sized) else UNKNOWN_SIZE for data in self._datasets),

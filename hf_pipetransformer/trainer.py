@@ -20,7 +20,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .auto_cache import AutoCache, ReadAhead, node_shares, store_folder
+from .auto_cache import AutoCache, ReadAhead, current_file, node_shares
 from .cache.content_keys import KEYS_NAME, KeyingCollator
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .pipeline.agreement import check_same_size
-from .pipeline.data import NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
+from .pipeline.data import KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
 from .pipeline.devices import fits
 from .pipeline.elastic_pipeline import Slicing, Transformation
 from .planning.plan import PipelinePlan
@@ -98,6 +98,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
             refuse_distributed_model(model)
         super().__init__(model, args, *positional, **keywords)
         self._auto_cache: AutoCache | None = None
+        self._evaluated: KeysApart | None = None  # the loader of the evaluation that is under way
         self._num_cached = 0  # that the plan was made for
         self._epoch_begins = False
         self._epochs_begun = 0
@@ -137,7 +138,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
             self._recorder.end(has_ended, self.state.global_step)
             if self._auto_cache is not None:
                 # what another run cannot use goes; a run that was interrupted will go on with it
-                self._auto_cache.close(deletes=has_ended and self.args.activation_cache_dir is None)
+                self._auto_cache.close(has_ended)
                 self._auto_cache = None
             if self._train_batches is not None:
                 self._train_batches.close()  # its workers wait for the next epoch
@@ -245,23 +246,27 @@ class PipeTransformerTrainer(WholeCheckpoints):
         return self._layouts.next(plan, num_frozen, self._num_cached)
 
     @contextmanager
-    def _evaluating_with_cache(self, dataloader: DataLoader) -> Iterator[None]:
-        """Inside, an evaluation's batches have keys, too, if the weights are those that the cache is of."""
-        cache, pipeline = self._auto_cache, self.pipeline
-        base = getattr(dataloader, "base_dataloader", dataloader)
-        if cache is None or pipeline is None or pipeline.cache is None or not isinstance(base, DataLoader):
-            yield
-            return
-        collate_fn, holds = base.collate_fn, cache.weights_hold()
-        if holds:
-            base.collate_fn = self._keying_collator(collate_fn)
-        else:
-            pipeline.use_cache(None)  # of averaged weights, for one
-        try:
-            yield
-        finally:
-            base.collate_fn = collate_fn
-            pipeline.use_cache(cache.cache if cache.is_on else None)
+    def _evaluating_with_cache(self, dataloader: DataLoader) -> Iterator[KeysApart]:
+        """Inside, an evaluation's batches have keys, too; they count if the weights are those that the cache is of.
+
+        Yields the loader with the keys taken out of its batches.
+        """
+        cache, pipeline, before = self._auto_cache, self.pipeline, self._evaluated
+        base: Any = getattr(dataloader, "base_dataloader", dataloader)
+        collate_fn = getattr(base, "collate_fn", None)
+        loader = self._evaluated = KeysApart(dataloader)
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_evaluated", before)
+            if cache is not None:
+                stack.enter_context(cache.cache.counting_apart())
+                # also before the first layers freeze: workers that last keep the collator that they began with
+                if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
+                    base.collate_fn = self._keying_collator(collate_fn)
+                    stack.callback(setattr, base, "collate_fn", collate_fn)
+            if cache is not None and pipeline is not None and pipeline.cache is not None and not cache.weights_hold():
+                pipeline.use_cache(None)  # they are averaged ones, for one
+                stack.callback(lambda: pipeline.use_cache(cache.cache if cache.is_on else None))
+            yield loader
 
     # ------------------------------------------------------------------------------------ data
     def get_train_dataloader(self) -> DataLoader:
@@ -276,9 +281,10 @@ class PipeTransformerTrainer(WholeCheckpoints):
             dataset = _whole_stream(dataset)
         args = self.args
         if self._may_cache:
-            folder = args.activation_cache_dir or os.path.join(args.output_dir or ".", "activation_cache")
             # processes share it, even if each was given a temporary output_dir of its own
-            self._cache_folder = store_folder(self._processes.gather_objects(folder)[0])
+            output_dir = self._processes.gather_objects(args.output_dir or ".")[0]
+            folder = args.activation_cache_dir or os.path.join(output_dir, "activation_cache")
+            self._current_generations = current_file(folder, output_dir)
         self._train_batches = NumberedBatches(
             dataset,
             None if is_iterable else _sampler_of(stock),
@@ -299,7 +305,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
         return NumberedLoader(self._train_batches)
 
     def _keying_collator(self, collate_fn: Any) -> KeyingCollator:
-        return KeyingCollator(collate_fn, ReadAhead(self._cache_folder))
+        return KeyingCollator(collate_fn, ReadAhead(self._current_generations), self._not_in_keys)
 
     def _same_order(self, order: list[int]) -> list[int]:
         """Rank 0's order: a sampler may draw what it likes."""
@@ -509,16 +515,21 @@ class PipeTransformerTrainer(WholeCheckpoints):
 
     # ------------------------------------------------------------------------------------ evaluation
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
-        if not self._is_stock and self.pipeline is not None and self.pipeline.is_placed:
-            with phase("evaluation"), self._evaluating_with_cache(dataloader):
-                return super().evaluation_loop(dataloader, *positional, **keywords)
+        stock: Any = super().evaluation_loop
         if self._is_stock:
-            return super().evaluation_loop(dataloader, *positional, **keywords)
+            return stock(dataloader, *positional, **keywords)
+        if self.pipeline is not None and self.pipeline.is_placed:
+            with phase("evaluation"), self._evaluating_with_cache(dataloader) as loader:
+                return stock(loader, *positional, **keywords)
         check_same_size(self._processes, dataloader.dataset)
-        pipeline = self._pipeline_for(self._evaluation_rows(dataloader), dataloader.collate_fn)
+        collate_fn = dataloader.collate_fn
+        if isinstance(collate_fn, KeyingCollator):
+            collate_fn = collate_fn.inner
+        pipeline = self._pipeline_for(self._evaluation_rows(dataloader), collate_fn)
         pipeline.place(self._make_layouts(pipeline).first, keep_weights_aside=True)
         try:
-            return super().evaluation_loop(dataloader, *positional, **keywords)
+            # its workers may have begun under the cache
+            return stock(KeysApart(dataloader), *positional, **keywords)
         finally:
             pipeline.put_back()
 
@@ -541,15 +552,15 @@ class PipeTransformerTrainer(WholeCheckpoints):
             return stock(model, inputs)
         pipeline = self.pipeline
         assert pipeline is not None and pipeline.stage is not None
-        if pipeline.cache is None:
-            inputs.pop(KEYS_NAME, None)
+        keys = self._evaluated.keys_of(inputs) if self._evaluated is not None and pipeline.cache is not None else None
+        keyed = inputs if keys is None else {**inputs, KEYS_NAME: keys}
         with phase("prediction"):
             if pipeline.num_stages > 1:
                 prepare = lambda batch: dict(self._prepare_inputs(batch))  # noqa: E731
-                return pipeline.predict(dict(inputs), prepare, lambda batch: stock(self.model, batch))
-            if KEYS_NAME not in inputs:
+                return pipeline.predict(dict(keyed), prepare, lambda batch: stock(self.model, batch))
+            if keys is None:
                 return stock(self.model, inputs)
-            with pipeline.stage.running_to_the_end([], self._prepare_inputs(inputs)) as batch:
+            with pipeline.stage.running_to_the_end([], self._prepare_inputs(keyed)) as batch:
                 return stock(self.model, batch)
 
     # ------------------------------------------------------------------------------------ saving and loading
@@ -600,7 +611,7 @@ class _Hooks(TrainerCallback):
         PROGRESS.enter("end")
         self._trainer._end_records()
         if self._trainer._auto_cache is not None:
-            self._trainer._auto_cache.close(deletes=False)  # all have written when the model is whole
+            self._trainer._auto_cache.close(has_ended=False)  # all have written when the model is whole
         self._trainer.make_model_whole()
 
 

@@ -150,7 +150,8 @@ class _FirstStep(TrainerCallback):
 
 def trainer_with_fault(folder: str, rank: int, world_size: int, fault: Fault | None) -> PipeTransformerTrainer:
     """An elastic training: as many stages as processes, then two, then one."""
-    uses_cache = fault is not None and fault.phase == "cache"
+    # the next attempt goes on with what the one that was killed has put
+    uses_cache = (fault is not None and fault.phase == "cache") or Path(folder, "activation_cache").exists()
     trainer = pipeline_trainer(
         replace(RUN, per_device=16 // world_size),
         world_size,

@@ -13,7 +13,7 @@ import torch
 from model_zoo import MODELS
 from training_data import Kind, PadCollator, TrainingData
 
-from hf_pipetransformer.cache.activation_cache import ActivationCache
+from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
 from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationWriter
 from hf_pipetransformer.cache.content_keys import content_keys
 from hf_pipetransformer.model.layer_range import tensors_of
@@ -150,6 +150,32 @@ def test_a_full_store_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert starts[0] == 2 and starts[-1] == 0
     setup.cache.advance(3, "weights")
     assert setup.cache.failure is None  # there may be room again
+
+
+def test_rows_that_are_there_already_are_counted(tmp_path: Path) -> None:
+    """A later stage puts what an earlier training has put: it cannot see that, and the epoch fills the store all the
+    same.
+    """
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.go(range(3))
+    batch = setup.batch(range(4))
+    with torch.no_grad():
+        setup.stack.runner.run(0, 2, None, batch, setup.cache.watch(batch, content_keys(batch) or [], 0, 2))
+    setup.cache.flush()
+    counts = setup.cache.take_counts()
+    assert (counts.stored, counts.present) == (4, 3)
+
+
+def test_evaluations_are_counted_apart(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    with setup.cache.counting_apart():
+        setup.go(range(3))
+        setup.go(range(3))
+    assert setup.cache.take_counts() == CacheCounts()
+    evaluated = setup.cache.evaluated
+    assert (evaluated.rows, evaluated.hits, evaluated.stored) == (6, 3, 3)
 
 
 def test_a_busy_writer_drops_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from stored_rows import (
     FINGERPRINT,
     Child,
@@ -27,7 +28,14 @@ from stored_rows import (
     put,
 )
 
-from hf_pipetransformer.cache.activation_files import HEADER_BYTES, GenerationFiles, Record, transfer
+from hf_pipetransformer.cache.activation_files import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    GenerationFiles,
+    Meta,
+    Record,
+    transfer,
+)
 from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
 
 
@@ -182,7 +190,10 @@ def test_a_record_that_leads_nowhere_is_a_miss(
 
 
 def _meta(**changes: Any) -> str:
-    return json.dumps({"version": 1, "num_buckets": 4, "facts": {}} | changes)
+    """With a checksum that agrees."""
+    content = {"version": FORMAT_VERSION, "num_buckets": 4, "facts": {}} | changes
+    checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({**content, "checksum": checksum})
 
 
 @pytest.mark.parametrize(
@@ -193,11 +204,12 @@ def _meta(**changes: Any) -> str:
         "[" * 100_000,
         "[1, 2]",
         "\udcff",
-        _meta(version=2),
+        _meta(version=FORMAT_VERSION + 1),
         _meta(num_buckets=0),
         _meta(num_buckets=2**40),
         _meta(num_buckets="4"),
         _meta(facts=None),
+        Meta(4, {"features": [384]}).to_json().replace("384", "385"),
         None,
     ],
 )

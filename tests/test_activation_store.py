@@ -99,8 +99,31 @@ def test_what_is_there_is_not_written_again(store: ActivationStore, writer: Gene
     with closing(open_writer(store, writer=1)) as other:
         assert put(other, [2, 1]) == 0
         assert store.nbytes() == nbytes
+        assert other.num_present == 2
         assert put(other, [2, 3]) == 1
-        assert other.num_entries == 1
+        assert other.num_entries == 1 and other.num_present == 3
+
+
+def test_what_a_killed_process_was_making_is_removed_later(store: ActivationStore) -> None:
+    put(open_writer(store), [1])
+    new, old = store.folder / ".new-fresh", store.folder / ".doubtful-old"
+    for folder in (new, old):
+        folder.mkdir()
+        (folder / "segment-0").write_bytes(b"left behind")
+    os.utime(old, (0, 0))
+    store.delete(9, "none")
+    assert new.is_dir() and not old.exists()
+
+
+def test_a_superseded_generation_is_evicted_first_unless_somebody_uses_it(store: ActivationStore) -> None:
+    now = time.time()
+    for number in (3, 4):
+        store.writer(number, FINGERPRINT, writer=0, capacity=4).close()
+        store.mark_superseded(number, FINGERPRINT)
+    store.mark_used(4, FINGERPRINT)  # by another training
+    assert store.evict(now - 60)
+    assert store.generations() == [(4, FINGERPRINT)]
+    assert not store.evict(now - 60)
 
 
 def test_a_full_table_turns_rows_away_and_keeps_what_it_has(store: ActivationStore, reader: GenerationReader) -> None:

@@ -7,6 +7,8 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer, auto_cache
 from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache.activation_cache import CacheCounts
+from hf_pipetransformer.cache.activation_store import GenerationReader
+from hf_pipetransformer.planning.costs import UnitCost
+from hf_pipetransformer.planning.planner import make_plan
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""
@@ -149,7 +155,9 @@ class WithNoise:
         super().__init__(*positional, **keywords)
 
 
-def augmented(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[dict[str, Any]], str | None]:
+def augmented(
+    rank: int, world_size: int, mode: str, options: dict[str, Any]
+) -> tuple[Outcome, list[dict[str, Any]], str | None]:
     reasons: list[str | None] = []
 
     class Watching(WithNoise):
@@ -157,17 +165,57 @@ def augmented(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[dict
             super()._adapt()  # type: ignore[misc]
             reasons.append(self._auto_cache and self._auto_cache.reason_off)  # type: ignore[attr-defined]
 
-    run = Run("image-classification", epochs=5, trainer=Watching)
+    run = Run("image-classification", epochs=5, trainer=Watching).with_options(**options)
     outcome, epochs = cached(rank, world_size, run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
     return outcome, epochs, reasons[-1]
 
 
-def test_augmented_images_miss_and_the_cache_goes_off() -> None:
-    with_cache = run_ranks(augmented, WORLD, "on")
-    without = run_ranks(augmented, WORLD, "off")
+@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}], ids=["training", "evaluated"])
+def test_augmented_images_miss_and_the_cache_goes_off(options: dict[str, Any]) -> None:
+    """An evaluation's images are the same each time: that they are found must not hide it."""
+    with_cache = run_ranks(augmented, WORLD, "on", options)
+    without = run_ranks(augmented, WORLD, "off", options)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert [e["cache_hit_rate"] for e in with_cache[0][1]] == [0, 0]  # filled, then read in vain
     assert all("0 were found" in str(reason) for *_, reason in with_cache)
+
+
+class Mirrored:
+    """A Trainer's mixin whose loss is of other inputs than the collator gave."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+
+
+class Prepared:
+    """Likewise."""
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+
+
+def reason_of(rank: int, world_size: int, run: Run, mode: str) -> tuple[Outcome, str | None]:
+    trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
+    reasons: list[str | None] = []
+    adapt = trainer._adapt
+
+    def adapt_and_look() -> None:
+        adapt()
+        reasons.append(trainer._auto_cache and trainer._auto_cache.reason_off)
+
+    trainer._adapt = adapt_and_look  # type: ignore[method-assign]
+    return outcome_of(trainer), reasons[-1]
+
+
+@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
+def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
+    run = Run("image-classification", epochs=4, trainer=mixin)
+    with_cache = run_ranks(reason_of, 2, run, "on")
+    without = run_ranks(reason_of, 2, run, "off")
+    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
+    assert all("changes the inputs before the model sees them" in str(reason) for _, reason in with_cache)
 
 
 def test_one_process() -> None:
@@ -299,6 +347,32 @@ def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list
     return cached(rank, world_size, Run(epochs=6), {0: 2, 1: 2, 2: 1}, {3: 1, 6: 2}, **options)
 
 
+@pytest.mark.parametrize(
+    ("stages", "nodes", "highest"),
+    [
+        (1, "aaaa", 8),
+        (2, "aaaa", 7),
+        (4, "aaaa", 5),  # three stages follow the first one
+        (2, "aabb", 7),
+        (4, "aabb", 4),  # the third stage is on another node than the first
+        (4, "abbb", 2),
+    ],
+)
+def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest: int) -> None:
+    units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
+    plan = make_plan(units, 4, stages, rows_per_device=4, memory_budget_bytes=None)
+    assert auto_cache.highest_boundary(plan, nodes) == highest
+
+
+def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:
+    """With four stages of four layers that is one layer, also where three are frozen."""
+    run = RUNS["bert"]
+    results = run_ranks(cached, WORLD, run, {0: 4, 1: 4, 2: 4, 3: 4}, {3: 3})
+    (expected,) = run_ranks(reference, 1, run, {3: 3})
+    assert_same_training([outcome for outcome, _ in results], expected)
+    assert hit_rates(results[0][1]) == [(0, 0), (1, 0), (1, 0), (1, 0)]
+
+
 def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
     """The order is another than on one node, so it is compared with a training whose store cannot be made."""
     (tmp_path / "file").write_text("not a folder")
@@ -378,24 +452,29 @@ def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
 
 
 def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
-    """At the same time, with the same weights: they share what they find, and one deletes what the other reads."""
+    """At the same time, with the same weights: they share what they find, and neither deletes what the other reads."""
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(run_ranks, cached, 2, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START) for _ in range(2)]
         outcomes = [outcome for job in jobs for outcome, _ in job.result()]
     alone = run_ranks(cached, 2, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START, activation_cache="off")
     assert_same_training(outcomes, alone[0][0])
+    assert len(list((tmp_path / "cache").glob("00[123]-*"))) == 3
 
 
-def train_some(rank: int, world_size: int, run: Run, folder: str) -> None:
-    trainer = trainer_of(run, SHRINK, {3: 1}, folder, save_strategy="steps", save_steps=7)
-    trainer.add_callback(StopAfter(7))
+def train_some(
+    rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int], table: dict[int, int], steps: int
+) -> None:
+    trainer = trainer_of(run, stages, table, folder, save_strategy="steps", save_steps=steps)
+    trainer.add_callback(StopAfter(steps))
     trainer.train()
 
 
-def resume(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
-    trainer = trainer_of(run, SHRINK, {3: 1}, folder)
-    outcome = outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-7")
+def resume(
+    rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int], table: dict[int, int]
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    trainer = trainer_of(run, stages, table, folder)
+    outcome = outcome_of(trainer, resume_from_checkpoint="last")
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
 
 
@@ -404,33 +483,95 @@ def test_resuming_finds_the_store_warm(tmp_path: Path) -> None:
     run = Run(epochs=4)
     cache = str(tmp_path / "cache")
     run = run.with_options(activation_cache_dir=cache)
-    run_ranks(train_some, WORLD, run, str(tmp_path / "run"))
-    results = run_ranks(resume, WORLD, run, str(tmp_path / "run"))
+    run_ranks(train_some, WORLD, run, str(tmp_path / "run"), SHRINK, {3: 1}, 7)
+    results = run_ranks(resume, WORLD, run, str(tmp_path / "run"), SHRINK, {3: 1})
     (expected,) = run_ranks(reference, 1, Run(epochs=4), {3: 1})
     assert_same_training([outcome for outcome, _ in results], expected)
     new = [e for e in results[0][1] if e["step"] > 7]
     assert new and set(hit_rates(new)) == {(1, 0)}
 
 
+def test_a_warm_store_is_found_where_a_later_stage_fills_it(tmp_path: Path) -> None:
+    """The first of two stages ends below the three frozen layers, and cannot see that their output is there."""
+    stages, table = {0: 2, 3: 2}, {6: 3}  # of six steps an epoch
+    run = Run(epochs=6).with_options(activation_cache_dir=str(tmp_path / "cache"), elastic=False)
+    run_ranks(train_some, 2, run, str(tmp_path / "run"), stages, table, 14)
+    results = run_ranks(resume, 2, run, str(tmp_path / "run"), stages, table)
+    (expected,) = run_ranks(reference, 1, Run(epochs=6, per_device=2), table)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    new = [e for e in results[0][1] if e["step"] > 14]
+    assert hit_rates(new)[-1] == (1, 0) and all(e["cache_rows_stored"] < 5 for e in new)
+
+
 # ------------------------------------------------------------------------------------------ evaluation, traces
-def evaluating(rank: int, world_size: int, mode: str, folder: str) -> tuple[list[float], list[dict[str, Any]], bool]:
-    run = Run(epochs=5).with_options(eval_strategy="epoch")
-    trainer = trainer_of(run, {0: 2, 1: 2, 2: 1}, {3: 1}, folder, activation_cache=mode)
+class PassesOn:
+    """A Trainer's mixin that calls the model on what an evaluation's loader gives, as for generation."""
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        if self.pipeline.num_stages == 1:  # type: ignore[attr-defined]
+            self.model(**inputs)  # type: ignore[attr-defined]
+        return super().prediction_step(model, inputs, *positional, **keywords)  # type: ignore[misc]
+
+
+def evaluating(
+    rank: int, world_size: int, mode: str, folder: str, stages: dict[int, int], options: dict[str, Any]
+) -> tuple[list[float], list[dict[str, Any]], CacheCounts, bool]:
+    run = Run(epochs=5, trainer=PassesOn).with_options(eval_strategy="epoch", **options)
+    trainer = trainer_of(run, stages, {6: 1}, folder, activation_cache=mode)
+    counts = [CacheCounts()]
+
+    class Looking(TrainerCallback):
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            if trainer._auto_cache is not None:
+                counts.append(trainer._auto_cache.cache.evaluated)
+
+    trainer.add_callback(Looking())
     trainer.train()
+    trainer.evaluate()  # of a loader whose workers may have begun while there was a cache
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     left = (Path(folder) / "activation_cache").exists()
-    return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], left
+    return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
 
 
-def test_evaluation_sets_are_cached_too(tmp_path: Path) -> None:
-    with_cache = run_ranks(evaluating, WORLD, "on", str(tmp_path / "on"))
-    without = run_ranks(evaluating, WORLD, "off", str(tmp_path / "off"))
-    assert len(without[0][0]) == 5
+@pytest.mark.parametrize("stages", [{0: 2, 1: 2}, {0: 1, 1: 1}], ids=["pipeline", "replicas"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}],
+    ids=["no-workers", "persistent"],
+)
+def test_evaluation_sets_are_cached_too(options: dict[str, Any], stages: dict[int, int], tmp_path: Path) -> None:
+    with_cache = run_ranks(evaluating, 2, "on", str(tmp_path / "on"), stages, options)
+    without = run_ranks(evaluating, 2, "off", str(tmp_path / "off"), stages, options)
+    assert len(without[0][0]) == 6
     torch.testing.assert_close(with_cache[0][0], without[0][0], rtol=0, atol=1e-5)
     first, *rest = with_cache[0][1]
-    assert first["cache_rows_stored"] == pytest.approx(83 + 29, abs=4)
+    assert first["cache_rows_stored"] == pytest.approx(83, abs=4)
     assert set(hit_rates(rest)) == {(1, 0)}
-    assert not with_cache[0][2]  # of no use to another run
+    evaluated = reduce(add, (counts for _, _, counts, _ in with_cache))
+    assert evaluated.rows >= 29 and evaluated.hits >= evaluated.rows - 2
+    assert not with_cache[0][3]  # of no use to another run
+
+
+def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(auto_cache, "get_worker_info", lambda: "a worker")
+    monkeypatch.setattr(GenerationReader, "prefetch", lambda self, keys: asked.append(self._path.name))
+    current = tmp_path / "store" / "current-a.json"
+    ahead = auto_cache.ReadAhead(current)
+    ahead([bytes(16)])  # before there is anything
+    assert asked == []
+    auto_cache.publish(current, [(2, "b"), (1, "a")])
+    ahead([bytes(16)])
+    auto_cache.publish(current, [(3, "c")])
+    ahead([bytes(16)])
+    assert asked == ["002-b", "001-a", "003-c"]
+    for damaged in ("", "[3]", "{}"):
+        current.write_text(damaged)
+        ahead([bytes(16)])  # the step reads for itself
+    monkeypatch.setattr(auto_cache, "get_worker_info", lambda: None)
+    auto_cache.publish(current, [(4, "d")])
+    ahead([bytes(16)])
+    assert "004-d" not in asked
 
 
 def test_events_say_what_is_cached(tmp_path: Path) -> None:

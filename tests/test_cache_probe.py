@@ -483,6 +483,22 @@ def test_a_mask_that_does_not_tell_rows_from_padding_is_refused():
     assert_refused(probe(MODELS["bert-classification"].build(), text(), collate), "the attention mask is not")
 
 
+def test_a_loss_that_reads_more_than_the_last_layers_output_is_refused():
+    model = MODELS["bert-classification"].build()
+
+    def mixed(batch: dict[str, Any]) -> Tensor:
+        """As a mixup does it, before the model sees the inputs."""
+        return model(**{**batch, "input_ids": batch["input_ids"].flip(0)}).loss
+
+    def of_all_layers(batch: dict[str, Any]) -> Tensor:
+        outputs = model(**batch, output_hidden_states=True)
+        return outputs.loss + sum(state[:, 0].mean() for state in outputs.hidden_states)
+
+    assert accepted(probe(model, text(), padding(), loss_of=lambda batch: model(**batch).loss)) == [1, 2, 3, 4]
+    for loss_of in (mixed, of_all_layers):
+        assert accepted(probe(model, text(), padding(), loss_of=loss_of)) == []
+
+
 def test_a_collator_may_take_the_labels_out_of_its_samples():
     def collate(samples: list[Sample]) -> dict[str, Any]:
         labels = torch.stack([sample.pop("labels") for sample in samples])

@@ -18,7 +18,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,6 +56,8 @@ class CacheCounts:
     stored: int = 0
     """Put where they end now."""
     older_stored: int = 0
+    present: int = 0
+    """Not put, because they were there already."""
     dropped: int = 0
     """Not written, because the writer was busy."""
     load_seconds: float = 0.0
@@ -103,6 +106,9 @@ class ActivationCache:
         padded_left: bool = False,
     ) -> None:
         self.counts = CacheCounts()
+        """Of the training."""
+        self.evaluated = CacheCounts()
+        """Of the latest evaluation (`counting_apart`)."""
         self.failure: OSError | None = None
         """Why nothing is written any more."""
         self._has_said_so = False
@@ -125,7 +131,7 @@ class ActivationCache:
         self.flush()
         counts = self.counts  # of where they end from now on nothing has been counted yet
         counts.older_hits, counts.hits = counts.found, 0
-        counts.older_stored, counts.stored = counts.older_stored + counts.stored, 0
+        counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
         if (num_frozen, fingerprint) not in [(g.num_frozen, g.fingerprint) for g in self._generations]:
             reader = self._store.reader(num_frozen, fingerprint)
             self._generations.insert(0, _Generation(num_frozen, fingerprint, reader))
@@ -274,7 +280,7 @@ class ActivationCache:
             copied = torch.cuda.Event()
             copied.record()
         layout = _Layout.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
-        self._writer.put(_Entries(self._generations[0], list(keys), copy, spans, layout, copied))
+        self._writer.put(_Entries(self._generations[0], list(keys), copy, spans, layout, copied, self.counts))
 
     def _spans_of(self, batch: Batch) -> list[slice] | None:
         """Where the rows' own tokens are; None for a batch that is not to be kept or looked for."""
@@ -314,6 +320,15 @@ class ActivationCache:
     def close(self) -> None:
         self._writer.close()
         self.forget(keep=0)
+
+    @contextmanager
+    def counting_apart(self) -> Iterator[None]:
+        """Inside, it is counted for an evaluation, whose rows say nothing about those of the training."""
+        counts, self.counts = self.counts, CacheCounts()
+        try:
+            yield
+        finally:
+            self.evaluated, self.counts = self.counts, counts
 
     def take_counts(self) -> CacheCounts:
         """What has been counted since the last call."""
@@ -376,6 +391,7 @@ class _Entries:
     spans: list[slice]
     layout: _Layout
     copied: Any  # the event after which the states are here
+    counts: CacheCounts  # to be told
 
 
 class _Writer:
@@ -435,10 +451,13 @@ class _Writer:
         if self._open is None or self._open[0] is not entries.generation:
             self.close_generation()
             self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
-        if _Layout.from_facts(entries.generation.reader.facts) != entries.layout:
+        writer = self._open[1]
+        if _Layout.from_facts(writer.facts) != entries.layout:
             return  # another batch had a mask where this one has none: one generation has one layout
         rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
-        self._cache.counts.stored += self._open[1].put(entries.keys, rows)
+        present = writer.num_present
+        entries.counts.stored += writer.put(entries.keys, rows)
+        entries.counts.present += writer.num_present - present
         self.last = entries
 
     def _write_somehow(self, entries: _Entries) -> None:

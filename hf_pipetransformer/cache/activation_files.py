@@ -1,7 +1,7 @@
 """The files of one generation of cached activations, and how they are found, read and trusted.
 
     <generation>/
-      meta.json          format version, number of buckets, facts for people and programs
+      meta.json          format version, number of buckets, facts for people and programs, checksum
       table              buckets of 16 records: key, offset, nbytes, writer, check          (sparse)
       segment-<writer>   entries one after another: magic, nbytes, checksum, key, payload  (append-only)
 
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META = "meta.json"
 TABLE = "table"
 SEGMENT = "segment-"
@@ -61,7 +61,14 @@ class Meta(NamedTuple):
     facts: dict[str, Any]
 
     def to_json(self) -> str:
-        return json.dumps({"version": FORMAT_VERSION, **self._asdict()})
+        return json.dumps({**self._content(), "checksum": self.checksum()})
+
+    def checksum(self) -> str:
+        """Of all that is said: a number of the facts may be the size of what a reader allocates."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self._content(), sort_keys=True).encode())
+
+    def _content(self) -> dict[str, Any]:
+        return {"version": FORMAT_VERSION, **self._asdict()}
 
 
 class Record(NamedTuple):
@@ -192,10 +199,12 @@ class GenerationFiles:
         except (FileNotFoundError, RecursionError) as error:
             raise ValueError(f"{META} is missing, or was never this program's.") from error
         match content:
-            case {"version": version, "num_buckets": int(num_buckets), "facts": dict(facts)} if (
+            case {"version": version, "num_buckets": int(num_buckets), "facts": dict(facts), "checksum": checksum} if (
                 version == FORMAT_VERSION and 1 <= num_buckets <= MAX_BUCKETS
             ):
-                return Meta(num_buckets, facts)
+                meta = Meta(num_buckets, facts)
+                if checksum == meta.checksum():
+                    return meta
         raise ValueError(f"{META} is damaged or of another version.")
 
     def _bucket_offset(self, key: bytes) -> int:

@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -59,6 +60,9 @@ Row: TypeAlias = npt.NDArray[np.uint8] | memoryview
 
 RECORDS_PER_ROW = 4
 """Size of the table. Filled to a quarter, a bucket has 4 records on average, and 1 in a million would need over 16."""
+
+SECONDS_UNTIL_LEFT = 3600.0
+"""A generation is made, or looked at again, in an instant: a folder that is at it for longer was left behind."""
 
 _GENERATION = re.compile(r"(\d{3,})-([\w-]+)", re.ASCII)
 _NEW, _DOUBTFUL, _DELETED = ".new-", ".doubtful-", ".deleted-"
@@ -151,11 +155,13 @@ class GenerationWriter:
 
     Attributes:
         num_entries: entries that this object has written.
+        num_present: rows given to `put` that were there already.
         nbytes: bytes that this object has appended, the entries' headers included.
     """
 
     def __init__(self, path: Path, writer: int, max_bytes: int | None) -> None:
         self.num_entries = 0
+        self.num_present = 0
         self.nbytes = 0
         self._path = path
         self._writer = writer
@@ -166,6 +172,11 @@ class GenerationWriter:
         except OSError:
             self._files.close()
             raise
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the process that made the generation noted about it."""
+        return self._files.meta.facts
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A GenerationWriter stays in the process that made it: send the ActivationStore instead.")
@@ -200,7 +211,11 @@ class GenerationWriter:
             payload = _flat(row)
             if payload.nbytes > MAX_PAYLOAD_BYTES:
                 raise ValueError(f"A row has {payload.nbytes} bytes, but at most {MAX_PAYLOAD_BYTES} can be stored.")
-            if key not in payloads and not self._is_hit(key, payload.nbytes) and self._files.slot_for(key) is not None:
+            if key in payloads:
+                continue
+            if self._is_hit(key, payload.nbytes):
+                self.num_present += 1
+            elif self._files.slot_for(key) is not None:
                 payloads[key] = payload
         if not payloads:
             return 0
@@ -340,6 +355,11 @@ class ActivationStore:
             path.rename(self._unique(_DELETED))
         self._remove_deleted()
 
+    def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
+        """Note that a generation may be evicted first; whoever else uses it will mark it again."""
+        with suppress(OSError):
+            os.utime(self._path(num_frozen, fingerprint), (0, 0))
+
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
         """Note that a generation is in use, for `evict`. One that does not exist, or may not be touched, is left."""
         with suppress(OSError):
@@ -421,9 +441,10 @@ class ActivationStore:
         self._remove_deleted()
 
     def _remove_deleted(self) -> None:
-        """Remove what was deleted, also by a process that was killed before it had finished."""
+        """Remove what was deleted, and what a process that was killed meanwhile has left half made."""
         for entry in _scan(self.folder):
-            if entry.name.startswith(_DELETED):
+            is_left = entry.name.startswith((_NEW, _DOUBTFUL)) and _age(entry) > SECONDS_UNTIL_LEFT
+            if is_left or entry.name.startswith(_DELETED):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
@@ -449,6 +470,14 @@ def _segments_nbytes(folder: Path) -> int:
                     with suppress(OSError):  # removed meanwhile
                         total += file.stat().st_size
     return total
+
+
+def _age(entry: os.DirEntry[str]) -> float:
+    """Seconds since a folder was changed; 0 where it is gone."""
+    try:
+        return time.time() - entry.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _scan(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:

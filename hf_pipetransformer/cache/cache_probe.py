@@ -15,6 +15,7 @@ rows, for all boundaries between layers at once.
        a, b, c, d                   nor is it another one without padding
     7  a b c d  noise as padding,   no unit reads it, nor the head, nor the loss
                 after each unit
+    8  a b c d  the Trainer's loss  the same from the states above: it reads nothing below, and changes no input
 
 Each batch is one forward for all boundaries. `varied_samples` picks rows of different lengths. Where there are none,
 every second row is shortened, since the next row of the dataset may be shorter.
@@ -66,7 +67,8 @@ class CacheVerdict:
         reason: why not; None: it may.
         slot: the tensor to keep, if it may.
         errors: the largest difference that each check has found, relative to the largest value: "repeat" (3 above),
-            "ignored" (4), "padded ids" (5), "neighbours", "padded length" and "alone" (6), "padding" and "loss" (7).
+            "ignored" (4), "padded ids" (5), "neighbours", "padded length" and "alone" (6), "padding" and "loss" (7),
+            "loss from above" (8).
             A check that had nothing to compare (no padding, no labels), or that came too late, is missing.
         padded_left: the sample had padding on the left. If not, nothing has been found out about rows that have.
     """
@@ -204,7 +206,7 @@ class _Probe:
         order = sorted(sample.indices, key=lambda i: _num_tokens(sample.spans[i]))
         shortest = self._rows(order[:1])
         self._choose_tensors(shortest)  # 1
-        output = self._record(sample)
+        output, carry = self._record(sample)
         self._check_parameters(freezable, shortest)  # 2
         self._compare("repeat", sample, "random numbers change the hidden state in evaluation mode, too", SAME)  # 3
         others = _with_other_values(sample, self._ignored)  # 4
@@ -220,6 +222,16 @@ class _Probe:
             else:
                 self._compare("padded length", rows, "a row depends on the padded length")
         self._check_padding(sample, output, loss_of)  # 7
+        if loss_of is not None and self.open:  # 8
+            with _attributes_kept(self._stack.model):
+                whole = loss_of(dict(sample.batch))
+            error = _difference([self._above_all_units(carry, sample, loss_of)], [whole])
+            self._judge_all(
+                "loss from above",
+                error,
+                "the loss is another one where the layers' outputs come from the cache (it reads lower layers' outputs,"
+                " or changes the inputs before the model sees them)",
+            )
 
     # ------------------------------------------------------------------------------------ the checks
     def _choose_tensors(self, rows: _Rows) -> None:
@@ -252,8 +264,8 @@ class _Probe:
             for position, leaf in enumerate(tensors)
         ]
 
-    def _record(self, sample: _Rows) -> Any:
-        """Note the states that all others are compared with. Returns the model's output."""
+    def _record(self, sample: _Rows) -> tuple[Any, Carry]:
+        """Note the states that all others are compared with. Returns the model's output, and as `_forward`."""
 
         def visit(boundary: int, state: torch.Tensor) -> None:
             if sample.fits(state):  # copies: a layer may write into its input
@@ -262,8 +274,7 @@ class _Probe:
                 expected = f"[{len(sample.indices)} rows, {_width(sample) or 'some'} tokens, ...]"
                 self.refuse(boundary, f"the hidden state is {list(state.shape)}, not {expected}")
 
-        output, _ = self._forward(sample, visit)
-        return output
+        return self._forward(sample, visit)
 
     def _check_parameters(self, freezable: FreezableLayers, rows: _Rows) -> None:
         """Nothing that a state depends on may go on changing once its layers are frozen."""

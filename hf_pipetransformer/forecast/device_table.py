@@ -73,8 +73,7 @@ class Device:
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """How long the parts of a model take here, from their FLOPs.
 
-        A backward takes two forwards. What precedes the units is counted with the first one and the head with the
-        last, as their FLOPs are.
+        A backward takes two forwards. What precedes the units is counted with the first one, as its FLOPs are.
 
         Args:
             unit_costs: of the model.
@@ -82,18 +81,16 @@ class Device:
         """
         speed = self.flops_per_second * self.efficiency
 
-        def part(flops: float) -> PartTimes:
-            return PartTimes(
-                Seconds(self.seconds_per_unit, flops / speed), Seconds(2 * self.seconds_per_unit, 2 * flops / speed)
-            )
+        def part(flops: float, fixed: float) -> PartTimes:
+            return PartTimes(Seconds(fixed, flops / speed), Seconds(2 * fixed, 2 * flops / speed))
 
         slowest_link = self.link_bytes_per_second
         if world_size > self.devices_per_node:
             slowest_link = min(slowest_link, self.network_bytes_per_second)
         return ModelTimes(
             PartTimes(),
-            tuple(part(unit.forward_flops) for unit in unit_costs),
-            PartTimes(),
+            tuple(part(unit.forward_flops - unit.head.forward_flops, self.seconds_per_unit) for unit in unit_costs),
+            part(unit_costs[-1].head.forward_flops, 0.0),
             ADAM_TRAFFIC / self.memory_bytes_per_second,
             2 * (world_size - 1) / world_size / slowest_link,
         )

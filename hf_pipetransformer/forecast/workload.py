@@ -88,13 +88,15 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
         samples = samples[:1]
     with GhostProducts():
         stack = LayerStack.discover(model, samples[0])
-        costs = [measure_costs(stack, sample) for sample in samples]
-        max_frozen = FreezableLayers.of(stack, samples[0]).max_frozen
+        freezable = FreezableLayers.of(stack, samples[0])
+        costs = [measure_costs(stack, sample, freezable.never_frozen) for sample in samples]
     units = costs[0] if len(costs) == 1 else tuple(_at(tokens, three) for three in zip(*costs, strict=True))
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
     # what leaves the last unit is what leaves the one before it, for all families that are known
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
-    return Workload(units, max_frozen, frozenset(inner | whole), tokens_matter, tokens if tokens_matter else 1)
+    return Workload(
+        units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens if tokens_matter else 1
+    )
 
 
 def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...]:
@@ -187,4 +189,9 @@ def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:
         forward_flops=float(value([unit.forward_flops for unit in measured])),
         activation_bytes=value([unit.activation_bytes for unit in measured]),
         boundary_bytes=value([unit.boundary_bytes for unit in measured]),
+        head=replace(
+            measured[0].head,
+            forward_flops=float(value([unit.head.forward_flops for unit in measured])),
+            activation_bytes=value([unit.head.activation_bytes for unit in measured]),
+        ),
     )

@@ -66,6 +66,11 @@ class FreezableLayers:
         """The most units that can be frozen such that something is left to train; 0: none."""
         return next((f for f in range(self.num_layers, 0, -1) if self.trainable - self.frozen(f)), 0)
 
+    @property
+    def never_frozen(self) -> frozenset[str]:
+        """Names of the parameters that are trained when every unit is frozen: the head's."""
+        return self.trainable - self.frozen(self.num_layers)
+
     def frozen(self, num_frozen: int) -> frozenset[str]:
         """Names of the parameters that freeze with the first `num_frozen` units.
 

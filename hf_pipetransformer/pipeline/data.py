@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,44 @@ class _Slices(Sampler[list[int]]):
         assert self._batches.num_batches is not None
         for number in range(self._batches.next_number, self._batches.num_batches):
             yield self._batches.slice_of(number)
+
+
+class KeysApart:
+    """An evaluation's loader, whose batches may have keys for the activation cache; they are taken out, and kept here.
+
+    So whoever sees the batch, a user's `prediction_step` for one, can pass it to a model.
+
+    Args:
+        loader: whatever else is asked for is its own.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._keys: torch.Tensor | None = None  # of the latest batch
+        self._values: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._keys = None
+            if isinstance(batch, Mapping) and KEYS_NAME in batch:
+                self._keys = batch[KEYS_NAME]
+                if isinstance(batch, MutableMapping):
+                    del batch[KEYS_NAME]
+                else:
+                    batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
+                self._values = dict(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def keys_of(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """The keys of the latest batch; None if it had none, or these inputs are not all that it was."""
+        is_same = inputs.keys() == self._values.keys() and all(inputs[n] is v for n, v in self._values.items())
+        return self._keys if is_same else None
 
 
 class NumberedBatches(Dataset[Any]):

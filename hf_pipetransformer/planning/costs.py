@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,18 @@ from ..model.ghosts import evaluation_mode
 from ..model.layer_range import Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import batch_rows
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """The part of a unit's cost that stays when the unit is frozen, per row of the sample batch.
+
+    That is what follows the last unit; nothing of any other.
+    """
+
+    forward_flops: float = 0.0
+    activation_bytes: int = 0
+    trainable_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,9 +45,13 @@ class UnitCost:
     """Parameter name -> bytes. A parameter that several units need appears in each of them."""
     trainable_bytes: int
     """Of its parameters, those that require a gradient."""
+    head: HeadCost = HeadCost()
+    """Of all this, what goes on when the unit is frozen."""
 
 
-def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, ...]:
+def measure_costs(
+    stack: LayerStack, batch: dict[str, Any], never_frozen: Collection[str] = ()
+) -> tuple[UnitCost, ...]:
     """Count the operations and saved bytes of one forward of `batch` through the whole model.
 
     Counts are the same on every process, as times would not be, so every process derives the same plan.
@@ -43,6 +59,7 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
     Args:
         stack: the units of a complete model.
         batch: the keyword arguments of its forward, a few rows.
+        never_frozen: names of the parameters that are trained when every unit is frozen.
     """
     rows = batch_rows(batch)
     meter = _Meter(stack)
@@ -59,6 +76,14 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
     for k, unit in enumerate(stack.units):
         mine = [k, last + 1] if k == last else [k]
         parameters = {name: stack.table[name].nbytes for name in stack.table.names if name in stack.owners[k]}
+        trainable = {name: size for name, size in parameters.items() if stack.table[name].requires_grad}
+        head = HeadCost()
+        if k == last:
+            head = HeadCost(
+                meter.flops[-1] / rows,
+                round(meter.saved_bytes[-1] / rows),
+                sum(size for name, size in trainable.items() if name in never_frozen),
+            )
         costs.append(
             UnitCost(
                 name=unit.name,
@@ -66,7 +91,8 @@ def measure_costs(stack: LayerStack, batch: dict[str, Any]) -> tuple[UnitCost, .
                 activation_bytes=round(sum(meter.saved_bytes[i] for i in mine) / rows),
                 boundary_bytes=round(meter.bytes_of(boundaries[k], after=k) / rows),
                 parameters=parameters,
-                trainable_bytes=sum(size for name, size in parameters.items() if stack.table[name].requires_grad),
+                trainable_bytes=sum(trainable.values()),
+                head=head,
             )
         )
     return tuple(costs)

@@ -20,7 +20,7 @@ from .partition import check_schedule, choose_num_microbatches, microbatch_candi
 from .timeline import Timeline, simulate
 
 if TYPE_CHECKING:
-    from .costs import UnitCost
+    from .costs import HeadCost, UnitCost
     from .unit_times import ModelTimes
 
 MIB = 2**20
@@ -207,9 +207,13 @@ class PipelinePlan:
         return self._trainable_bytes(stage) * (times.update_seconds_per_byte + share * times.reduce_seconds_per_byte)
 
     def _trainable_bytes(self, stage: int) -> int:
-        active = [self.unit_costs[unit] for unit in self.units_of(stage) if unit >= self.num_frozen_layers]
         # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
-        return min(sum(unit.trainable_bytes for unit in active), self.parameter_bytes_of(stage))
+        return min(sum(cost.trainable_bytes for cost in self._trained(stage)), self.parameter_bytes_of(stage))
+
+    def _trained(self, stage: int) -> list[UnitCost | HeadCost]:
+        """Return the costs of what a stage trains: of a frozen last unit the head is left."""
+        costs = self.unit_costs
+        return [costs[k] if k >= self.num_frozen_layers else costs[k].head for k in self.units_of(stage)]
 
     def forward_flops_of(self, stage: int) -> float:
         """Return the forward FLOPs of one row in a stage."""
@@ -267,10 +271,9 @@ class PipelinePlan:
             raise ValueError(
                 f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
             )
-        active = [self.unit_costs[unit] for unit in self.units_of(stage) if unit >= self.num_frozen_layers]
         trainable = self._trainable_bytes(stage)
         rows_in_flight = self.microbatches_in_flight(stage, num_microbatches) * rows // num_microbatches
-        activations = sum(unit.activation_bytes for unit in active) * rows_in_flight
+        activations = sum(cost.activation_bytes for cost in self._trained(stage)) * rows_in_flight
         received = 0
         if stage > 0:
             received += self.unit_costs[self.stage_bounds[stage] - 1].boundary_bytes * rows
@@ -350,11 +353,14 @@ class StepPrediction:
 def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
     """Return the FLOPs of each unit in a training step.
 
-    A backward costs two forwards; a frozen unit has none, and a cached one is not run.
+    A backward costs two forwards; a frozen unit has none, and a cached one is not run. The head is always trained.
     """
     forwards = [0] * num_cached_layers + [1] * (num_frozen_layers - num_cached_layers)
     forwards += [3] * (len(unit_costs) - num_frozen_layers)
-    return [unit.forward_flops * count for unit, count in zip(unit_costs, forwards, strict=True)]
+    return [
+        unit.forward_flops * count + unit.head.forward_flops * (3 - count)
+        for unit, count in zip(unit_costs, forwards, strict=True)
+    ]
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
