@@ -51,6 +51,10 @@ WORTH_LOADING = 0.9
 """Loading must take less than this share of the time that computing takes."""
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
+NOTHING_KEPT = (
+    "none of an epoch's rows could be kept (padding on the left, where the examined rows had none; an attention mask"
+    " that is not [rows, tokens] of 0 and 1; inputs other than tensors)"
+)
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill, where no limit is given."""
 
@@ -62,10 +66,12 @@ class EpochReport:
     Attributes:
         counts: of rows.
         nbytes: size of the store on this node.
+        failure: why a process cannot write any more; None: all can.
     """
 
     counts: CacheCounts
     nbytes: int
+    failure: str | None
 
 
 class AutoCache:
@@ -118,6 +124,7 @@ class AutoCache:
         self._writes = False  # what is put in this epoch will be read
         self._marked = time.monotonic()
         self._reads_first = False  # this epoch is the first one that reads
+        self._has_said_full = False
 
     @classmethod
     def make(
@@ -201,7 +208,7 @@ class AutoCache:
         self._steps = 0
         began_late, self._began_late = self._began_late, not is_whole
         self._reads_first = False
-        self._writes = writes
+        wrote_all, self._writes = self._writes and not began_late, writes
         self.cache.write(writes)
         if not self.is_on or not self._boundary:
             return None
@@ -210,6 +217,8 @@ class AutoCache:
             return None
         report = self.look_back()
         counts = report.counts
+        if wrote_all and not (counts.found or counts.stored or counts.present or counts.dropped or report.failure):
+            self._turn_off(NOTHING_KEPT)
         if not counts.rows:
             return None
         if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
@@ -233,8 +242,14 @@ class AutoCache:
     def look_back(self) -> EpochReport:
         """What has been counted since the last call."""
         self.cache.flush()
-        everyone = self._mesh.gather_objects(self.cache.take_counts())
-        return EpochReport(reduce(add, everyone), self._store.nbytes())
+        everyone = self._mesh.gather_objects((self.cache.take_counts(), self.cache.why_full))
+        failure = next((why for _, why in everyone if why is not None), None)
+        if failure is not None and not self._has_said_full and self._mesh.rank == 0:
+            self._has_said_full = True
+            logger.warning(
+                "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", failure
+            )
+        return EpochReport(reduce(add, (counts for counts, _ in everyone)), self._store.nbytes(), failure)
 
     def _count_as_cached(self) -> None:
         if not self._is_forced and not self._pays():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -386,14 +388,56 @@ def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ the store's troubles
-def test_a_full_store_costs_time_only() -> None:
+def warned(
+    rank: int, world_size: int, run: Run, table: dict[int, int], options: dict[str, Any]
+) -> tuple[Outcome, list[dict[str, Any]], list[str]]:
+    """With what the cache has warned of on this process."""
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                messages.append(record.getMessage())
+
+    for name in (auto_cache.__name__, activation_cache.__name__):
+        logging.getLogger(name).addHandler(Handler())
+    return *cached(rank, world_size, run, SHRINK, table, **options), messages
+
+
+def test_a_full_store_costs_time_only_and_is_said_once() -> None:
     """A row of 64 bytes a token: 20 KiB hold some of them."""
     run = RUNS["bert"]
-    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_max_gib=20 / 2**20)
+    results = run_ranks(warned, WORLD, run, EPOCH_START, {"activation_cache_max_gib": 20 / 2**20})
     (expected,) = run_ranks(reference, 1, run, EPOCH_START)
-    assert_same_training([outcome for outcome, _ in results], expected)
+    assert_same_training([outcome for outcome, *_ in results], expected)
     stored = [e["cache_rows_stored"] for e in results[0][1]]
     assert 0 < stored[0] < run.samples
+    ((warning,), *others) = [messages for *_, messages in results]
+    assert "takes nothing more" in warning and others == [[], [], []]
+
+
+class LeftPadded:
+    """A Trainer's mixin whose rows all get padding on the left once the model has been examined."""
+
+    def _make_auto_cache(self, *positional: Any) -> Any:
+        cache = super()._make_auto_cache(*positional)  # type: ignore[misc]
+        batches = self._train_batches  # type: ignore[attr-defined]
+        inner = batches._keying_collate_fn.inner
+
+        def collate(samples: list[Any]) -> dict[str, Any]:
+            batch = inner(samples)
+            padded = {name: nn.functional.pad(batch[name], (1, 0)) for name in ("input_ids", "attention_mask")}
+            return {**batch, **padded}
+
+        batches._keying_collate_fn.inner = collate
+        return cache
+
+
+def test_a_reason_is_given_where_nothing_can_be_kept() -> None:
+    run = replace(RUNS["bert"], trainer=LeftPadded)
+    results = run_ranks(warned, WORLD, run, {3: 1}, {})
+    (warning,) = results[0][2]
+    assert "none of an epoch's rows could be kept (padding on the left" in warning
 
 
 def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:

@@ -111,7 +111,6 @@ class ActivationCache:
         """Of the latest evaluation (`counting_apart`)."""
         self.failure: OSError | None = None
         """Why nothing is written any more."""
-        self._has_said_so = False
         self._stack = stack
         self._slots = slots
         self._store = store
@@ -304,14 +303,16 @@ class ActivationCache:
         return self._store.evict(self._began - 2 * SECONDS_BETWEEN_MARKS)
 
     def stop_writing(self, error: OSError) -> None:
-        """Say once why frozen layers are computed from here on."""
+        """What the store has is used, the rest is computed from here on."""
         self.failure = error
-        if not self._has_said_so:
-            self._has_said_so = True
-            why = error.strerror or str(error) if isinstance(error, StoreFull) else str(error)
-            logger.warning(
-                "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", why
-            )
+
+    @property
+    def why_full(self) -> str | None:
+        """Why nothing is written any more, in words."""
+        error = self.failure
+        if error is None:
+            return None
+        return error.strerror or str(error) if isinstance(error, StoreFull) else str(error)
 
     def flush(self) -> None:
         """Wait until all that was put is written."""

@@ -229,8 +229,8 @@ class _Probe:
             self._judge_all(
                 "loss from above",
                 error,
-                "the loss is another one where the layers' outputs come from the cache (it reads lower layers' outputs,"
-                " or changes the inputs before the model sees them)",
+                "the loss is another one where the layers' outputs come from the cache (it reads lower layers'"
+                " outputs, or changes the inputs before the model sees them)",
             )
 
     # ------------------------------------------------------------------------------------ the checks
