@@ -16,13 +16,16 @@ next seed and the next alpha:
          replicas                                                  no cache
     f    all of it
 
-What is compared is the time of the epochs (without evaluation; finding the layers, timing them and the probe of the
-cache come before the first one and are in "wall_seconds"), the metric at the end, and the efficiency: the speed-up
-over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a cached
-one 0 times its forward).
+What is compared is the time of the epochs (without evaluation), the metric at the end, and the efficiency: the
+speed-up over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a
+cached one 0 times its forward; the head always 3).
 
-Every result is written as soon as it is there. What `--output` has already, from a run with the same task and options,
-is not run again.
+"wall_seconds", shown beside it, are those of the whole `train()`: the epochs and what comes before and after them,
+that is finding the layers, timing them, the probe of the cache and cutting the model, then putting it together again.
+They hold neither loading model and data nor the evaluation at the end.
+
+Every result is written as soon as it is there. What `--output` has already, from a run with the same task, model, data
+and options, is not run again.
 """
 
 from __future__ import annotations
@@ -221,6 +224,9 @@ def facts(options: argparse.Namespace, processes: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "accelerate")},
         "processes": processes,
+        # names alone: where they lie is nobody's business
+        "model": Path(options.model).name if options.model else None,
+        "data": options.data.name if options.data else None,
         "options": {k: str(v) for k, v in vars(options).items() if k not in varied},
     }
 
@@ -228,15 +234,19 @@ def facts(options: argparse.Namespace, processes: int) -> dict[str, Any]:
 def summary(results: list[dict[str, Any]], options: argparse.Namespace, processes: int) -> Table:
     """A line for each variant and alpha: means over the seeds, of times each against (a) and (b) of its own seed."""
     table = Table(title=f"{options.task}, {options.epochs} epochs, {processes} processes")
-    for column in ("variant", "alpha", "seeds", "training s", "/ (a)", "/ (b)", "FLOPs allow", "efficiency", "metric"):
+    columns = ("variant", "alpha", "seeds", "training s", "(a) / it", "(b) / it", "FLOPs allow", "efficiency")
+    for column in (*columns, "wall s", "(a)'s wall / it", "metric"):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    base = {(r["variant"], r["seed"]): r["seconds"] for r in results if r["variant"] in (DDP, STATIC)}
+    base = {(r["variant"], r["seed"]): r for r in results if r["variant"] in (DDP, STATIC)}
+
+    def speed_ups(group: list[dict[str, Any]], over: str, kind: str) -> list[float]:
+        return [base[over, r["seed"]][kind] / r[kind] for r in group if (over, r["seed"]) in base]
+
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["variant"], result["alpha"]), []).append(result)
     for (variant, alpha), group in groups.items():
-        over_ddp = [base[DDP, r["seed"]] / r["seconds"] for r in group if (DDP, r["seed"]) in base]
-        over_static = [base[STATIC, r["seed"]] / r["seconds"] for r in group if (STATIC, r["seed"]) in base]
+        over_ddp = speed_ups(group, DDP, "seconds")
         allowed = statistics.fmean(r["allowed"] for r in group)
         table.add_row(
             variant,
@@ -244,9 +254,11 @@ def summary(results: list[dict[str, Any]], options: argparse.Namespace, processe
             str(len(group)),
             spread([r["seconds"] for r in group], 1),
             spread(over_ddp, 2),
-            spread(over_static, 2),
+            spread(speed_ups(group, STATIC, "seconds"), 2),
             f"{allowed:.2f}",
-            f"{statistics.fmean(over_ddp) / allowed:.2f}" if over_ddp else "",
+            f"{statistics.fmean(over_ddp) / allowed:.3f}" if over_ddp else "",
+            spread([r["wall_seconds"] for r in group], 1),
+            spread(speed_ups(group, DDP, "wall_seconds"), 2),
             spread([r["metric"] for r in group], 4),
         )
     return table

@@ -7,8 +7,11 @@
 In rounds: the model's parts are timed, as `plan` does it, then trainings of a few steps are measured, one after the
 other in the same processes:
 
-    round 1    profile   DDP   K = 2   f = 2, filling and from the cache   f = 4 ...
-    round 2    profile   DDP   K = 2   ...
+    round 1    profile   DDP   K = 1   K = 2   K = 2, f = 2   f = 2, filling and from the cache   f = 4 ...
+    round 2    profile   DDP   K = 1   ...
+
+DDP is the stock Trainer, which a forecast takes for K = 1. A pipeline with frozen layers has no cache; the rows of f
+alone have K = 1.
 
 A row's error is predicted over measured step, less 1; what counts is the median over the rounds. Prediction and
 measurement of a round lie a minute apart, so the machine should have nothing else to do.
@@ -17,13 +20,16 @@ measurement of a round lie a minute apart, so the machine should have nothing el
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
 import statistics
+import tempfile
 import warnings
 from datetime import datetime, timezone
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import cached_step
@@ -34,15 +40,16 @@ import transformers
 from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PrinterCallback
 
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.forecast.command import ROWS_TO_TIME
 from hf_pipetransformer.forecast.device_table import CacheHost
 from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
 from hf_pipetransformer.forecast.inspection import build_ghost_model
 from hf_pipetransformer.forecast.local_profile import profile_here
 from hf_pipetransformer.forecast.workload import Workload, measure_workload
-from hf_pipetransformer.freezing import NeverFreeze, SchedulePolicy
+from hf_pipetransformer.freezing import FreezePolicy, NeverFreeze, SchedulePolicy
 
 GOAL = 0.15
 FILLING, READING = 1, 2  # epochs of a training whose layers freeze after the first one
@@ -77,18 +84,22 @@ def predict(arguments: argparse.Namespace, config: PreTrainedConfig, workload: W
     def step_ms(epoch: Epoch) -> float:
         return 1e3 * epoch.step_seconds
 
-    def epochs(k: int, m: int | None, frozen: int) -> tuple[Epoch, ...]:
-        policy = SchedulePolicy({1: frozen}) if frozen else NeverFreeze()
+    def epochs(k: int, m: int | None, policy: FreezePolicy, caches: bool) -> tuple[Epoch, ...]:
         job = Job(
             world, arguments.rows, cached_step.EPOCHS, arguments.rows * arguments.steps, policy, None, k,
-            num_microbatches=m or "auto",
+            is_elastic=False, caches=caches, num_microbatches=m or "auto",
         )  # fmt: skip
         return forecast(job, workload, machine).epochs
 
-    predicted = {"K = 1": step_ms(epochs(1, None, 0)[0])}
-    predicted |= {f"K = {world}, M = {m}": step_ms(epochs(world, m, 0)[0]) for m in arguments.microbatches}
+    one_stage = step_ms(epochs(1, None, NeverFreeze(), False)[0])
+    predicted = {"DDP": one_stage, "K = 1": one_stage}
+    frozen = arguments.frozen[0]
+    for m in arguments.microbatches:
+        predicted[f"K = {world}, M = {m}"] = step_ms(epochs(world, m, NeverFreeze(), False)[0])
+        course = epochs(world, m, SchedulePolicy({0: frozen}), False)
+        predicted[f"K = {world}, M = {m}, f = {frozen}"] = step_ms(course[0])
     for f in arguments.frozen:
-        course = epochs(1, None, f)
+        course = epochs(1, None, SchedulePolicy({1: f}), True)
         predicted[f"f = {f}, filling"] = step_ms(course[FILLING])
         predicted[f"f = {f}, cached"] = step_ms(course[READING])
     return predicted
@@ -101,15 +112,53 @@ def measure(arguments: argparse.Namespace, config: PreTrainedConfig) -> Row:
     def step_ms(variant: pipeline_step.Variant) -> float:
         return pipeline_step.run(variant, arguments, config).median_ms
 
-    measured = {"K = 1": step_ms(pipeline_step.Variant(1))}
-    measured |= {
-        f"K = {world}, M = {m}": step_ms(pipeline_step.Variant(world, "1f1b", m)) for m in arguments.microbatches
-    }
+    measured = {"DDP": step_ms(pipeline_step.Variant()), "K = 1": step_ms(pipeline_step.Variant(1))}
+    frozen = arguments.frozen[0]
+    for m in arguments.microbatches:
+        measured[f"K = {world}, M = {m}"] = step_ms(pipeline_step.Variant(world, "1f1b", m))
+        measured[f"K = {world}, M = {m}, f = {frozen}"] = frozen_pipeline_ms(world, m, frozen, arguments, config)
     for f in arguments.frozen:
         epochs = cached_step.run(f, "on", arguments, config)
         measured[f"f = {f}, filling"] = epochs[FILLING]
         measured[f"f = {f}, cached"] = statistics.median(epochs[READING:])
     return measured
+
+
+def frozen_pipeline_ms(
+    num_stages: int, num_microbatches: int, frozen: int, arguments: argparse.Namespace, config: PreTrainedConfig
+) -> float:
+    """Median step of a pipeline whose lowest layers are frozen from the start. Collective over all processes."""
+    clock = pipeline_step.StepClock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = PipeTransformerTrainer(
+            model=pipeline_step.make_model(arguments.model, config),
+            args=PipeTransformerTrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=arguments.rows // dist.get_world_size(),
+                max_steps=arguments.steps,
+                pipeline_parallel_size=num_stages,
+                num_microbatches=num_microbatches,
+                freeze_policy="schedule",
+                freeze_schedule={0: frozen},
+                elastic=False,
+                activation_cache="off",
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                log_level="error",
+            ),
+            train_dataset=pipeline_step.RandomRows(
+                arguments.rows * arguments.steps, arguments.tokens, config.vocab_size
+            ),
+            callbacks=[clock],
+        )
+        trainer.remove_callback(PrinterCallback)
+        gc.collect()  # an earlier Trainer, a circle of references, shall not be collected during the steps
+        dist.barrier()
+        trainer.train()
+        dist.barrier()  # the folder is needed until all are done
+    return statistics.median([1e3 * (b - a) for a, b in pairwise(clock.wall)][arguments.warmup - 1 :])
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Which models of transformers can be cut into a pipeline? Every class behind an Auto class is tried.
+"""Which models of transformers can be cut into a pipeline? Every class of the Auto mappings in `TASKS` is tried.
 
     python benchmarks/supported_models.py --results results.jsonl            # all; goes on where it was stopped
     python benchmarks/supported_models.py --results results.jsonl --retry    # what is not supported, once more
     python benchmarks/supported_models.py BertForMaskedLM --results one.jsonl   # some, by class or model type
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --table_only
+    python benchmarks/supported_models.py --table docs/supported_models.md --readme README.md   # numbers of the page
 
 Each class is built small with random weights (`tiny_models.py`), on the CPU, in a process of its own:
 
@@ -27,6 +28,7 @@ import re
 import resource
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -42,6 +44,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils import logging as hf_logging
 
 from hf_pipetransformer.errors import UnsupportedModelError
@@ -133,6 +136,12 @@ def candidates() -> list[Candidate]:
         for name, model_type in sorted(pairs, key=lambda pair: (pair[0], not _is_named_after(*pair), pair[1])):
             found.setdefault(name, Candidate(name, model_type, task))
     return list(found.values())
+
+
+def left_out() -> list[str]:
+    """transformers' mappings that are not in `TASKS`."""
+    mappings = {name for name, value in vars(modeling_auto).items() if isinstance(value, _LazyAutoMapping)}
+    return sorted(mappings - {f"{mapping}_MAPPING" for mapping in TASKS.values()})
 
 
 def _is_named_after(name: str, model_type: str) -> bool:
@@ -401,7 +410,8 @@ def run(chosen: Sequence[Candidate], results: Path, timeout_s: float, memory_gib
 
 INTRODUCTION = """# Supported models
 
-Every class that stands behind an Auto class of transformers {transformers}, tried by
+Every class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers}
+([the others](#left-out)), tried by
 
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --timeout_s 60
 
@@ -422,10 +432,23 @@ when training starts.
 """
 
 
+LEFT_OUT = """## Left out
+
+Classes that stand in none of the mappings above, but in one of these, were not looked at: bare models and backbones,
+which have no loss, and less common tasks.
+
+"""
+README_BEGINS, README_ENDS = "<!-- supported models -->\n\n", "\n<!-- end of supported models -->\n"
+MANY = 25
+"""Classes of a task that has a row of its own in the README."""
+
+
 def write_table(findings: Sequence[Finding], path: Path) -> None:
     """Counts, then what is refused, failing or not tried with reasons, then everything that is supported."""
     lines = [
         INTRODUCTION.format(
+            tried=len(TASKS),
+            mappings=len(TASKS) + len(left_out()),
             transformers=version("transformers"),
             torch=version("torch").split("+")[0],
             date=datetime.now(timezone.utc).date(),
@@ -449,7 +472,44 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
     lines += ["| model type | classes |", "|---|---|"]
     for model_type, members in sorted(families.items()):
         lines.append(f"| {model_type} | {', '.join(map(_with_conditions, sorted(members, key=lambda f: f.name)))} |")
+    lines += ["", LEFT_OUT + textwrap.fill(", ".join(f"`{mapping}`" for mapping in left_out()), 120) + "."]
     path.write_text("\n".join(lines) + "\n")
+
+
+def readme_part(page: str) -> str:
+    """What the README says about models, by the numbers of the page that `write_table` has written."""
+    mappings = re.search(r"^Every class in (\d+) of the (\d+) mappings", page, re.MULTILINE)
+    total = re.search(r"^\| \*\*all (\d+)\*\*.*$", page, re.MULTILINE)
+    assert mappings is not None and total is not None, "no page of write_table"
+    cells = re.findall(r"^\| ([^|*]+) \| (\d*) \| (\d*) \| (\d*) \| (\d*) \|$", page, re.MULTILINE)
+    tasks = {task: [int(number or 0) for number in numbers] for task, *numbers in cells}
+    rows = {task: counts for task, counts in tasks.items() if sum(counts) >= MANY}
+    others = [counts for task, counts in tasks.items() if task not in rows]
+    rows[f"{len(others)} other tasks"] = [sum(counts) for counts in zip(*others, strict=True)]
+    supported, refused, failing, untried = (sum(counts) for counts in zip(*tasks.values(), strict=True))
+    words = (
+        f"Of {total[1]} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
+        f" tiny sizes, **{supported}** give the same outputs and gradients when cut in two; {refused} are refused with"
+        f" a reason (mostly batch normalisation, or heads that read all layers), {failing} fail, and {untried} could"
+        " not be tried. Which they are, why, and which mappings are left out:"
+        " [docs/supported_models.md](docs/supported_models.md)."
+    )
+    lines = [
+        textwrap.fill(words, 120, break_on_hyphens=False),
+        "",
+        "| task | " + " | ".join(RESULTS) + " |",
+        "|---|" + "---|" * len(RESULTS),
+        *(f"| {task} | " + " | ".join(str(count or "") for count in counts) + " |" for task, counts in rows.items()),
+        total[0],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_readme(page: Path, readme: Path) -> None:
+    """Put `readme_part` between the two marks."""
+    before, rest = readme.read_text().split(README_BEGINS)
+    after = rest.split(README_ENDS)[1]
+    readme.write_text(before + README_BEGINS + readme_part(page.read_text()) + README_ENDS + after)
 
 
 def _by_reason(findings: Sequence[Finding]) -> list[str]:
@@ -482,17 +542,31 @@ def _with_conditions(finding: Finding) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("only", nargs="*", help="names of classes or model types; default: all")
-    parser.add_argument("--results", type=Path, required=True, help="file of results, one line each; is added to")
-    parser.add_argument("--table", type=Path, help="Markdown file to write")
+    parser.add_argument("--results", type=Path, help="file of results, one line each; is added to")
+    parser.add_argument("--table", type=Path, help="Markdown file to write by the results")
+    parser.add_argument("--readme", type=Path, help="README to bring up to date by the numbers of --table")
     parser.add_argument("--retry", action="store_true", help="try what is not supported once more")
     parser.add_argument("--table_only", action="store_true", help="run nothing")
     parser.add_argument("--timeout_s", type=float, default=120, help="seconds for one class")
     parser.add_argument("--memory_gib", type=float, default=12, help="address space for one class")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.results is None and arguments.readme is None:
+        parser.error("give --results, or --readme and --table")
+    if arguments.readme is not None and arguments.table is None:
+        parser.error("--readme needs --table")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.results is not None:
+        try_and_write(arguments)
+    if arguments.readme is not None:
+        write_readme(arguments.table, arguments.readme)
+
+
+def try_and_write(arguments: argparse.Namespace) -> None:
+    """Examine the classes that were asked for, and write the table of them."""
     chosen = [c for c in candidates() if not arguments.only or {c.name, c.model_type} & set(arguments.only)]
     if not chosen:
         raise SystemExit(f"none of {', '.join(arguments.only)} stands in transformers' mappings")

@@ -45,6 +45,8 @@ SMALL_MODEL = {
     "intermediate_size": 512,
 }
 """What a model made from scratch looks like; `--config_overrides` changes it."""
+NEW_HEADS = {"classifier", "pre_classifier", "classification_head", "score", "qa_outputs"}
+"""Names of parts that a pretrained model lacks, in the classes that the recipes use."""
 
 
 # ---------------------------------------------------------------------------------------------------- arguments
@@ -93,7 +95,8 @@ class ModelArguments:
         default=None, metadata={"help": "Train LoRA adapters of this rank (and the head) instead of all weights."}
     )
     lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Names of the layers that get an adapter; None: PEFT's for the model."}
+        default=None,
+        metadata={"help": "Names of the layers that get an adapter; None: PEFT's for the model, or all linear ones."},
     )
 
     def __post_init__(self) -> None:
@@ -208,13 +211,16 @@ def load_model(auto_class: Any, model_args: ModelArguments, config: PretrainedCo
 def with_adapters(model: nn.Module, model_args: ModelArguments) -> nn.Module:
     """LoRA adapters on a model; what it was pretrained with rests, a new head is trained."""
     from peft import LoraConfig, get_peft_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-    heads = [name for name, _ in model.named_children() if name in {"classifier", "score", "qa_outputs"}]
+    targets: list[str] | str | None = model_args.lora_target_modules
+    if targets is None and model.config.model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        targets = "all-linear"
     config = LoraConfig(
         r=model_args.lora_rank,
         lora_alpha=2 * (model_args.lora_rank or 0),
-        target_modules=model_args.lora_target_modules,
-        modules_to_save=heads or None,
+        target_modules=targets,
+        modules_to_save=[name for name, _ in model.named_children() if name in NEW_HEADS] or None,  # gets no adapters
     )
     return get_peft_model(model, config)
 
@@ -247,6 +253,22 @@ def take_part(dataset: Dataset, max_samples: int | None, seed: int) -> Dataset:
     if max_samples is None or max_samples >= len(dataset):
         return dataset
     return dataset.shuffle(seed=seed).select(range(max_samples))
+
+
+def without_missing(splits: DatasetDict, column: str) -> DatasetDict:
+    """Takes a column out of the splits that lack it: read with files that have it, one without gets it, too: None."""
+
+    def is_missing(split: Dataset) -> bool:
+        return column in split.column_names and len(split) > 0 and all(value is None for value in split[column])
+
+    return DatasetDict(
+        {name: split.remove_columns(column) if is_missing(split) else split for name, split in splits.items()}
+    )
+
+
+def padding_multiple(training_args: PipeTransformerTrainingArguments) -> int | None:
+    """What the length of a padded batch is a multiple of: in mixed precision 8, so that tensor cores are used."""
+    return None if training_args.mixed_precision == "no" else 8
 
 
 def split_names(prefix: str, splits: DatasetDict) -> list[str]:

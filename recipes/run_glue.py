@@ -21,6 +21,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
@@ -41,12 +42,14 @@ from common import (
     load_config,
     load_model,
     load_tokenizer,
+    padding_multiple,
     parse_arguments,
     print_summary,
     split_names,
     start,
     take_part,
     train,
+    without_missing,
 )
 from generated_data import build_tokenizer, generate_splits
 from metrics import MetricFn, load_metric
@@ -141,6 +144,7 @@ def own_task_data(splits: DatasetDict) -> TaskData:
 
     A numeric label with a fraction (a float column) makes it a regression.
     """
+    splits = without_missing(splits, LABEL)
     first = splits.get("train") or next(iter(splits.values()))
     text_columns = find_text_columns(first)
     if LABEL not in first.column_names:
@@ -180,6 +184,48 @@ def find_tokenizer(model_args: ModelArguments, data_args: DataTrainingArguments)
     if data_args.generated_data is None:
         raise ValueError("A model made from scratch needs tokenizer_name, unless the data is generated_data.")
     return build_tokenizer(model_max_length=data_args.max_seq_length)
+
+
+def with_labels_of(model_args: ModelArguments, data: TaskData) -> TaskData:
+    """The data with its classes in the order of a checkpoint that was trained on the same ones under these names.
+
+    Such a checkpoint's head has learnt its own order, which need not be the data's (roberta-large-mnli's is not).
+    """
+    checkpoint = model_args.config_name or model_args.model_name_or_path
+    if checkpoint is None or data.is_regression:
+        return data
+    label2id = AutoConfig.from_pretrained(checkpoint, **model_args.hub).label2id or {}
+    class_of = {str(label).lower(): number for label, number in label2id.items()}
+    new = [class_of.get(label.lower(), -1) for label in data.label_names]
+    if sorted(new) != list(range(len(class_of))) or new == sorted(new):
+        return data
+    splits = DatasetDict(data.splits)
+    for name, split in splits.items():
+        if LABEL in split.column_names:
+            # (-1: the labels of GLUE's test data are not known)
+            labels = [new[label] if label >= 0 else label for label in split[LABEL]]
+            splits[name] = split.remove_columns(LABEL).add_column(LABEL, labels)
+    names = sorted(data.label_names, key=lambda label: class_of[label.lower()])
+    return TaskData(splits, data.text_columns, tuple(names))
+
+
+def check_metric(training_args: PipeTransformerTrainingArguments, metric: MetricFn, data: TaskData) -> None:
+    """Refuses, before the training, to look for the best model by what no evaluation gives.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    wanted = training_args.metric_for_best_model
+    if wanted is None:
+        return
+    logits = np.array([[0.0], [1.0]]) if data.is_regression else np.eye(2)
+    tried = make_compute_metrics(metric, data.is_regression)(EvalPrediction(logits, np.array([0, 1])))
+    given = [*tried, "loss"]
+    if wanted.removeprefix("eval_") not in given:
+        raise ValueError(
+            f"metric_for_best_model={wanted!r} is not what this task's evaluation gives: take one of"
+            f" {', '.join(given)}."
+        )
 
 
 def make_model(model_args: ModelArguments, data: TaskData, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -272,6 +318,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     with training_args.main_process_first(desc="loading of the data"):
         data = load_task_data(data_args, seed=training_args.seed, cache_dir=model_args.cache_dir)
+    data = with_labels_of(model_args, data)
+    metric = load_metric(data_args.task_name, data.is_regression)
+    check_metric(training_args, metric, data)
     tokenizer = find_tokenizer(model_args, data_args)
     model = make_model(model_args, data, tokenizer)
     splits = tokenize(data, tokenizer, data_args, training_args)
@@ -286,15 +335,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         for name in split_names("validation", splits):
             eval_datasets[name] = take_part(splits[name], data_args.max_eval_samples, training_args.seed)
 
-    # Dynamic padding to a multiple of 8 lets tensor cores be used.
-    multiple = 8 if training_args.fp16 or training_args.bf16 else None
-    padding_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+    padding_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padding_multiple(training_args))
     trainer = PipeTransformerTrainer(
         model=model,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=next(iter(eval_datasets.values()), None),
-        compute_metrics=make_compute_metrics(load_metric(data_args.task_name, data.is_regression), data.is_regression),
+        compute_metrics=make_compute_metrics(metric, data.is_regression),
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.pad_to_max_length else padding_collator,
     )

@@ -47,12 +47,14 @@ from common import (
     load_config,
     load_model,
     load_tokenizer,
+    padding_multiple,
     parse_arguments,
     print_summary,
     split_names,
     start,
     take_part,
     train,
+    without_missing,
 )
 from generated_data import build_tokenizer
 from generated_questions import QUESTION_WORDS, generate_questions
@@ -134,6 +136,7 @@ def load_questions(data_args: DataTrainingArguments, seed: int, cache_dir: str |
         }
         files = {name: path for name, path in given.items() if path is not None}
         splits = load_dataset(file_format(files, FILE_FORMATS), data_files=files, cache_dir=cache_dir)
+        splits = without_missing(splits, "answers")
     return DatasetDict({name: check_questions(split, name, data_args) for name, split in splits.items()})
 
 
@@ -181,6 +184,12 @@ def make_windows(
         raise ValueError(
             f"{type(tokenizer).__name__} pads on the left, which moves the answers in a batch: leave"
             " --pad_to_max_length on, or set padding_side='right' in the tokenizer's configuration."
+        )
+    if not pads_right and data_args.mask_padding:
+        raise ValueError(
+            f"{type(tokenizer).__name__} pads on the left, where 'no answer' stands (position 0), which --mask_padding"
+            " leaves out of the loss: leave --mask_padding off, or set padding_side='right' in the tokenizer's"
+            " configuration."
         )
 
     def encode(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
@@ -346,8 +355,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     if eval_questions is not None and eval_windows is not None:
         compute_metrics = make_compute_metrics(eval_questions, eval_windows, rules)
 
-    multiple = 8 if training_args.fp16 or training_args.bf16 else None
-    padding_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+    padding_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padding_multiple(training_args))
     trainer = (PaddingMaskedTrainer if data_args.mask_padding else PipeTransformerTrainer)(
         model=model,
         args=training_args,

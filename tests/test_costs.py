@@ -7,8 +7,9 @@ import torch
 from model_zoo import MODELS
 from torch import nn
 
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, UnitCost, measure_costs
+from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, HeadCost, UnitCost, measure_costs
 
 ROWS, WIDTH, INNER, CLASSES = 2, 4, 6, 3
 FLOAT = 4  # bytes
@@ -84,6 +85,24 @@ def test_frozen_units_keep_nothing_and_train_nothing():
     assert (first.trainable_bytes, first.activation_bytes) == (0, 0)
     assert middle.trainable_bytes == sum(middle.parameters.values())
     assert first.forward_flops == toy_costs()[0].forward_flops
+
+
+def test_the_head_goes_on_when_the_last_unit_is_frozen():
+    model, batch = Toy(), {"hidden": torch.randn(ROWS, WIDTH)}
+    *others, last = measure_costs(LayerStack.discover(model, batch), batch, {"head.weight", "head.bias"})
+    assert last.head == HeadCost(2 * WIDTH * CLASSES, FLOAT * WIDTH, FLOAT * (WIDTH + 1) * CLASSES)
+    assert {unit.head for unit in others} == {HeadCost()}
+
+
+def test_of_a_tied_head_the_last_norm_goes_on():
+    """The matrix that it shares with the embedding freezes with the first unit."""
+    batch = MODELS["llama-tied"].batch(2)
+    stack = LayerStack.discover(MODELS["llama-tied"].build(), batch)
+    never_frozen = FreezableLayers.of(stack, batch).never_frozen
+    assert never_frozen == {"model.norm.weight"}
+    head = measure_costs(stack, batch, never_frozen)[-1].head
+    assert head.trainable_bytes == stack.table["model.norm.weight"].nbytes
+    assert head.forward_flops > 0
 
 
 def test_the_units_sum_up_to_the_model():

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer.planning.costs import UnitCost
-from hf_pipetransformer.planning.plan import MIB, PipelinePlan
+from hf_pipetransformer.planning.costs import HeadCost, UnitCost
+from hf_pipetransformer.planning.plan import MIB, PipelinePlan, step_flops
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
@@ -135,6 +135,20 @@ def test_stage_bytes_adds_up() -> None:
 def test_frozen_parameters_need_neither_gradient_nor_state() -> None:
     plan = plan_of(1, world_size=1, units=(unit(0, trainable_bytes=0), unit(1)))
     assert plan.stage_bytes(0, rows=1, num_microbatches=1) == 200 + 3 * 100
+
+
+def test_the_head_is_trained_when_all_units_are_frozen() -> None:
+    """2 of the last unit's 3 FLOPs, 5 of its 15 bytes of activations, 30 of its 100 of weights are the head's."""
+    last = dataclasses.replace(unit(3, flops=3.0, activation_bytes=15), head=HeadCost(2.0, 5, 30))
+    units = (unit(0), unit(1), unit(2), last)
+    assert step_flops(units, 3) == [1, 1, 1, 3 * 3]
+    assert step_flops(units, 4) == [1, 1, 1, 1 + 3 * 2]
+    assert step_flops(units, 4, 4) == [0, 0, 0, 3 * 2]
+    times = dataclasses.replace(times_of(4), update_seconds_per_byte=1.0)
+    plan = plan_of(2, world_size=2, units=units, num_frozen_layers=4, times=times)
+    weights, trained = 100 * len(plan.units_of(1)), 30
+    assert plan.stage_bytes(1, rows=16, num_microbatches=8) == weights + 3 * trained + 5 * 2
+    assert plan.predict(8, 4).seconds_at_end == trained
 
 
 def test_parameter_shared_within_a_stage_counts_once() -> None:

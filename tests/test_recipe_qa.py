@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import string
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +72,81 @@ def test_truths_that_are_only_articles() -> None:
     assert answers.squad_metrics(["the"], [["a"]]) == {"exact_match": 100.0, "f1": 0.0}
     assert answers.squad_v2_metrics(["x"], [["a", "x"]])["f1"] == 100.0
     assert answers.squad_v2_metrics([""], [["the"]])["exact"] == 100.0
+
+
+def official_1(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
+    """`evaluate-v1.1.py` of SQuAD, shortened."""
+
+    def normalized(text: str) -> str:
+        text = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    def f1(prediction: str, truth: str) -> float:
+        found, true = normalized(prediction).split(), normalized(truth).split()
+        num_same = sum((Counter(found) & Counter(true)).values())
+        if num_same == 0:
+            return 0
+        precision, recall = 1.0 * num_same / len(found), 1.0 * num_same / len(true)
+        return (2 * precision * recall) / (precision + recall)
+
+    exact = total = 0.0
+    for prediction, truths in zip(predictions, references, strict=True):
+        exact += max(normalized(prediction) == normalized(truth) for truth in truths)
+        total += max(f1(prediction, truth) for truth in truths)
+    return {"exact_match": 100.0 * exact / len(predictions), "f1": 100.0 * total / len(predictions)}
+
+
+def official_2(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
+    """`evaluate-v2.0.py` of SQuAD without probabilities of "no answer", shortened."""
+
+    def normalize_answer(text: str) -> str:
+        text = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return " ".join(re.compile(r"\b(a|an|the)\b", re.UNICODE).sub(" ", text).split())
+
+    def get_tokens(text: str) -> list[str]:
+        return normalize_answer(text).split() if text else []
+
+    def compute_f1(truth: str, prediction: str) -> float:
+        true, found = get_tokens(truth), get_tokens(prediction)
+        num_same = sum((Counter(true) & Counter(found)).values())
+        if len(true) == 0 or len(found) == 0:
+            return int(true == found)  # if either is no answer, 1 if they agree
+        if num_same == 0:
+            return 0
+        precision, recall = 1.0 * num_same / len(found), 1.0 * num_same / len(true)
+        return (2 * precision * recall) / (precision + recall)
+
+    exact_scores, f1_scores, has_answer = [], [], []
+    for prediction, truths in zip(predictions, references, strict=True):
+        gold = [truth for truth in truths if normalize_answer(truth)] or [""]
+        exact_scores.append(max(int(normalize_answer(a) == normalize_answer(prediction)) for a in gold))
+        f1_scores.append(max(compute_f1(a, prediction) for a in gold))
+        has_answer.append(bool(truths))
+    result = {}
+    for prefix, among in (("", {True, False}), ("HasAns_", {True}), ("NoAns_", {False})):
+        chosen = [i for i, has in enumerate(has_answer) if has in among]
+        if chosen:
+            result[f"{prefix}exact"] = 100.0 * sum(exact_scores[i] for i in chosen) / len(chosen)
+            result[f"{prefix}f1"] = 100.0 * sum(f1_scores[i] for i in chosen) / len(chosen)
+    return result
+
+
+PIECES = ["a", "the", "An", "The", "cat", "Cat's", "dog", "dog", "1,066", "über", "Ü-bahn", "-", ".", "'", "—", "\t"]
+
+
+def random_text(rng: random.Random) -> str:
+    """Often nothing but articles or punctuation, and of so few words that many are shared."""
+    return rng.choice(["", " ", "\n"]).join(rng.choice(PIECES) for _ in range(rng.randrange(5)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_scores_are_those_of_the_official_scripts(seed: int) -> None:
+    rng = random.Random(seed)
+    predictions = [random_text(rng) for _ in range(40)]
+    references = [[random_text(rng) for _ in range(rng.randrange(1, 4))] for _ in predictions]
+    assert answers.squad_metrics(predictions, references) == pytest.approx(official_1(predictions, references))
+    with_none = [truths[rng.randrange(2) :] for truths in references]  # of some of one truth nothing is left
+    assert answers.squad_v2_metrics(predictions, with_none) == pytest.approx(official_2(predictions, with_none))
 
 
 def test_offline_scores_go_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +300,16 @@ def test_user_errors() -> None:
         run_qa.make_windows(rows_of([good]), tokenizer, arguments(pad_to_max_length=False), "test")
 
 
+def test_padding_on_the_left_is_not_masked() -> None:
+    """Position 0 stands for "no answer"; there its loss would be infinite."""
+    row = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
+    tokenizer = build_tokenizer(64)
+    tokenizer.padding_side = "left"
+    with pytest.raises(ValueError, match="leave --mask_padding off"):
+        run_qa.make_windows(rows_of([row]), tokenizer, arguments(mask_padding=True), "test")
+    assert len(run_qa.make_windows(rows_of([row]), tokenizer, arguments(), "test")) == 1
+
+
 # ------------------------------------------------------------------------------------------ generated questions
 def test_generated_questions_have_their_answers() -> None:
     splits = generated_questions.generate_questions(200, 50, seed=1, with_unanswerable=True)
@@ -249,7 +337,8 @@ def test_every_generated_word_has_a_token() -> None:
 # ------------------------------------------------------------------------------------------ from end to end
 def run(rank: int, world_size: int, folder: str) -> dict[str, float]:
     rows = generated_questions.generate_questions(24, 8)
-    files = {name: f"{folder}/{name}.jsonl" for name in ("train", "validation")}
+    rows["test"] = [{key: row[key] for key in row if key != "answers"} for row in rows["validation"]]
+    files = {name: f"{folder}/{name}.jsonl" for name in ("train", "validation", "test")}
     if rank == 0:
         for name, path in files.items():
             Path(path).write_text("\n".join(map(json.dumps, rows[name])), encoding="utf-8")
@@ -258,7 +347,7 @@ def run(rank: int, world_size: int, folder: str) -> dict[str, float]:
     dist.barrier()
     overrides = "num_hidden_layers=2,hidden_size=16,num_attention_heads=2,intermediate_size=32"
     return run_qa.main(
-        f"--train_file {files['train']} --validation_file {files['validation']} --test_file {files['validation']}"
+        f"--train_file {files['train']} --validation_file {files['validation']} --test_file {files['test']}"
         f" --tokenizer_name {folder}/tokenizer --config_overrides {overrides} --max_seq_length 32 --doc_stride 8"
         f" --output_dir {folder}/out --do_train --do_eval --do_predict --pipeline_parallel_size 2"
         f" --per_device_train_batch_size 4 --max_steps 2 --report_to none --cache_dir {folder}/cache".split()
@@ -268,7 +357,11 @@ def run(rank: int, world_size: int, folder: str) -> dict[str, float]:
 def test_from_files_to_answers(tmp_path: Path) -> None:
     results = run_ranks(run, 2, str(tmp_path), env={"HF_HUB_OFFLINE": "1"})
     assert results[0]["eval_samples"] == 8
-    assert 0.0 <= results[0]["eval_exact_match"] <= results[0]["eval_f1"] <= 100.0
     predictions = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert set(predictions) == {f"generated-{i}" for i in range(24, 32)}
+    questions = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    chosen = [predictions[row["id"]] for row in questions]
+    assert all(text in row["context"] for text, row in zip(chosen, questions, strict=True))
+    scores = answers.squad_metrics(chosen, [row["answers"]["text"] for row in questions])  # of the same questions
+    assert {name: results[0][f"eval_{name}"] for name in scores} == pytest.approx(scores)
     assert set(json.loads((tmp_path / "out" / "nbest_predictions.json").read_text())) == set(predictions)

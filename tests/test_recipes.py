@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from distributed import run_ranks
 
 import generated_data
 import metrics
@@ -211,6 +213,85 @@ def test_fractions_make_a_regression():
     assert data.text_columns == ("text",)
 
 
+def checkpoint(folder, *names):
+    """A model that has learnt these labels, in this order."""
+    id2label = dict(enumerate(names))
+    label2id = {name: i for i, name in id2label.items()}
+    run_glue.AutoConfig.for_model("bert", id2label=id2label, label2id=label2id).save_pretrained(folder)
+    return common.ModelArguments(model_name_or_path=str(folder))
+
+
+def three_labels():
+    """In MNLI's order; those of the test data are not known."""
+    names = ("entailment", "neutral", "contradiction")
+    splits = DatasetDict(
+        train=dataset(sentence=["a", "b", "c"], label=[0, 1, 2]), test=dataset(sentence=["d"], label=[-1])
+    )
+    return run_glue.TaskData(splits, ("sentence",), names)
+
+
+def test_a_checkpoint_keeps_the_order_of_its_labels(tmp_path):
+    data = run_glue.with_labels_of(checkpoint(tmp_path, "CONTRADICTION", "NEUTRAL", "ENTAILMENT"), three_labels())
+    assert data.label_names == ("contradiction", "neutral", "entailment")
+    assert list(data.splits["train"]["label"]) == [2, 1, 0]
+    assert list(data.splits["test"]["label"]) == [-1]
+
+
+@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1", "LABEL_2"), ("contradiction", "entailment")])
+def test_a_checkpoint_of_other_labels_gets_those_of_the_data(names, tmp_path):
+    data = run_glue.with_labels_of(checkpoint(tmp_path, *names), three_labels())
+    assert data.label_names == three_labels().label_names
+    assert list(data.splits["train"]["label"]) == [0, 1, 2]
+
+
+def test_the_best_model_is_looked_for_by_a_metric_that_there_is(tmp_path):
+    classes = three_labels()
+    numbers = run_glue.TaskData(classes.splits, ("sentence",), ())
+
+    def check(wanted, data):
+        args = run_glue.PipeTransformerTrainingArguments(str(tmp_path), metric_for_best_model=wanted, report_to="none")
+        run_glue.check_metric(args, metrics.load_metric(None, data.is_regression), data)
+
+    for wanted in (None, "loss", "eval_loss", "accuracy", "eval_accuracy"):
+        check(wanted, classes)
+    for wanted in ("pearson", "eval_spearmanr", "combined_score"):
+        check(wanted, numbers)
+    with pytest.raises(ValueError, match=r"metric_for_best_model='f1' .* take one of accuracy, loss"):
+        check("f1", classes)
+    with pytest.raises(ValueError, match="take one of pearson, spearmanr, combined_score, loss"):
+        check("accuracy", numbers)
+
+
+def test_mixed_precision_pads_to_a_multiple_of_8(tmp_path, monkeypatch):
+    """Also where the launcher asks for it."""
+
+    def multiple(**options):
+        args = run_glue.PipeTransformerTrainingArguments(str(tmp_path), report_to="none", **options)
+        return common.padding_multiple(args)
+
+    assert (multiple(), multiple(bf16=True)) == (None, 8)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert multiple() == 8
+
+
+def test_adapters_on_distilbert():
+    """PEFT has no default for it, and its head has two layers."""
+    pytest.importorskip("peft")
+    model_args = common.ModelArguments(model_type="distilbert", lora_rank=2)
+    config = common.load_config(
+        model_args, {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32, "vocab_size": 9}
+    )
+    model = common.load_model(run_glue.AutoModelForSequenceClassification, model_args, config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = {name for name in trained if "lora_" in name}
+    assert len(adapters) == 2 * 6  # query, key, value, output, and two of the MLP
+    assert {name.split(".", 2)[2] for name in trained - adapters} == {
+        f"{part}.modules_to_save.default.{parameter}"
+        for part in ("pre_classifier", "classifier")
+        for parameter in ("weight", "bias")
+    }
+
+
 def test_missing_label_is_named():
     with pytest.raises(ValueError, match="'label' is missing"):
         run_glue.own_task_data(DatasetDict(train=dataset(text=["a"])))
@@ -343,3 +424,62 @@ def test_layouts_come_from_the_run_itself(tmp_path):
     (tmp_path / "pipeline_events.jsonl").write_text("\n".join([*lines, '{"event": "something else"}']))
     assert common.layouts_of(args) == ["1 stage × 1 replica"]
     assert [event["event"] for event in common.events_of(args)] == ["start", "transform", "cache"]
+
+
+# ---------------------------------------------------------------- run_glue from end to end
+
+SENTENCES = generated_data.generate_splits(24, 16)  # to evaluate: one full batch of both processes
+
+
+def run(rank, world_size, folder, scores):
+    """`scores`: what is learnt of each sentence is a number, not a class."""
+    folder = Path(folder)
+    files = {name: folder / f"{name}.jsonl" for name in ("train", "validation", "test")}
+    if rank == 0:
+        for name, path in files.items():
+            rows = SENTENCES["validation" if name == "test" else name]
+            names = ("bad", "good")
+            lines = [
+                {"idx": i, "sentence": text, "label": 2.5 * label if scores else names[label]}
+                for i, (text, label) in enumerate(zip(rows["sentence"], rows["label"], strict=True))
+            ]
+            if name == "test":  # its labels are not known
+                lines = [{key: value for key, value in line.items() if key != "label"} for line in lines]
+            path.write_text("\n".join(map(json.dumps, lines)))
+        generated_data.build_tokenizer(32).save_pretrained(folder / "tokenizer")
+    dist.init_process_group("gloo")
+    dist.barrier()
+    overrides = "num_hidden_layers=2,hidden_size=16,num_attention_heads=2,intermediate_size=32"
+    return run_glue.main(
+        f"--train_file {files['train']} --validation_file {files['validation']} --test_file {files['test']}"
+        f" --tokenizer_name {folder}/tokenizer --config_overrides {overrides} --cache_dir {folder}/cache"
+        f" --output_dir {folder}/out --do_train --do_eval --do_predict --pipeline_parallel_size 2"
+        " --per_device_train_batch_size 4 --max_steps 2 --learning_rate 1e-2 --report_to none".split()
+    )
+
+
+def predictions_of(folder):
+    lines = (folder / "out" / "predictions_test.tsv").read_text().splitlines()[1:]
+    return [line.split("\t")[1] for line in lines]
+
+
+def test_classes_from_end_to_end(tmp_path):
+    """The test data is the validation data without labels, so what is predicted has the accuracy that is reported."""
+    results, _ = run_ranks(run, 2, str(tmp_path), False)
+    references = [("bad", "good")[label] for label in SENTENCES["validation"]["label"]]
+    predictions = predictions_of(tmp_path)
+    assert set(predictions) <= {"bad", "good"} and len(predictions) == results["eval_samples"] == 16
+    hits = [found == wanted for found, wanted in zip(predictions, references, strict=True)]
+    assert results["eval_accuracy"] == pytest.approx(np.mean(hits))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["label2id"] == {"bad": 0, "good": 1}
+
+
+def test_numbers_from_end_to_end(tmp_path):
+    """Likewise, with the mean squared error that is the loss."""
+    results, _ = run_ranks(run, 2, str(tmp_path), True)
+    references = 2.5 * np.array(SENTENCES["validation"]["label"])
+    predictions = np.array([float(text) for text in predictions_of(tmp_path)])
+    assert results["eval_loss"] == pytest.approx(np.mean((predictions - references) ** 2), rel=1e-3)
+    mean = (results["eval_pearson"] + results["eval_spearmanr"]) / 2
+    assert results["eval_combined_score"] == pytest.approx(mean, nan_ok=True)

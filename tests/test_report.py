@@ -36,7 +36,12 @@ FACTS = {
     "backend": "gloo",
     "threads": 1,
     "versions": {"hf_pipetransformer": "0.1", "torch": "2.13"},
-    "arguments": {"freeze_policy": "alpha", "bf16": False, "freeze_schedule": {"1": 4}, "learning_rate": 4e-4},
+    "arguments": {
+        "freeze_policy": "alpha",
+        "mixed_precision": "no",
+        "freeze_schedule": {"1": 4},
+        "learning_rate": 4e-4,
+    },
 }
 
 
@@ -137,13 +142,14 @@ def test_layouts_get_their_steps_time_and_memory(tmp_path: Path) -> None:
 
 
 def test_the_prediction_is_that_of_the_micro_batches_in_use(tmp_path: Path) -> None:
-    elastic_run(tmp_path)
-    for layout in the_training(tmp_path).layouts:
-        prediction = layout.prediction
-        candidates = layout.event["predicted"]["steps"]
-        assert (prediction is None) == (layout.num_microbatches not in [c["num_microbatches"] for c in candidates])
-        if prediction is not None:
-            assert prediction["num_microbatches"] == layout.num_microbatches
+    run = Run(tmp_path).event("start", 0, 4, times=times_of(6, fixed=1.0)).steps(0, 20, 0.2)
+    (planned,) = the_training(tmp_path).layouts
+    best, other = planned.event["predicted"]["steps"][:2]
+    assert planned.prediction == best  # what was used is not known yet
+    run.usage(20, other["num_microbatches"])
+    assert the_training(tmp_path).layouts[0].prediction == other != best
+    run.usage(20, 3)  # of 16 rows, which nobody has predicted
+    assert the_training(tmp_path).layouts[0].prediction is None
 
 
 def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> None:
@@ -197,6 +203,15 @@ def test_an_interrupted_training_says_so(tmp_path: Path) -> None:
     assert training.is_complete is False
     assert "interrupted after step 30, or is still running" in page_of(tmp_path).text
     assert training.layouts[0].usage is None
+
+
+def test_an_evaluation_after_the_training_is_not_one_of_it(tmp_path: Path) -> None:
+    """It may be of the best checkpoint's weights, or of MNLI's second set: the same names at the last step."""
+    run = Run(tmp_path).event("start", 0, 4).steps(0, 20, 0.2).line("log", 20, values={"eval_accuracy": 0.8}).end(20)
+    run.line("log", 20, values={"eval_accuracy": 0.9, "eval_f1": 0.7}).line("log", 20, values={"eval_f1": 0.5})
+    training = the_training(tmp_path)
+    assert training.curve("eval_accuracy") == ([20], [0.8])
+    assert training.curve("eval_f1") == ([20], [0.7])  # the first, where the training had none
 
 
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -344,7 +359,10 @@ def test_the_page_needs_no_network_and_tells_no_path(tmp_path: Path) -> None:
     assert page.links == []
     assert "my-bert" in page.text and "/home/me" not in page.text
     assert path.stat().st_size < 2.5 * MIB
-    assert "1 → 4" in page.text and "bf16" not in page.text
+    assert "1 → 4" in page.text and "mixed_precision" not in page.text
+    half = {**FACTS["arguments"], "mixed_precision": "bf16"}
+    page = page_of(Run(tmp_path / "half").event("start", 0, 4, arguments=half).steps(0, 20, 0.2).end(20).folder)
+    assert "mixed_precision" in page.text and "bf16" in page.text
 
 
 # ------------------------------------------------------------------------------------------ the command

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.report import events
-from hf_pipetransformer.report.run_recorder import FILE_NAME, RunRecorder
+from hf_pipetransformer.report.run_recorder import FILE_NAME, RunRecorder, facts_of_run
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 
@@ -90,6 +90,15 @@ def test_layouts_and_lines_have_one_name(tmp_path: Path) -> None:
     usages = lines_of(tmp_path, "usage")
     assert [usage["global_step"] for usage in usages][:1] == [4] and usages[-1]["global_step"] == 12
     assert all(usage["num_microbatches"] == 1 and usage["resident_bytes"][0] > 2**20 for usage in usages)
+
+
+def test_the_precision_is_that_of_the_launcher_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch --mixed_precision bf16` sets neither `bf16` nor `fp16`."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    arguments = PipeTransformerTrainingArguments(str(tmp_path))
+    assert not arguments.bf16
+    facts = facts_of_run(MODELS["bert-classification"].build(), arguments)
+    assert facts["arguments"]["mixed_precision"] == "bf16"
 
 
 def test_an_interrupted_training_leaves_its_record_and_a_resumed_one_adds_to_it(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,3 +165,43 @@ def test_the_table_counts_and_shortens(tmp_path):
     assert "| **all 2** | **1** | **1** | **0** | **0** |" in page
     assert "| it \\<is\\> so. | B |" in page
     assert "| bert | A |" in page
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The pages in this repository
+# ---------------------------------------------------------------------------------------------------------
+
+ROOT = Path(script.__file__).parent.parent
+PAGE = ROOT / "docs" / "supported_models.md"
+
+
+def test_the_readme_has_the_numbers_of_the_page(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    script.write_readme(PAGE, readme)
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_the_readme_part_adds_up(tmp_path):
+    many = [finding(f"M{i}", "supported") for i in range(script.MANY)]
+    few = [
+        script.Finding("A", "bert", "time series", "failing", "x"),
+        script.Finding("B", "bert", "text to text", "refused"),
+    ]
+    script.write_table([*many, *few], tmp_path / "table.md")
+    part = script.readme_part((tmp_path / "table.md").read_text())
+    assert part.endswith(
+        "| masked language modelling | 25 |  |  |  |\n"
+        "| 2 other tasks |  | 1 | 1 |  |\n"
+        "| **all 27** | **25** | **1** | **1** | **0** |\n"
+    )
+    assert part.startswith(f"Of 27 classes in {len(script.TASKS)} of the ")
+
+
+def test_the_page_says_which_mappings_are_left_out():
+    page = PAGE.read_text()
+    if f"transformers {version('transformers')}" not in page.partition("tried by")[0]:
+        pytest.skip("the page was made with another version of transformers")
+    left_out = script.left_out()
+    assert f"Every class in {len(script.TASKS)} of the {len(script.TASKS) + len(left_out)} mappings" in page
+    assert re.findall(r"`(MODEL\w*_MAPPING)`", page.partition("## Left out")[2]) == left_out

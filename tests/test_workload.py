@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from hf_pipetransformer.forecast.inspection import build_ghost_model, model_class
 from hf_pipetransformer.forecast.workload import measure_workload
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning.costs import measure_costs
 
@@ -26,8 +27,17 @@ def tiny(model_type: str, **changes: Any) -> Any:
 def test_long_rows_cost_what_they_are_measured_to_cost(model_type: str, tokens: int) -> None:
     model = tiny(model_type)
     batch = dummy_batch(model, 1, tokens=tokens)
-    measured = measure_costs(LayerStack.discover(model, batch), batch)
+    stack = LayerStack.discover(model, batch)
+    measured = measure_costs(stack, batch, FreezableLayers.of(stack, batch).never_frozen)
     assert measure_workload(model, tokens).unit_costs == measured
+
+
+@pytest.mark.parametrize("tokens", [7, 200])
+def test_the_head_of_a_row(tokens: int) -> None:
+    """BERT's pooler and classifier read one token, however long the row is."""
+    head = measure_workload(tiny("bert"), tokens).unit_costs[-1].head
+    assert head.forward_flops == 2 * (32 * 32 + 32 * 2)
+    assert head.trainable_bytes == 4 * (32 * 32 + 32 + 32 * 2 + 2)
 
 
 def test_attention_is_counted() -> None:

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from ..auto_cache import WORTH_LOADING
+from ..auto_cache import WORTH_LOADING, highest_boundary
 from ..freezing import FreezeDecision, FreezePolicy, next_num_frozen
 from ..planning.costs import UnitCost
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
@@ -367,7 +367,7 @@ class _Course:
         for index, frozen in enumerate(job.num_frozen(len(costs), self._workload.max_frozen)):
             before = (plan.num_frozen_layers, cached)
             if self._boundary > cached:  # the epoch that has ended filled it
-                cached = self._boundary if self._pays() else 0
+                cached = self._boundary if self._pays(plan) else 0
             if (frozen, cached) != before:
                 plan = replan(
                     plan,
@@ -398,8 +398,8 @@ class _Course:
         """Choose the boundary to put from now on, as `AutoCache.freeze` does."""
         if self._off is not None and not self._refused:
             return
-        # what the last unit gives can only be used where the first stage has the head, too
-        highest = min(plan.num_frozen_layers, plan.num_units - (plan.pipeline_parallel_size > 1))
+        nodes = [str(rank // self._machine.devices_per_node) for rank in range(plan.world_size)]
+        highest = min(plan.num_frozen_layers, highest_boundary(plan, nodes))
         boundary = max((f for f in self._workload.cacheable if f <= highest), default=0)
         if highest and not self._workload.cacheable:
             self._off = "more than one tensor is read above each of this model's layers"
@@ -414,10 +414,13 @@ class _Course:
             else:
                 self._boundary = boundary
 
-    def _pays(self) -> bool:
-        """Whether a row is loaded faster than computed by as much as `AutoCache` asks for; one process reads."""
+    def _pays(self, plan: PipelinePlan) -> bool:
+        """Whether a row is loaded faster than computed by as much as `AutoCache` asks for.
+
+        A node's first stages read at the same time, so each of them has loaded its own rows when all are loaded.
+        """
         rows_of_node = self._job.batch_rows / self._machine.num_nodes(self._job.num_devices)
-        loading = self._load_seconds(self._boundary) / rows_of_node
+        loading = self._load_seconds(self._boundary) / min(plan.rows_per_pipeline, rows_of_node)
         computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
         if loading < WORTH_LOADING * computing:
             return True

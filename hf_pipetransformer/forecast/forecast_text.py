@@ -55,7 +55,9 @@ def advise(result: Forecast) -> list[str]:
             f"The cache exceeds a node's memory ({result.cache_peak_bytes / GIB:,.1f} GiB at most, of"
             f" {host.memory_bytes / GIB:,.1f} GiB): then it is read from disk."
         )
-    return [*sentences, *_about_slices(result), *_about_fewer_devices(result)]
+    sentences += [*_about_slices(result), *_about_fewer_devices(result)]
+    k = result.first.pipeline_parallel_size
+    return sentences or [f"Train it so, K = {k} at the start: no other layout is predicted to be much faster."]
 
 
 def _about_pipelining(result: Forecast) -> list[str]:

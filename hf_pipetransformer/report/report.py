@@ -220,7 +220,10 @@ def _arguments(facts: Any) -> list[tuple[str, str]]:
     ]
     for argument, value in facts["arguments"].items():
         is_default = (
-            value is None or value is False or (argument in ("max_steps", "weight_decay") and value in (-1, 0))
+            value is None
+            or value is False
+            or (argument == "mixed_precision" and value == "no")
+            or (argument in ("max_steps", "weight_decay") and value in (-1, 0))
         )
         if not is_default:
             if isinstance(value, dict):

@@ -274,7 +274,7 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
                 repeated += 0 if is_kept else line["steps"]
                 for what, value in line["seconds"].items():
                     seconds[what] = seconds.get(what, 0.0) + value
-    logs = [(int(line["global_step"]), _numbers(line["values"])) for line in kept_lines if line["kind"] == "log"]
+    logs = _logged(kept_lines)
     problems = []
     history = [
         (int(entry["step"]), _numbers(entry)) for entry in (state or {}).get("log_history", []) if "step" in entry
@@ -312,6 +312,27 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
         is_complete=is_complete,
         problems=tuple(problems),
     )
+
+
+def _logged(lines: Sequence[Line]) -> list[tuple[int, dict[str, float]]]:
+    """Steps and numbers of what was logged.
+
+    An evaluation after `train()` counts only where there is none yet: it may be of other weights (the best
+    checkpoint's) or of other data (MNLI's second set), under the name and at the step of the training's last one.
+    """
+    logs: list[tuple[int, dict[str, float]]] = []
+    seen: set[str] = set()
+    ended: set[str] = set()  # calls of `train()`
+    for line in lines:
+        if line["kind"] == "end":
+            ended.add(line["run"])
+        elif line["kind"] == "log":
+            values = _numbers(line["values"])
+            if line["run"] in ended:
+                values = {n: value for n, value in values.items() if n not in seen or not n.startswith("eval_")}
+            seen |= set(values)
+            logs.append((int(line["global_step"]), values))
+    return logs
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
