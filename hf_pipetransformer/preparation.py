@@ -12,9 +12,11 @@ _make_auto_cache      what may be cached
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Sized
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from .model.slicing_study import study_slicing, telling_rows
 from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
 from .pipeline.data import BatchSlice, NumberedBatches, seeded
-from .pipeline.devices import fits
+from .pipeline.devices import fits, name_of_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
 from .pipeline.stage import StageModule
@@ -53,6 +55,8 @@ from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
 
+TIMES = "unit_times.json"
+"""In a checkpoint: what the model's parts took when the training began."""
 SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
 LOSS_SAMPLE_ROWS = 4
@@ -79,6 +83,7 @@ class PipelinePreparation(Trainer):
         self._current_generations = Path()  # the file that names what is read from the cache
         self._timed: tuple[ElasticPipeline, ModelTimes | None] | None = None
         self._unit_costs: tuple[UnitCost, ...] = ()
+        self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
         self._num_items = 1
         self._slices: deque[BatchSlice] = deque()
@@ -299,16 +304,48 @@ class PipelinePreparation(Trainer):
     def _measure_times(self, pipeline: ElasticPipeline, rows: list[Any]) -> ModelTimes | None:
         """Of the model's parts, where they decide something: K, M, whether the cache pays.
 
-        They may decide otherwise in another run, which `full_determinism` forbids.
+        They may decide otherwise in another run, which `full_determinism` forbids. A training that is resumed where it
+        was interrupted keeps the times that it began with, and so its plans.
         """
         if self.args.full_determinism or not (self.args.uses_pipeline or self._may_cache):
             return None
         assert self._train_batches is not None
         if self._timed is None or self._timed[0] is not pipeline:  # once, so that a second train() has the same plan
-            batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
-            with self.compute_loss_context_manager():
-                self._timed = (pipeline, time_parts(pipeline, batch, self.args.device))
+            times = self._processes.gather_objects(self._read_times())[0]
+            if times is None:
+                batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
+                with self.compute_loss_context_manager():
+                    times = time_parts(pipeline, batch, self.args.device)
+            self._timed = (pipeline, times)
         return self._timed[1]
+
+    def _write_times(self, checkpoint: Path) -> None:
+        times = self._timed[1] if self._timed is not None else None
+        if times is not None:
+            content = {"measured": self._where_measured, "times": asdict(times)}
+            (checkpoint / TIMES).write_text(json.dumps(content), encoding="utf-8")
+
+    def _read_times(self) -> ModelTimes | None:
+        """Those of the checkpoint that is resumed from; None if it has none of such a machine and job."""
+        if self._resumed_from is None:
+            return None
+        try:
+            content = json.loads((self._resumed_from / TIMES).read_text(encoding="utf-8"))
+            times = ModelTimes.of_plain(content["times"])
+            is_of_this = content["measured"] == self._where_measured and len(times.units) == len(self._unit_costs)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return times if is_of_this else None
+
+    @property
+    def _where_measured(self) -> dict[str, Any]:
+        return {
+            "device": name_of_device(self.args.device),
+            "processes": self.args.world_size,
+            "rows": self._rows_to_time,
+            "precision": self.accelerator.mixed_precision,
+            "torch": torch.__version__,
+        }
 
     @property
     def _rows_to_time(self) -> int:

@@ -89,6 +89,7 @@ class WholeCheckpoints(PipelinePreparation):
         with phase("publish"), self._keeping_errors():
             if should_save:
                 self.state.save_to_json(str(written / STATE))
+                self._write_times(written)
                 publish(written, folder / name)
                 best = self.state.best_model_checkpoint
                 rotate(folder, self.args.save_total_limit, folder / name, Path(best) if best else None)

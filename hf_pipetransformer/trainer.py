@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,6 +127,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
     ) -> TrainOutput:
         self.make_model_whole()  # an earlier train() may have been interrupted
         resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        is_named = isinstance(resume_from_checkpoint, str) and not self._is_stock
+        self._resumed_from = Path(str(resume_from_checkpoint)) if is_named else None
         self._recorder.begin(self.is_world_process_zero())
         has_ended = self._is_preempted = False
         self._shapes_told = 0

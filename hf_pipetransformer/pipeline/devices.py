@@ -1,14 +1,20 @@
-"""How much memory this process may use."""
+"""Which device this process has, and how much memory it may use."""
 
 from __future__ import annotations
 
 import os
+import platform
 
 import psutil
 import torch
 
 USABLE_MEMORY = 0.9
 """Share of a device's memory that a stage may be planned to fill."""
+
+
+def name_of_device(device: torch.device) -> str:
+    """What kind it is, for people and for comparison."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
 def memory_budget(device: torch.device, processes: int) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +86,21 @@ class ModelTimes:
     head: PartTimes
     update_seconds_per_byte: float = 0.0
     reduce_seconds_per_byte: float = 0.0
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any]) -> ModelTimes:
+        """From what `dataclasses.asdict` has made of it, and JSON.
+
+        Raises:
+            KeyError, TypeError: it is something else.
+        """
+
+        def part(lines: Mapping[str, Any]) -> PartTimes:
+            return PartTimes(Seconds(**lines["forward"]), Seconds(**lines["backward"]))
+
+        units = tuple(part(unit) for unit in values["units"])
+        parts = {"prologue": part(values["prologue"]), "units": units, "head": part(values["head"])}
+        return cls(**{**values, **parts})
 
 
 def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: float = 0.0) -> ModelTimes:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import platform
 import sys
 import time
 from collections import Counter
@@ -34,6 +33,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..pipeline.devices import name_of_device
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,6 @@ class RunRecorder(TrainerCallback):
 def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
     """What does not change during a training, in plain values."""
     device = args.device
-    is_cuda = device.type == "cuda"
     arguments = {name: getattr(args, name) for name in RECORDED_ARGUMENTS if hasattr(args, name)}
     config = getattr(model, "config", None)
     return {
@@ -246,7 +246,7 @@ def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "world_size": args.world_size,
         "global_batch_size": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
-        "device": torch.cuda.get_device_name(device) if is_cuda else f"{device.type} ({platform.machine()})",
+        "device": name_of_device(device),
         "device_type": device.type,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "threads": torch.get_num_threads(),
