@@ -55,7 +55,7 @@ from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
 
-TIMES = "unit_times.json"
+TIMES = "part_times.json"
 """In a checkpoint: what the model's parts took when the training began."""
 SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hf_pipetransformer.pipeline import slice_choice
 from hf_pipetransformer.pipeline.slice_choice import (
     SliceChooser,
     TokenSlices,
+    fit_stage,
     measure_slices,
     points_to_measure,
     shapes_of_slice,
@@ -41,10 +44,15 @@ def whole(stage: StageModule, rows: int) -> StageShapes:
     return book.shapes(BATCH, rows)
 
 
-def chooser(asked: TokenSlices, told: list[Any] | None = None, num_parts: Any = lambda rows: 2) -> SliceChooser:
+def chooser(
+    asked: TokenSlices,
+    told: list[Any] | None = None,
+    num_parts: Any = lambda rows: 2,
+    everyone: Any = lambda mine: [mine, mine],
+) -> SliceChooser:
     note = (lambda parts, seconds: told.append((parts, seconds))) if told is not None else lambda *_: None
     windows = attention_windows(build("llama"))
-    return SliceChooser(asked, windows, num_parts, lambda mine: [mine, mine], note, chooses_parts=asked == "auto")
+    return SliceChooser(asked, windows, num_parts, everyone, note, chooses_parts=asked == "auto")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_few_points_tell_rows_lengths_and_contexts_apart(rows: int, tokens: int)
 def test_the_best_cut_is_planned_once_for_each_shape(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
     profiles = []
 
-    def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], _windows: Any) -> list[Any]:
+    def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], *_: Any) -> list[Any]:
         profiles.append(1)
         return [
             (r, n, c, 1e-3 + 1e-3 * r * n, 2e-3 * r * n) for r, n, c in points_to_measure(*batch["input_ids"].shape)
@@ -114,7 +122,7 @@ def test_a_profile_that_fits_nothing_is_repeated_and_then_not_believed(
 
     def measure(*_: Any) -> list[Any]:
         profiles.append(1)
-        return [(r, n, c, 1.0 + 9.0 * (i % 2), 1.0) for i, (r, n, c) in enumerate(points_to_measure(4, TOKENS))]
+        return [(r, n, c, 1e-3 + 9e-3 * (i % 2), 1e-3) for i, (r, n, c) in enumerate(points_to_measure(4, TOKENS))]
 
     monkeypatch.setattr(slice_choice, "measure_slices", measure)
     with caplog.at_level(logging.WARNING):
@@ -134,6 +142,116 @@ def test_a_stage_that_fails_in_the_profile_makes_all_cut_by_rows(
     with caplog.at_level(logging.WARNING):
         assert chooser("auto").parts_of(stage, partial(whole, stage), BATCH) == (RowSlices(2, (TOKENS,)),) * 2
     assert "not enough memory" in caplog.text
+
+
+class Untold(Exception):
+    """Cannot be made anew from its message, so it does not travel."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+@pytest.mark.parametrize(
+    ("error", "type_there"), [(TypeError("no loss"), TypeError), (Untold("no ", "loss"), ValueError)], ids=str
+)
+def test_any_other_failure_is_raised_on_all_stages(
+    stage: StageModule, monkeypatch: pytest.MonkeyPatch, error: Exception, type_there: type[Exception]
+) -> None:
+    sent: list[Any] = []
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def send(mine: Any) -> list[Any]:
+        sent.append(mine)
+        return [mine, mine]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slice_choice, "measure_slices", fail)
+        with pytest.raises(type(error), match="no loss"):
+            chooser("auto", everyone=send).parts_of(stage, partial(whole, stage), BATCH)
+    assert type(sent[0]) is type_there and "no loss" in str(sent[0])
+    with pytest.raises(type_there, match="no loss"):  # a stage that has not failed
+        chooser("auto", everyone=lambda mine: [mine, sent[0]]).parts_of(stage, partial(whole, stage), BATCH)
+
+
+SIZES = points_to_measure(4, TOKENS)
+
+
+class FakeClock:
+    """Slices take a time for each token, by a clock that nothing else moves; with noise, every other size more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds_of_round: float, noise: float = 0.0) -> None:
+        self.now = 100.0
+        self.sizes: list[tuple[int, int, int]] = []
+        self._seconds = {(r, n, c): r * n * (1 + noise * (i % 2)) for i, (r, n, c) in enumerate(SIZES)}
+        self._scale = seconds_of_round / sum(self._seconds.values())
+        monkeypatch.setattr(slice_choice, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(slice_choice, "_run_slice", self._run)
+
+    def _run(self, _stage: Any, _whole: Any, _batch: Any, _windows: Any, size: tuple[int, int, int]) -> Any:
+        self.sizes.append(size)
+        seconds = self._seconds[size] * self._scale
+        self.now += seconds
+        return seconds / 3, seconds * 2 / 3
+
+
+@pytest.mark.parametrize(
+    ("rounds_in_time", "noise", "profiles", "is_believed"),
+    [
+        (100, 0.0, 1, True),
+        (2.2, 0.0, 1, True),
+        (0.9, 0.0, 1, True),
+        (0.05, 0.0, 1, False),
+        (100, 9.0, 3, False),
+        (2.2, 9.0, 2, False),
+        (1.8, 9.0, 1, False),
+    ],
+)
+def test_all_profiles_together_keep_the_time(
+    stage: StageModule,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rounds_in_time: float,
+    noise: float,
+    profiles: int,
+    is_believed: bool,
+) -> None:
+    """As many rounds over all sizes as fit; where not even one does, the costliest sizes are left out."""
+    clock = FakeClock(monkeypatch, slice_choice.PROFILE_SECONDS / rounds_in_time, noise)
+    taken: list[Any] = []
+    one = chooser("auto", everyone=lambda mine: (taken.append(mine), [mine, mine])[1])
+    with caplog.at_level(logging.WARNING):
+        one.parts_of(stage, partial(whole, stage), BATCH)
+    assert clock.now - 100.0 <= slice_choice.PROFILE_SECONDS * 1.01
+    assert len(taken) == profiles and ("cut by rows alone" not in caplog.text) == is_believed
+    left_out = set(SIZES) - set(clock.sizes)
+    assert bool(left_out) == (rounds_in_time < 1)
+    assert min((r * n for r, n, _ in left_out), default=999) >= max(r * n for r, n, _ in clock.sizes)
+    assert ("there was time for" in caplog.text) == (rounds_in_time == 0.05)
+
+
+def test_no_stage_repeats_alone(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad fit, and time left here; on another stage the time is up."""
+    FakeClock(monkeypatch, 1e-6, noise=9.0)
+    rounds: list[Any] = []
+
+    def with_a_slow_one(mine: Any) -> list[Any]:
+        rounds.append(mine)
+        return [mine, replace(mine, has_time=False)]
+
+    chooser("auto", everyone=with_a_slow_one).parts_of(stage, partial(whole, stage), BATCH)
+    assert [mine.has_time for mine in rounds] == [True]
+
+
+def test_forward_and_backward_must_fit_each_by_itself() -> None:
+    """What both take together may be smooth where neither is."""
+    points = [
+        (r, n, c, 1.0 + 0.9 * (-1) ** i, 2.0 - 0.9 * (-1) ** i)
+        for i, (r, n, c) in enumerate(points_to_measure(4, 512))
+    ]
+    _, error = fit_stage(points)
+    assert error > slice_choice.LARGEST_ERROR
 
 
 def test_rows_of_too_few_tokens_are_not_cut(stage: StageModule) -> None:

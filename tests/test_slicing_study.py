@@ -11,9 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model import kv_slices
+from hf_pipetransformer.model import kv_slices, slicing_study
+from hf_pipetransformer.model.kv_slices import attention_windows
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.model.slicing_study import study_slicing
+from hf_pipetransformer.model.slicing_study import study_slicing, telling_rows
 
 SMALL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
 
@@ -25,6 +26,17 @@ def study(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any = None) ->
     )
 
 
+def sum_over_tokens(model: nn.Module) -> Any:
+    """A loss whose parts add up, of any model and without a shift: slices that differ in it are the model's fault."""
+
+    def loss(part: dict[str, Any]) -> torch.Tensor:
+        inputs = {key: value for key, value in part.items() if key not in ("labels", "shift_labels")}
+        logits = model(**inputs).logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits, part["labels"].flatten(), reduction="sum") / 64
+
+    return loss
+
+
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
     model, batch = build(name), batch_for("right padding")
@@ -32,7 +44,8 @@ def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
     parameter.grad = torch.ones_like(parameter)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     windows = study(model, batch)
-    assert len(windows) == model.config.num_hidden_layers
+    assert len(windows.layers) == model.config.num_hidden_layers
+    assert windows.separates_documents == (name != "opt")  # it gives its masks no positions
     assert model.training and torch.equal(parameter.grad, torch.ones_like(parameter))
     assert sum(p.grad is not None for p in model.parameters()) == 1
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -68,21 +81,54 @@ def t5() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (mamba, "layers gave their keys and values|its loss is|state|fails"),
-        (lfm2, "conv"),
-        (bert, "its loss is|fails"),
+        (mamba, "linear_attention keep a state"),
+        (lfm2, "conv keep a state"),
+        (bert, "not causal"),
         (t5, "only decoders"),
+        (lambda: build("llama", num_kv_shared_layers=1), "share keys and values"),
+        (lambda: build("mixtral", output_router_logits=True), "output_router_logits"),
     ],
-    ids=["recurrent", "convolutional", "encoder", "encoder-decoder"],
+    ids=["recurrent", "convolutional", "encoder", "encoder-decoder", "shared keys", "router loss"],
 )
 def test_what_keeps_another_state_or_looks_ahead_is_refused(make: Any, why: str) -> None:
     model = make().eval()
     batch = batch_for("none")
     if make is t5:
         batch = {key: value % 60 for key, value in batch.items()}
-    with pytest.raises(UnsupportedModelError, match=why) as caught:
-        study(model, batch, lambda part: model(**part).loss)
-    assert "token_slices='off'" in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match=why):
+        study(model, batch, sum_over_tokens(model))
+
+
+def test_a_causal_model_is_accepted_with_the_same_loss() -> None:
+    model = build("llama")
+    assert study(model, batch_for("none"), sum_over_tokens(model)) == attention_windows(model)
+
+
+def test_an_encoder_is_noticed_by_its_slices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slicing_study, "_looks_ahead", lambda *_: False)
+    model = bert().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # large enough for all tokens to matter
+            parameter.data = torch.randn_like(parameter) * 0.3
+    with pytest.raises(UnsupportedModelError, match=r"its loss is|gradient of|gave their keys"):
+        study(model, batch_for("none"), sum_over_tokens(model))
+
+
+def test_packed_rows_are_refused_where_documents_see_each_other() -> None:
+    """The first rows are packed: the study says so, with the reason."""
+    model, batch = build("opt"), batch_for("packed")
+    with pytest.raises(UnsupportedModelError, match="does not keep documents apart"):
+        study(model, batch)
+
+
+def test_the_longest_and_the_shortest_row_tell_most() -> None:
+    mask = (torch.arange(6) < torch.tensor([3, 6, 2, 4])[:, None]).long()
+    labels = torch.where(mask.bool(), 1, -100)
+    ids = torch.ones_like(mask)
+    assert telling_rows({"input_ids": ids, "attention_mask": mask}) == (1, 2)
+    assert telling_rows({"input_ids": ids, "attention_mask": ids, "labels": labels}) == (1, 2)
+    assert telling_rows({"input_ids": ids}) == (0, 1)
+    assert telling_rows({"input_ids": ids[:1]}) == (0,)
 
 
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-1])

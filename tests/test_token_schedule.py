@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
-from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
+from distributed import run_ranks, run_ranks_expecting_error
+from test_elastic import reference as freezing_reference
+from test_elastic import stages_by_frozen
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from training_runs import (
+    Outcome,
+    Run,
+    assert_same_training,
+    largest_difference,
+    outcome_of,
+    pipeline,
+    pipeline_trainer,
+    reference,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_pipetransformer import UnsupportedModelError, preparation
+from hf_pipetransformer.model import kv_slices
 from hf_pipetransformer.pipeline import slice_choice
+from hf_pipetransformer.pipeline.data import NumberedBatches
 
-RUN = Run("causal-lm", samples=64)
-"""Rows of 5 to 24 tokens, so each batch has another length."""
+RUN = Run("causal-lm", epochs=3)
+"""Rows of 5 to 24 tokens, so each batch has another length; the last one of an epoch is odd."""
+STEPS = 9
+"""Of AdamW; the first one at a learning rate of 0."""
+
+
+@cache
+def expected(model: str | None = None) -> Outcome:
+    outcome = run_ranks(reference, 1, replace(RUN, model=model))[0]
+    assert outcome.steps == len(outcome.losses) == STEPS
+    assert sum(rate > 0 for rate in outcome.learning_rates) >= 6
+    return outcome
 
 
 def cuts_in(folder: Path) -> list[dict[str, Any]]:
     """How batches were cut, as recorded."""
-    events = [json.loads(line) for line in (folder / "pipeline_events.jsonl").read_text().splitlines()]
-    return [event["slices"] for event in events if event["event"] == "slices"]
+    return [event["slices"] for event in events_in(folder) if event["event"] == "slices"]
+
+
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "pipeline_events.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -37,66 +68,254 @@ def cuts_in(folder: Path) -> list[dict[str, Any]]:
 )
 def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, options: dict[str, Any]) -> None:
     run = replace(RUN, per_device=16 // world)
-    expected = run_ranks(reference, 1, replace(RUN, per_device=4))[0]
-    assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected)
+    assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected())
 
 
 @pytest.mark.parametrize("model", ["bloom", "mistral", "gpt2"])
 def test_families_in_two_stages(model: str) -> None:
     """Bloom's layers also return attention weights, which nobody reads and which have no tokens to be cut along."""
-    run = replace(RUN, model=model, per_device=8, epochs=1)
-    expected = run_ranks(reference, 1, replace(run, per_device=4))[0]
-    assert_same_training(run_ranks(pipeline, 2, run, 2, token_slices=3), expected)
+    run = replace(RUN, model=model, per_device=8)
+    assert_same_training(run_ranks(pipeline, 2, run, 2, token_slices=3), expected(model))
 
 
-def pipeline_with_known_latency(rank: int, world_size: int, run: Run, folder: str) -> Outcome:
-    """Slices that take a time for each token and nothing else: the shortest ones are the best."""
+# ------------------------------------------------------------------------------------------ "auto"
+def with_known_latency() -> None:
+    """Slices take a time for each token and nothing else: the shortest ones are the best."""
 
-    def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], _windows: Any) -> list[Any]:
+    def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], *_: Any) -> list[Any]:
         return [
             (r, n, c, 1e-3 * r * n, 2e-3 * r * n)
             for r, n, c in slice_choice.points_to_measure(*batch["input_ids"].shape)
         ]
 
     slice_choice.measure_slices = measure
+
+
+def pipeline_with_known_latency(rank: int, world_size: int, run: Run, folder: str) -> Outcome:
+    with_known_latency()
     return pipeline(rank, world_size, run, 2, folder, token_slices="auto", num_microbatches=1)
 
 
 def test_slices_by_the_dynamic_program(tmp_path: Path) -> None:
     run = replace(RUN, per_device=8)
-    expected = run_ranks(reference, 1, replace(RUN, per_device=4))[0]
-    assert_same_training(run_ranks(pipeline_with_known_latency, 2, run, str(tmp_path)), expected)
+    assert_same_training(run_ranks(pipeline_with_known_latency, 2, run, str(tmp_path)), expected())
     cuts = cuts_in(tmp_path)
     assert cuts and all(len(lengths) == -(-cut["tokens"] // 16) for cut in cuts for _, lengths in cut["parts"])
     assert any(cut["tokens"] > 16 for cut in cuts) and all(cut["predicted_seconds"] > 0 for cut in cuts)
 
 
-def test_slices_by_a_profile_of_the_stages() -> None:
-    run = replace(RUN, per_device=8, epochs=1)
-    expected = run_ranks(reference, 1, replace(run, per_device=4))[0]
-    assert_same_training(run_ranks(pipeline, 2, run, 2, token_slices="auto"), expected)
+class LongRows(torch.utils.data.Dataset):
+    """Rows that take long enough for slices to pay."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.randint(5, 60, (384,), generator=torch.Generator().manual_seed(index)).tolist()
+        return {"input_ids": ids, "labels": ids}
 
 
-FROZEN = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}}
+def on_long_rows(rank: int, world_size: int, folder: str, stages: int, **options: Any) -> Outcome:
+    slice_choice.PROFILE_SECONDS = 3.0
+    slice_choice.LARGEST_ERROR = 0.5  # other tests run on the same cores
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    run = Run("causal-lm", per_device=2 // world_size, accumulation=1, epochs=1)
+    trainer = pipeline_trainer(run, stages, folder, model=LlamaForCausalLM(config), **options)
+    trainer.train_dataset = LongRows()
+    return outcome_of(trainer)
 
 
-@pytest.mark.parametrize("elastic", [True, False])
-def test_slices_go_on_through_freezing_and_transformation(elastic: bool) -> None:
-    run = replace(RUN, epochs=3)
-    options = {**FROZEN, "elastic": elastic, "num_microbatches": 2}
-    unsliced = run_ranks(pipeline, 4, run, 4, **options)
-    sliced = run_ranks(pipeline, 4, run, 4, token_slices=3, **options)
-    assert_same_training(sliced, unsliced[0])
+def test_slices_by_a_profile_of_the_stages(tmp_path: Path) -> None:
+    """One part of two rows: without slices one of the stages is always idle."""
+    whole = run_ranks(on_long_rows, 1, str(tmp_path / "whole"), 1)[0]
+    options = {"token_slices": "auto", "num_microbatches": 1}
+    assert_same_training(run_ranks(on_long_rows, 2, str(tmp_path / "sliced"), 2, **options), whole)
+    (cut,) = cuts_in(tmp_path / "sliced")  # one shape
+    ((rows, lengths),) = cut["parts"]
+    assert rows == 2 and len(lengths) > 1 and sum(lengths) == 384
+    assert cut["predicted_seconds"] > 0  # by a profile that was believed
 
 
-def test_bfloat16_in_slices_follows_whole_rows() -> None:
-    run = replace(RUN, per_device=8, epochs=1)
-    whole, sliced = (run_ranks(pipeline, 2, run, 2, bf16=True, **more)[0] for more in ({}, {"token_slices": 3}))
-    assert len(whole.losses) >= 2
-    for a, b in zip(whole.losses, sliced.losses, strict=True):
-        assert a == pytest.approx(b, abs=1e-2)
+# ------------------------------------------------------------------------------------------ freezing, transformation
+def transformed(
+    rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int], asked: Any, **options: Any
+) -> Outcome:
+    if asked == "auto":
+        with_known_latency()
+    freezing = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1, "freeze_schedule": FREEZE}
+    trainer = pipeline_trainer(run, stages[0], folder, token_slices=asked, **freezing, **options)
+    stages_by_frozen(trainer, stages)
+    return outcome_of(trainer)
 
 
+FREEZE = {3: 1}
+"""Steps done -> frozen layers."""
+
+
+@cache
+def expected_with_freezing() -> Outcome:
+    return run_ranks(freezing_reference, 1, RUN, FREEZE)[0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "asked", "options"),
+    [
+        ({0: 4, 1: 2}, 3, {"gradient_checkpointing": True}),
+        ({0: 4, 1: 2}, "auto", {}),
+        ({0: 4, 1: 4}, [3, 5], {}),
+        ({0: 2, 1: 4}, 2, {}),
+    ],
+    ids=["4x1-2x2", "4x1-2x2-auto", "4x1-4x1", "2x2-4x1"],
+)
+def test_slices_go_on_through_a_transformation(
+    stages: dict[int, int], asked: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    outcomes = run_ranks(transformed, 4, RUN, str(tmp_path), stages, asked, **options)
+    assert_same_training(outcomes, expected_with_freezing())
+    events = events_in(tmp_path)
+    change = next(i for i, event in enumerate(events) if event["event"] == "transform")
+    for part, k in ((events[:change], stages[0]), (events[change:], stages[1])):
+        assert {event["pipeline_parallel_size"] for event in part} == {k}
+        slices = [lengths for e in part if e["event"] == "slices" for _, lengths in e["slices"]["parts"]]
+        assert any(len(lengths) > 1 for lengths in slices)
+
+
+def adapters_above_frozen_layers(rank: int, world_size: int, folder: str, token_slices: Any) -> Outcome:
+    """What is trained is neither a key nor a value, nor below one in the first active layer."""
+    model = RUN.build_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(trained in name for trained in ("q_proj", "o_proj", "mlp")))
+    options = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "gradient_checkpointing": True}
+    run = replace(RUN, per_device=8)
+    return outcome_of(pipeline_trainer(run, 2, folder, model, token_slices=token_slices, elastic=False, **options))
+
+
+def test_adapters_above_frozen_layers_with_checkpointing(tmp_path: Path) -> None:
+    whole = run_ranks(adapters_above_frozen_layers, 2, str(tmp_path / "whole"), "off")
+    sliced = run_ranks(adapters_above_frozen_layers, 2, str(tmp_path / "sliced"), 3)
+    assert_same_training(sliced, whole[0])
+
+
+# ------------------------------------------------------------------------------------------ precision, rows
+def in_bfloat16(rank: int, world_size: int, token_slices: Any, loses_gradients: bool = False) -> Outcome:
+    if loses_gradients:
+        kv_slices._LayerStates.take_up = lambda self, i, g, visible, start, stop: g[:, :, start - visible :]
+        preparation.study_slicing = lambda stack, *_, **__: kv_slices.attention_windows(stack.model)
+    run = replace(RUN, per_device=8).with_options(bf16=True)
+    return outcome_of(pipeline_trainer(run, 2, token_slices=token_slices))
+
+
+def distances(outcome: Outcome) -> tuple[float, float]:
+    """From float32: the largest of the gradients' norms, relative; of the weights at the end."""
+    exact = expected()
+    pairs = zip(outcome.gradient_norms, exact.gradient_norms, strict=True)
+    assert outcome.steps == STEPS
+    return max(abs(a - b) / b for a, b in pairs), largest_difference(outcome.weights, exact.weights)[0]
+
+
+def test_bfloat16_in_slices_is_no_further_from_float32_than_whole_rows() -> None:
+    whole, sliced, wrong = (distances(run_ranks(in_bfloat16, 2, *how)[0]) for how in (("off",), (3,), (3, True)))
+    for a, b, c in zip(whole, sliced, wrong, strict=True):
+        assert b <= 2 * a < c
+
+
+class LayRows:
+    """A collator."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+        side = "left" if self.how == "left padding" else "right"
+        ids, labels = (pad_sequence(rows, True, filler, side) for filler in (0, -100))
+        if self.how == "left padding":
+            return {"input_ids": ids, "labels": labels, "attention_mask": labels.ne(-100).long()}
+        middle = ids.shape[1] // 2
+        labels[:, middle] = -100
+        positions = torch.cat([torch.arange(middle), torch.arange(ids.shape[1] - middle)])
+        return {"input_ids": ids, "labels": labels, "position_ids": positions.repeat(len(rows), 1)}
+
+
+def on_rows(rank: int, world_size: int, folder: str, how: str, stages: int, **options: Any) -> Outcome:
+    trainer = pipeline_trainer(replace(RUN, per_device=16 // world_size, epochs=1), stages, folder, **options)
+    trainer.data_collator = LayRows(how)
+    return outcome_of(trainer)
+
+
+@pytest.mark.parametrize("how", ["left padding", "packed"])
+def test_other_rows_in_two_stages(how: str, tmp_path: Path) -> None:
+    whole = run_ranks(on_rows, 1, str(tmp_path / "whole"), how, 1)[0]
+    assert_same_training(run_ranks(on_rows, 2, str(tmp_path / "sliced"), how, 2, token_slices=3), whole)
+
+
+# ------------------------------------------------------------------------------------------ one process
+@pytest.mark.parametrize("asked", [3, "auto"])
+def test_on_one_process_nothing_is_cut(asked: Any) -> None:
+    run = replace(RUN, per_device=32, accumulation=1)
+    assert_same_training(run_ranks(pipeline, 1, run, "auto", token_slices=asked), expected())
+
+
+def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Tokens of the rows to choose from; of those that the check is made on."""
+    study, sample_rows = preparation.study_slicing, NumberedBatches.sample_rows
+    rows: list[int] = []
+    chosen: list[int] = []
+
+    def noting_rows(self: Any, count: int) -> list[Any]:
+        found = sample_rows(self, count)
+        rows.extend(len(row["input_ids"]) for row in found)
+        return found
+
+    def noting_sample(stack: Any, sample: Any, *rest: Any, **options: Any) -> Any:
+        chosen.extend(sample["attention_mask"].sum(dim=1).tolist())
+        return study(stack, sample, *rest, **options)
+
+    preparation.study_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
+    pipeline_trainer(RUN.with_options(max_steps=1), "auto", token_slices=3).train()
+    return rows, chosen
+
+
+def test_slices_are_checked_on_the_longest_and_the_shortest_row() -> None:
+    ((rows, chosen),) = run_ranks(studied, 1)
+    assert len(rows) == 16 and chosen == [max(rows), min(rows)]
+    assert chosen != [max(rows[:2]), min(rows[:2])]
+
+
+class CoupledRows:
+    """A contrastive loss."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
+        rows = model(**{**inputs, "labels": None}).logits.mean(dim=1)
+        return nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def test_a_loss_that_does_not_add_up_is_refused() -> None:
+    run = replace(RUN, trainer=CoupledRows, per_device=32, accumulation=1)
+    (error,) = run_ranks_expecting_error(pipeline, 1, run, "auto", token_slices=3)
+    assert isinstance(error, UnsupportedModelError) and "not a sum or mean over rows or tokens" in str(error)
+
+
+def short_of_memory(rank: int, world_size: int, folder: str) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 4 GiB")
+
+    if rank == 1:
+        preparation.study_slicing = fail
+    pipeline_trainer(RUN, 2, folder, token_slices=3).train()
+
+
+def test_all_hear_of_a_check_that_one_process_has_no_memory_for(tmp_path: Path) -> None:
+    errors = run_ranks_expecting_error(short_of_memory, 2, str(tmp_path), timeout=60)
+    for error in errors:
+        assert isinstance(error, UnsupportedModelError)
+        assert "failed on process 1 (OutOfMemoryError: tried to allocate 4 GiB)" in str(error)
+
+
+# ------------------------------------------------------------------------------------------ the record
 def events_of(rank: int, world_size: int, folder: str) -> Outcome:
     trainer = pipeline_trainer(RUN.with_options(max_steps=2), 2, folder, token_slices=[8, 8], num_microbatches=1)
     return outcome_of(trainer)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from sliced_models import (
     CONFIGURATIONS,
+    LAYERS,
     NO_SDPA,
     SLICES,
     TOKENS,
@@ -17,12 +21,13 @@ from sliced_models import (
 )
 
 from hf_pipetransformer import UnsupportedModelError
+from hf_pipetransformer.model import kv_slices
 from hf_pipetransformer.model.kv_slices import SequenceStates, _LayerStates, attention_windows
 from hf_pipetransformer.model.token_slices import SlicedSequence, check_updates, first_tokens, running_slices
 
 ATTENTIONS = ("sdpa", "eager")
 PADDINGS = ("none", "right padding", "left padding")
-NO_PACKED_MASKS = ("opt", "llama4_text")  # OPT counts its positions itself; chunks have no mask of a whole row
+NOT_PACKED = ("opt", "llama4_text")  # OPT gives its masks no positions; chunks have no mask of a whole row
 
 
 @pytest.mark.parametrize(("name", "attention"), [(n, a) for n in CONFIGURATIONS for a in ATTENTIONS[n in NO_SDPA :]])
@@ -43,7 +48,7 @@ def test_slices_of_one_token_each(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [(n, a) for n in CONFIGURATIONS if n not in NO_PACKED_MASKS for a in ATTENTIONS[n in NO_SDPA :]],
+    [(n, a) for n in CONFIGURATIONS if n not in NOT_PACKED for a in ATTENTIONS[n in NO_SDPA :]],
 )
 def test_documents_packed_into_a_row_do_not_see_each_other(name: str, attention: str) -> None:
     model, batch = build(name, attention), batch_for("packed")
@@ -54,16 +59,45 @@ def test_documents_packed_into_a_row_do_not_see_each_other(name: str, attention:
     assert_same_step(step_in_slices(model, batch, SLICES), expected)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_gradient_checkpointing_keeps_the_states(name: str) -> None:
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the layers that have given keys and values, in order."""
+    calls: list[int] = []
+    update = kv_slices._SliceLayer.update
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self._index)
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(kv_slices._SliceLayer, "update", noting)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"), [*((name, False) for name in CONFIGURATIONS), ("llama", True), ("gemma2", True)]
+)
+def test_gradient_checkpointing_keeps_the_states(name: str, reentrant: bool, updates: list[int]) -> None:
     model, batch = build(name), batch_for("right padding")
     expected = step(model, batch)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_same_step(step_in_slices(model, batch, SLICES), expected)
+    assert len(updates) == 2 * LAYERS * len(SLICES)  # each slice was computed again
     with_flags = {n: m.__dict__.get("gradient_checkpointing") for n, m in model.named_modules()}
     with running_slices(model, batch):
         pass
     assert {n: m.__dict__.get("gradient_checkpointing") for n, m in model.named_modules()} == with_flags
+
+
+def test_checkpointed_layers_whose_keys_have_no_gradient_see_earlier_tokens(updates: list[int]) -> None:
+    """The first layer above frozen ones, where all but its keys and values are trained."""
+    model, batch = build("llama"), batch_for("none")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(trained in name for trained in ("q_proj", "o_proj", "mlp")))
+    model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output.detach())
+    expected = step(model, batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same_step(step_in_slices(model, batch, SLICES), expected)
+    assert [updates.count(layer) for layer in range(LAYERS)] == [len(SLICES), 2 * len(SLICES), 2 * len(SLICES)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -112,16 +146,18 @@ def test_one_slice_is_the_batch_itself() -> None:
 
 
 def test_states_of_frozen_layers_go_with_the_last_slice() -> None:
-    """No backward comes to free them."""
+    """No backward comes to free them; but layer 1, whose keys have no gradient either, may be computed again."""
     model, batch = build("llama"), batch_for("none")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.2" in name)
-    states = SequenceStates(attention_windows(model), TOKENS)
+        parameter.requires_grad_("layers.1.mlp" in name or "layers.2" in name)
+    states = SequenceStates(attention_windows(model), TOKENS, num_frozen=1)
     with running_slices(model, batch):
         for start, stop in ((0, 20), (20, TOKENS)):
             ids = batch["input_ids"][:, start:stop]
             model(input_ids=ids, past_key_values=states.slice(start, stop), use_cache=False)
-    assert [states.of_layer(index)._values[0] is None for index in range(3)] == [True, True, False]
+    assert [states.of_layer(index)._values[0] is None for index in range(3)] == [True, False, False]
+    states.forget()
+    assert states.of_layer(1)._values[0] is None
 
 
 def test_what_packs_rows_without_a_mask_is_refused() -> None:
@@ -129,6 +165,12 @@ def test_what_packs_rows_without_a_mask_is_refused() -> None:
     batch = {**batch_for("packed"), "cu_seq_lens_q": torch.tensor([0, 15, 37])}
     with pytest.raises(UnsupportedModelError, match="cu_seq_lens_q"):
         SlicedSequence(model, batch, (20, 17), attention_windows(model))
+    windows = replace(attention_windows(model), separates_documents=False)
+    with pytest.raises(UnsupportedModelError, match="does not keep documents apart"):
+        SlicedSequence(model, batch_for("packed"), (20, 17), windows)
+    chunked = build("llama4_text")
+    with pytest.raises(UnsupportedModelError, match="chunked attention"):
+        SlicedSequence(chunked, batch_for("packed"), (20, 17), attention_windows(chunked))
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="sdpa or eager"):
         SlicedSequence(model, batch_for("packed"), (20, 17), attention_windows(model))

@@ -15,6 +15,7 @@ gradients of earlier tokens' keys and values here, and their own slice takes the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +26,23 @@ from ..errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
-Windows = tuple[tuple[str, int | None], ...]
-"""For each layer the kind of its attention and the width of its window."""
+
+@dataclass(frozen=True)
+class Windows:
+    """What the tokens of a sequence can see.
+
+    Attributes:
+        layers: for each layer the kind of its attention and the width of its window.
+        separates_documents: whether documents that are packed into one row do not see each other. Found by trying
+            (`study_slicing`); no configuration says it.
+    """
+
+    layers: tuple[tuple[str, int | None], ...]
+    separates_documents: bool = True
 
 
 def attention_windows(model: Any) -> Windows:
-    """For each layer of a causal model the kind of its attention and the width of its window, from the configuration.
+    """What a causal model's layers can see, from its configuration.
 
     Raises:
         UnsupportedModelError: a layer keeps a state that is no keys and values (recurrent, convolutional), or takes
@@ -55,7 +67,7 @@ def attention_windows(model: Any) -> Windows:
             model, f"layers of type {', '.join(unknown)} keep a state that cannot be cut along the tokens.", remedy
         )
     width = {FULL: None, SLIDING: window, CHUNKED: chunk}
-    return tuple((kind, width[kind]) for kind in kinds)
+    return Windows(tuple((kind, width[kind]) for kind in kinds))
 
 
 class SequenceStates:
@@ -66,11 +78,14 @@ class SequenceStates:
         length: tokens of the sequence.
         is_trimmed: give a layer with a sliding window only what its window reaches. Not where masks of the whole
             sequence are given.
+        num_frozen: the first layers, which run once and without a graph: theirs go with the last slice. In any other
+            layer gradient checkpointing may compute a slice again, keys and values with a gradient or not.
     """
 
-    def __init__(self, windows: Windows, length: int, is_trimmed: bool = True) -> None:
+    def __init__(self, windows: Windows, length: int, is_trimmed: bool = True, num_frozen: int = 0) -> None:
         self.windows = windows
         self.length = length
+        self.num_frozen = num_frozen
         self._is_trimmed = is_trimmed
         self._layers: dict[int, _LayerStates] = {}
 
@@ -83,9 +98,13 @@ class SequenceStates:
             self._layers[index] = _LayerStates(self.length)
         return self._layers[index]
 
+    def forget(self) -> None:
+        """When the backward of the first slice is done: layers whose keys have no gradient cannot tell."""
+        self._layers.clear()
+
     def first_visible(self, index: int, start: int) -> int:
         """The first token that one of the tokens from `start` on can see in this layer."""
-        kind, width = self.windows[index]
+        kind, width = self.windows.layers[index]
         return max(0, start - width + 1) if kind == SLIDING and width and self._is_trimmed else 0
 
 
@@ -93,7 +112,7 @@ class SliceCache(Cache):
     """A view of the states for one slice. `update` may be called again, by gradient checkpointing."""
 
     def __init__(self, states: SequenceStates, start: int, stop: int) -> None:
-        self._slices = [_SliceLayer(states, index, start, stop) for index in range(len(states.windows))]
+        self._slices = [_SliceLayer(states, index, start, stop) for index in range(len(states.windows.layers))]
         super().__init__(layers=list(self._slices))
 
     @property
@@ -107,7 +126,7 @@ class _SliceLayer(CacheLayerMixin):
         super().__init__()
         self._states, self._index, self._start, self._stop = states, index, start, stop
         self._visible = states.first_visible(index, start)
-        self.is_sliding = states.windows[index][0] != FULL
+        self.is_sliding = states.windows.layers[index][0] != FULL
         self.is_initialized = True
         self.is_updated = False
 
@@ -120,9 +139,8 @@ class _SliceLayer(CacheLayerMixin):
         self.is_updated = True
         states = self._states.of_layer(self._index)
         extended = _Extend.apply(key_states, value_states, states, self._visible, self._start, self._stop)
-        is_trained = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        if self._stop == self._states.length and not is_trained:
-            states.forget()  # no backward will come to do it
+        if self._stop == self._states.length and self._index < self._states.num_frozen:
+            states.forget()
         return extended
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

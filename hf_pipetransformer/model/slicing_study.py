@@ -6,11 +6,16 @@ labels. So a step in slices is compared with one without, where every process st
 1. The loss and gradients of the rows as they are.
 2. The loss where only the first tokens of later slices have labels: the tokens before them must predict them. A loss
    that shifts labels itself loses these, which are too few to be noticed otherwise.
+
+Beside that, other words in one part of the rows tell whether the loss of another part depends on them: of earlier
+tokens on later ones, as in an encoder; of a document on another one that is packed into the same row (such rows are
+refused when they come).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,10 +28,24 @@ from .ghosts import evaluation_mode
 from .kv_slices import Windows, attention_windows
 from .layer_stack import LayerStack
 from .loss_scaling import IGNORED
-from .micro_batch import Batch
+from .micro_batch import Batch, batch_rows
 from .token_slices import REMEDY, SlicedSequence, check_updates, running_slices, sequence_length
 
 LossOf = Callable[[Batch], torch.Tensor]
+
+SAME_LOSS = 1e-6
+"""Relative difference of losses that differ in no word which they depend on: the same numbers in the same order."""
+
+
+def telling_rows(batch: Batch) -> tuple[int, ...]:
+    """Numbers of two rows that show most: on the longest one windows act, and the shortest one is padded to it."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    for tokens in (mask, labels.ne(IGNORED) if isinstance(labels, torch.Tensor) else None):
+        if isinstance(tokens, torch.Tensor) and tokens.dim() == 2:
+            lengths = tokens.sum(dim=1)
+            if lengths.min() < lengths.max():
+                return int(lengths.argmax()), int(lengths.argmin())
+    return tuple(range(min(batch_rows(batch), 2)))
 
 
 def study_slicing(
@@ -34,8 +53,8 @@ def study_slicing(
 ) -> Windows:
     """Check that a model's sequences can be run slice by slice, and return the windows of its layers.
 
-    Costs two training steps of the sample, with gradients of the whole model. Weights, gradients and modes are as
-    before when it returns.
+    Costs two training steps of the sample, with gradients of the whole model, and some forwards. Weights, gradients
+    and modes are as before when it returns.
 
     Args:
         stack: the units of the whole model.
@@ -50,9 +69,10 @@ def study_slicing(
     """
     model = stack.model
     windows = attention_windows(model)
-    if len(windows) != stack.num_units:
+    num_layers = len(windows.layers)
+    if num_layers != stack.num_units:
         raise UnsupportedModelError(
-            model, f"it has {stack.num_units} layers, and its configuration says {len(windows)}.", REMEDY
+            model, f"it has {stack.num_units} layers, and its configuration says {num_layers}.", REMEDY
         )
     _refuse_lost_checkpointing(model)
     length = sequence_length(sample)
@@ -64,6 +84,9 @@ def study_slicing(
     before = [parameter.grad for parameter in model.parameters()]
     try:
         with evaluation_mode(model), torch.random.fork_rng(devices=[]):
+            if _looks_ahead(sample, loss_of):
+                raise UnsupportedModelError(model, "its tokens see later ones: its attention is not causal.", REMEDY)
+            windows = replace(windows, separates_documents=_separates_documents(sample, loss_of))
             _compare_gradients(stack, sample, loss_of, lengths, windows, loss_tolerance, gradient_tolerance)
             edges = _with_labels_at(sample, list(accumulate(lengths))[:-1])
             if edges is not None:
@@ -152,14 +175,47 @@ def _losses_in_slices(
     return losses
 
 
-def _with_labels_at(sample: Batch, positions: list[int]) -> Batch | None:
+def _looks_ahead(sample: Batch, loss_of: LossOf) -> bool:
+    """Whether tokens see later ones, as in an encoder. With new weights they matter little: no gradient shows it."""
+    length = sequence_length(sample)
+    middle = length // 2
+    return bool(_depends(sample, loss_of, on=range(middle, length), at=range(1, middle)))
+
+
+def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
+    """Whether of two documents in a row the second one does not see the first."""
+    length = sequence_length(sample)
+    middle = length // 2
+    positions = torch.cat([torch.arange(middle), torch.arange(length - middle)])
+    row = {name: value for name, value in sample.items() if name != "attention_mask"}  # else positions say nothing
+    device = next((value.device for value in sample.values() if isinstance(value, torch.Tensor)), None)
+    row["position_ids"] = positions.to(device).expand(batch_rows(sample), -1)
+    return _depends(row, loss_of, on=range(middle), at=range(middle + 1, length)) is False
+
+
+@torch.no_grad()
+def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | None:
+    """Whether other words on some tokens change the loss at others; None where that cannot be tried."""
+    row, words = _with_labels_at(sample, at), sample.get("input_ids")
+    if row is None or not at or not isinstance(words, torch.Tensor):
+        return None
+    others = words.clone()
+    others[:, on] = words.min() + words.max() - words[:, on]  # words that the model knows
+    try:
+        one, other = (float(loss_of({**row, "input_ids": ids})) for ids in (words, others))
+    except Exception:  # whatever a model says to positions, or to these words
+        return None
+    return None if torch.equal(words, others) else not abs(one - other) <= SAME_LOSS * abs(one)
+
+
+def _with_labels_at(sample: Batch, positions: Sequence[int]) -> Batch | None:
     """The rows with labels at these tokens alone; None where labels are not one for each token."""
     labels: Any = sample.get("labels")
     is_for_tokens = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
     if not is_for_tokens or labels.shape[1] != sequence_length(sample) or "shift_labels" in sample:
         return None
     only = torch.full_like(labels, IGNORED)
-    only[:, positions] = labels[:, positions].clamp(min=0)  # one that does not count counts here
+    only[:, list(positions)] = labels[:, list(positions)].clamp(min=0)  # one that does not count counts here
     return {**sample, "labels": only}
 
 

@@ -51,29 +51,38 @@ class SlicedSequence:
         model: a causal model that `prepare_for_slices` has accepted.
         batch: keyword arguments of its forward, rows x tokens.
         lengths: of the slices; they add up to the tokens.
-        windows: `attention_windows(model)`.
+        windows: of the model, from `study_slicing`.
+        num_frozen: layers at the bottom that run without a graph.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, lengths: Sequence[int], windows: Windows) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Batch, lengths: Sequence[int], windows: Windows, num_frozen: int = 0
+    ) -> None:
         self.length = sequence_length(batch)
         self.spans = tuple(pairwise(accumulate(lengths, initial=0)))
         assert self.spans[-1][1] == self.length, (lengths, self.length)
         self._batch = batch
+        self._states: SequenceStates | None = None
         if len(self.spans) == 1:
             return
         self._batch = _with_shifted_labels(batch)
         masks = _masks_of_packed_rows(model, batch, windows)
         if masks is not None:
             self._batch["attention_mask"] = masks
-        self._states = SequenceStates(windows, self.length, is_trimmed=masks is None)
+        self._states = SequenceStates(windows, self.length, is_trimmed=masks is None, num_frozen=num_frozen)
 
     def slice(self, number: int) -> Batch:
         """Keyword arguments of the forward for one slice. Slices are to be run in order."""
-        if len(self.spans) == 1:
+        if self._states is None:
             return self._batch
         start, stop = self.spans[number]
         part = {name: self._cut(name, value, start, stop) for name, value in self._batch.items()}
         return {**part, "past_key_values": self._states.slice(start, stop), "use_cache": False}
+
+    def forget(self) -> None:
+        """Let go of keys and values: the backward of the first slice is done."""
+        if self._states is not None:
+            self._states.forget()
 
     def _cut(self, name: str, value: Any, start: int, stop: int) -> Any:
         if isinstance(value, dict):
@@ -108,7 +117,13 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
         return None
     if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):
         return None
-    kinds = {kind for kind, _ in windows}
+    if not windows.separates_documents:
+        raise UnsupportedModelError(
+            model,
+            "its attention does not keep documents apart that are packed into a row (position_ids that begin anew).",
+            "Give each document a row of its own, or set token_slices='off'.",
+        )
+    kinds = {kind for kind, _ in windows.layers}
     if CHUNKED in kinds:
         raise UnsupportedModelError(
             model, "rows packed with several documents and chunked attention have no masks.", REMEDY

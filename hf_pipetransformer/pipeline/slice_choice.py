@@ -1,7 +1,7 @@
 """How a batch is cut along its rows and tokens: as asked for, or by what slices take on the stages themselves.
 
 profile      each stage runs slices of a few sizes behind contexts of a few sizes, alone
-fit          a latency model of four terms for each stage; a bad fit is refused and the profile repeated
+fit          a latency model of four terms for each stage; a bad fit is refused, and repeated while there is time
 agree        every stage gets everyone's model, so all derive one plan
 plan         the dynamic program; once for each shape of batch
 """
@@ -9,9 +9,11 @@ plan         the dynamic program; once for each shape of batch
 from __future__ import annotations
 
 import logging
+import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -44,12 +46,30 @@ Point = tuple[int, int, int, float, float]
 OnPlan = Callable[[tuple[RowSlices, ...], float | None], None]
 
 PROFILE_SECONDS = 5.0
+"""For all profiles of a batch's shape together."""
 ROUNDS = 5
 """Of each measurement; the median counts. Fewer where the time is up."""
 LARGEST_ERROR = 0.15
 """Root mean square of the relative error up to which a fit is believed."""
 PROFILES = 3
 SHORTEST_SLICE = 16
+SURMOUNTABLE = (RuntimeError, MemoryError)
+"""Failures of a profile after which batches are cut by rows alone: out of memory, for one."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What a stage tells the others of its profile.
+
+    Attributes:
+        latency: of the stage.
+        error: root mean square of its relative error.
+        has_time: whether another profile can be taken.
+    """
+
+    latency: StageLatency
+    error: float
+    has_time: bool
 
 
 class SliceChooser:
@@ -137,37 +157,62 @@ class SliceChooser:
         return (parts, seconds) if seconds < uncut * (1 - MINIMAL_GAIN) else (whole_rows, uncut)
 
     def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[StageLatency]:
-        """Everyone's latencies; nothing where they cannot be believed."""
-        for _ in range(PROFILES):
-            fit: tuple[StageLatency, float] | str
+        """Everyone's latencies; nothing where they cannot be believed.
+
+        Raises:
+            Exception: what a stage has raised, on all of them.
+        """
+        whole(1)  # shapes go from stage to stage, and are no part of the profile
+        began = time.perf_counter()
+        deadline = began + PROFILE_SECONDS
+        for attempt in range(1, PROFILES + 1):
+            mine: _Fit | Exception
+            failure: Exception | None = None
             try:
-                fit = fit_stage(measure_slices(stage, whole, batch, self._windows))
-            except RuntimeError as error:  # out of memory, for one; the other stages are to hear of it
-                fit = str(error)
-            fits = self._everyone(fit)
-            failures = [one for one in fits if isinstance(one, str)]
+                share = began + PROFILE_SECONDS * attempt / PROFILES
+                points = measure_slices(stage, whole, batch, self._windows, share, deadline)
+                one_round = sum(forward + backward for *_, forward, backward in points)
+                mine = _Fit(*fit_stage(points), time.perf_counter() + one_round <= deadline)
+            except Exception as error:  # the other stages are to hear of it
+                failure, mine = error, _portable(error)
+            everyone = self._everyone(mine)
+            failures = [one for one in everyone if isinstance(one, Exception)]
+            for one in (failure, *failures):  # its own first, which knows where it comes from
+                if one is not None and not isinstance(one, SURMOUNTABLE):
+                    raise one
             if failures:
-                why = failures[0]
+                why = str(failures[0])
                 break
-            worst = max(error for _, error in fits)
+            worst = max(fit.error for fit in everyone)
             if worst <= LARGEST_ERROR:
-                return [latency for latency, _ in fits]
+                return [fit.latency for fit in everyone]
             why = (
                 f"the root mean square of the fit's relative error is {worst:.2f}, and {LARGEST_ERROR} is allowed: is"
                 " something else running on the device?"
             )
+            if not all(fit.has_time for fit in everyone):
+                break
         logger.warning("token_slices='auto': what slices take is not known, batches are cut by rows alone (%s)", why)
         return []
 
 
 def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
-    """A stage's latency, and the root mean square of its relative error with forward and backward together."""
+    """A stage's latency, and the root mean square of its relative error: the largest of forward, backward and both."""
     both, error = SliceLatency.fit([(r, n, c, forward + backward) for r, n, c, forward, backward in points])
-    forward, _ = SliceLatency.fit([(r, n, c, seconds) for r, n, c, seconds, _ in points], both.flat_tokens)
+    forward, of_forward = SliceLatency.fit([(r, n, c, seconds) for r, n, c, seconds, _ in points], both.flat_tokens)
     if not any(point[-1] for point in points):  # all is frozen up to here
         return StageLatency(forward, SliceLatency(0.0, 0.0, 0.0, 0.0, both.flat_tokens)), error
-    backward, _ = SliceLatency.fit([(r, n, c, seconds) for r, n, c, _, seconds in points], both.flat_tokens)
-    return StageLatency(forward, backward), error
+    backward, of_backward = SliceLatency.fit([(r, n, c, seconds) for r, n, c, _, seconds in points], both.flat_tokens)
+    return StageLatency(forward, backward), max(error, of_forward, of_backward)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot travel between processes."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class of errors does when it is made anew
+        kind = RuntimeError if isinstance(error, SURMOUNTABLE) else ValueError
+        return kind(f"{type(error).__name__}: {error}")
 
 
 def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens: int) -> StageShapes:
@@ -206,20 +251,35 @@ def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
 
 
 def measure_slices(
-    stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch, windows: Windows
+    stage: StageModule,
+    whole: Callable[[int], StageShapes],
+    batch: Batch,
+    windows: Windows,
+    until: float = math.inf,
+    deadline: float = math.inf,
 ) -> list[Point]:
     """Time forward and backward of slices of the batch's first rows on this stage alone.
 
     Gradients, random numbers and the batch are as before when it returns.
 
+    Args:
+        stage: this process's stage.
+        whole: rows -> shapes at its boundaries.
+        batch: the pipeline's.
+        windows: of the model's layers.
+        until: when to have done with repeating, by `time.perf_counter()`.
+        deadline: when to have done: sizes that take longer are left out, the costliest first.
+
     Returns:
         (rows, length, context, forward seconds, backward seconds) for each size; 0 for a backward that there is not.
+
+    Raises:
+        RuntimeError: there was time for less than half of the sizes.
     """
-    sizes = points_to_measure(batch_rows(batch), sequence_length(batch))
-    times: dict[tuple[int, int, int], list[tuple[float, float]]] = {size: [] for size in sizes}
+    sizes = sorted(points_to_measure(batch_rows(batch), sequence_length(batch)), key=_cost)
+    times: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
     before = [parameter.grad for parameter in stage.parameters()]
     device = stage.device
-    began = time.perf_counter()
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=device.type),
@@ -228,18 +288,37 @@ def measure_slices(
             for parameter in stage.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             _run_slice(stage, whole, batch, windows, sizes[0])  # the first run of all is slow
-            for round in range(ROUNDS):
-                for size in sizes:
-                    if round and time.perf_counter() - began > PROFILE_SECONDS:
+            expected, tokens = 0.0, 1
+            for size in sizes:
+                expected *= size[0] * size[1] / tokens  # at most, unless attention is nearly all
+                if time.perf_counter() + expected > deadline:
+                    break
+                times[size] = [_run_slice(stage, whole, batch, windows, size)]
+                expected, tokens = sum(times[size][0]), size[0] * size[1]
+            one_round = sum(sum(measured[0]) for measured in times.values())
+            if time.perf_counter() + one_round > deadline:
+                until = deadline  # no other profile will need the time
+            for _ in range(ROUNDS - 1):
+                for size, measured in times.items():
+                    if time.perf_counter() + sum(measured[-1]) > until:
                         break
-                    times[size].append(_run_slice(stage, whole, batch, windows, size))
+                    measured.append(_run_slice(stage, whole, batch, windows, size))
     finally:
         for parameter, gradient in zip(stage.parameters(), before, strict=True):
             parameter.grad = gradient
+    if len(times) < max(FEWEST_POINTS, len(sizes) / 2):
+        raise RuntimeError(
+            f"in {PROFILE_SECONDS:g} seconds there was time for {len(times)} of {len(sizes)} sizes of slices"
+        )
     return [
         (*size, median(forward for forward, _ in seconds), median(backward for _, backward in seconds))
         for size, seconds in times.items()
     ]
+
+
+def _cost(size: tuple[int, int, int]) -> tuple[int, int]:
+    rows, length, context = size
+    return rows * length, context
 
 
 def _run_slice(

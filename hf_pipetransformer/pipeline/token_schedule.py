@@ -115,10 +115,10 @@ class TokenScheduler:
         return self._chooser.parts_of(self._stage, partial(self._shape_book.shapes, batch), batch)
 
     def _parts(self, batch: Batch, parts: Sequence[RowSlices]) -> list[_Part]:
-        model, result, row = self._stage.stack.model, [], 0
+        stack, result, row = self._stage.stack, [], 0
         for part in parts:
             rows = slice_rows(batch, row, row + part.rows)
-            sequence = SlicedSequence(model, rows, part.lengths, self._windows)
+            sequence = SlicedSequence(stack.model, rows, part.lengths, self._windows, stack.runner.num_frozen)
             whole = self._shape_book.shapes(batch, part.rows)
             shapes = [shapes_of_slice(self._stage, whole, sequence.length, length) for length in part.lengths]
             result.append(_Part(sequence, shapes))
@@ -192,6 +192,8 @@ class _Step:
                 self._neighbours.previous,
                 self._neighbours.backward,
             )
+        if task.slice == 0:
+            self._parts[task.part].sequence.forget()
 
     # ------------------------------------------------------------------------------------ messages
     def _messages(self, task: SliceTask) -> tuple[CarriedTensor, ...]:
