@@ -175,6 +175,17 @@ def print_table(console: Console, width: int, rows: int, tokens: int, variants: 
     )
 
 
+def write(path: Path, results: list[dict[str, Any]], mesh: ProcessMesh) -> None:
+    facts = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers")},
+        "processes": mesh.world_size,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    path.write_text(json.dumps({**facts, "results": results}, indent=2))
+
+
 def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(1)
@@ -199,15 +210,8 @@ def main() -> None:
                     }
                     for variant in variants
                 ]
-    if mesh.rank == 0 and options.output:
-        facts = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "python": platform.python_version(),
-            **{package: version(package) for package in ("torch", "transformers")},
-            "processes": mesh.world_size,
-            "threads": os.environ.get("OMP_NUM_THREADS"),
-        }
-        options.output.write_text(json.dumps({**facts, "results": results}, indent=2))
+                if options.output:
+                    write(options.output, results, mesh)
     dist.destroy_process_group()
 
 
