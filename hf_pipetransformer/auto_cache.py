@@ -225,6 +225,13 @@ class AutoCache:
             self._turn_off(_changing(counts))
         elif self.num_cached < self._boundary and not began_late and _is_filled(counts):
             self._count_as_cached()
+        elif report.failure is not None and len(self.cache.generations) > 1:
+            # no room for two: what fewer layers gave makes way, and the next epoch fills the store from the start
+            self.num_cached = 0
+            older = self.cache.forget(keep=1)
+            self._publish()
+            self._let_go(older)
+            self.cache.go_on_writing()
         return report
 
     def begin_step(self) -> None:

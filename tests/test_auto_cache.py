@@ -416,6 +416,18 @@ def test_a_full_store_costs_time_only_and_is_said_once() -> None:
     assert "takes nothing more" in warning and others == [[], [], []]
 
 
+def test_a_store_for_one_generation_holds_the_latest() -> None:
+    """While two layers fill it, there is no room beside what one layer gave: that makes way, and they fill it anew."""
+    run, table = Run(epochs=7), {3: 1, 9: 2}
+    unlimited = run_ranks(cached, WORLD, run, SHRINK, {3: 1})
+    gib = 1.3 * unlimited[0][1][-1]["cache_bytes"] / 2**30
+    results = run_ranks(cached, WORLD, run, SHRINK, table, activation_cache_max_gib=gib)
+    (expected,) = run_ranks(reference, 1, run, table)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    assert hit_rates(results[0][1])[-1] == (1, 0)
+    assert all(entry["cache_bytes"] <= gib * 2**30 for entry in results[0][1])
+
+
 class LeftPadded:
     """A Trainer's mixin whose rows all get padding on the left once the model has been examined."""
 
@@ -503,7 +515,8 @@ def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
         outcomes = [outcome for job in jobs for outcome, _ in job.result()]
     alone = run_ranks(cached, 2, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START, activation_cache="off")
     assert_same_training(outcomes, alone[0][0])
-    assert len(list((tmp_path / "cache").glob("00[123]-*"))) == 3
+    # (their later weights may differ by rounding, and then each has a generation of its own)
+    assert {path.name[:3] for path in (tmp_path / "cache").glob("0*-*")} == {"001", "002", "003"}
 
 
 def train_some(

@@ -106,6 +106,7 @@ def elastic(
         freeze_strategy="steps",
         freeze_steps=1,
         freeze_schedule=schedule,
+        activation_cache="off",  # whether it pays, and changes the plan, depends on the machine's load
     )
     stages_by_frozen(trainer, stages)
     seen: list[list[int]] = []

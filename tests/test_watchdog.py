@@ -189,6 +189,19 @@ def test_other_hosts_hear_of_it(kind: str, culprit: int) -> None:
             assert f"rank {culprit} " in said(outcome)
 
 
+def watched_from_afar(rank: int, world_size: int) -> None:
+    """The connections over which hosts hear of one another come late, as where a name server takes seconds."""
+    Watchdog._watch_other_hosts = lambda self: None  # type: ignore[method-assign]
+    watched(rank, world_size, "kill", 0, hosts=2)
+
+
+def test_a_store_that_is_gone_soon_after_the_start_is_rank_0s() -> None:
+    for outcome in launch_ranks(watched_from_afar, 4):
+        if outcome.rank > 1:
+            assert isinstance(outcome.error, PeerFailedError)
+            assert "rank 0 (host " in str(outcome.error) and "could not be reached" in str(outcome.error)
+
+
 def test_an_undisturbed_end_is_no_death() -> None:
     for _, last_phase in run_ranks(watched, 3, "none", -1):
         assert last_phase == "left"

@@ -135,7 +135,7 @@ class ActivationCache:
             reader = self._store.reader(num_frozen, fingerprint)
             self._generations.insert(0, _Generation(num_frozen, fingerprint, reader))
         self._writer.close_generation()
-        self.failure = None
+        self.go_on_writing()
 
     def forget(self, keep: int) -> list[tuple[int, str]]:
         """Look for the newest `keep` generations only; return the others, which may be deleted."""
@@ -305,6 +305,10 @@ class ActivationCache:
     def stop_writing(self, error: OSError) -> None:
         """What the store has is used, the rest is computed from here on."""
         self.failure = error
+
+    def go_on_writing(self) -> None:
+        """There may be room again."""
+        self.failure = None
 
     @property
     def why_full(self) -> str | None:

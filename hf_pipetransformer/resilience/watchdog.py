@@ -269,7 +269,9 @@ class Watchdog:
         if is_lost:
             self._told.wait(SECONDS_FOR_A_VERDICT + (self._longest_beat if self._distant else 0))
         if self._verdict is None:
-            others = (self._silent_host(self._longest_beat) or self._who_let_wait()) if is_lost else None
+            others = self._silent_host(self._longest_beat) or self._who_let_wait() if is_lost else None
+            if is_lost and others is None and self._has_store and 0 in self._distant and not self._store_answers():
+                others = self._without_store("any more")
             self._judge(others or _Finding(own))
         try:
             self._wait_for_readers()
@@ -460,6 +462,21 @@ class Watchdog:
         return _Finding(f"{who} could not be reached for {now - beat.at:.0f} s{last}")
 
     # ------------------------------------------------------------------------------------ verdicts
+    def _store_answers(self) -> bool:
+        """Also soon after the start, when the other thread may still be waiting for its own connection."""
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with suppress(Exception):
+                assert self._for_verdicts is not None
+                self._for_verdicts.check([VERDICT])
+                answers.append(True)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(GRACE)
+        return bool(answers)
+
     def _judge(self, finding: _Finding) -> None:
         """Settle what happened: the first one to say so is right."""
 
