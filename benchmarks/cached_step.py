@@ -100,14 +100,19 @@ def run(frozen: int, cache: str, arguments: argparse.Namespace, config: PreTrain
             train_dataset=RandomRows(arguments.rows * arguments.steps, arguments.tokens, config.vocab_size),
             callbacks=[clock],
         )
-        trainer.remove_callback(PrinterCallback)
-        gc.collect()  # an earlier Trainer, a circle of references, shall not be collected during the steps
-        dist.barrier()
-        trainer.train()
-        dist.barrier()  # the folder is needed until all are done
+        train_alone(trainer)
     steps = [1e3 * (b - a) for a, b in zip(clock.wall, clock.wall[1:], strict=False)]
     epochs = [steps[max(e * arguments.steps - 1, 0) :][: arguments.steps - 1] for e in range(EPOCHS if frozen else 1)]
     return [statistics.median(epoch[arguments.warmup :]) for epoch in epochs]
+
+
+def train_alone(trainer: Trainer) -> None:
+    """Train, with nothing left to do of an earlier training. Collective over all processes."""
+    trainer.remove_callback(PrinterCallback)
+    gc.collect()  # an earlier Trainer, a circle of references, shall not be collected during the steps
+    dist.barrier()
+    trainer.train()
+    dist.barrier()  # the folder is needed until all are done
 
 
 def summary_of(rounds: list[dict[str, list[float]]], frozen: list[int]) -> dict[int, dict[str, float]]:

@@ -525,10 +525,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
             with phase("evaluation"), self._evaluating_with_cache(dataloader) as loader:
                 return stock(loader, *positional, **keywords)
         check_same_size(self._processes, dataloader.dataset)
-        collate_fn = dataloader.collate_fn
-        if isinstance(collate_fn, KeyingCollator):
-            collate_fn = collate_fn.inner
-        pipeline = self._pipeline_for(self._evaluation_rows(dataloader), collate_fn)
+        pipeline = self._pipeline_for(self._evaluation_rows(dataloader), dataloader.collate_fn)
         pipeline.place(self._make_layouts(pipeline).first, keep_weights_aside=True)
         try:
             # its workers may have begun under the cache
