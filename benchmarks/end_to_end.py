@@ -24,13 +24,14 @@ cached one 0 times its forward; the head always 3).
 that is finding the layers, timing them, the probe of the cache and cutting the model, then putting it together again.
 They hold neither loading model and data nor the evaluation at the end.
 
-Every result is written as soon as it is there. What `--output` has already, from a run with the same task, model, data
-and options, is not run again.
+Every result is written as soon as it is there. What `--output` has already, from a run with the same task, model,
+data, options and sources of the library, is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -51,6 +52,7 @@ from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
+import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.planning.plan import step_flops
 
@@ -178,11 +180,12 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     PipeTransformerTrainingArguments("unused")  # sets up the processes
     state = PartialState()
+    common = facts(options, state.num_processes)  # before the first run: sources may change during one
     results: list[dict[str, Any]] = []
     if options.output.exists():
         before = json.loads(options.output.read_text())
         results = before["results"]
-        other = {k: v for k, v in facts(options, state.num_processes).items() if before.get(k) != v}
+        other = {k: v for k, v in common.items() if before.get(k) != v}
         if other:
             raise ValueError(
                 f"{options.output} has results of another run, which differs in {other}: give another file."
@@ -198,7 +201,7 @@ def main() -> None:
         done.add((variant, seed, str(alpha)))
         results.append(run(variant, seed, alpha, options, make_task(options, seed)))
         if state.is_main_process:
-            write(options, results, state.num_processes)
+            write(options.output, common, results)
             print({k: results[-1][k] for k in ("variant", "seed", "alpha", "seconds", "metric")}, flush=True)
     if state.is_main_process:
         Console().print(summary(results, options, state.num_processes))
@@ -212,9 +215,9 @@ def make_task(options: argparse.Namespace, seed: int) -> Task:
     return {"sst2": sst2, "squad": squad}[options.task](options.model, options.data, options.samples, seed)
 
 
-def write(options: argparse.Namespace, results: list[dict[str, Any]], processes: int) -> None:
+def write(output: Path, common: dict[str, Any], results: list[dict[str, Any]]) -> None:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    options.output.write_text(json.dumps({"date": date, **facts(options, processes), "results": results}, indent=2))
+    output.write_text(json.dumps({"date": date, **common, "results": results}, indent=2))
 
 
 def facts(options: argparse.Namespace, processes: int) -> dict[str, Any]:
@@ -223,12 +226,21 @@ def facts(options: argparse.Namespace, processes: int) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "accelerate")},
+        "library": checksum_of(Path(hf_pipetransformer.__file__).parent),
         "processes": processes,
         # names alone: where they lie is nobody's business
         "model": Path(options.model).name if options.model else None,
         "data": options.data.name if options.data else None,
         "options": {k: str(v) for k, v in vars(options).items() if k not in varied},
     }
+
+
+def checksum_of(folder: Path) -> str:
+    """Of a package's sources: results of two versions do not belong together, nor in one mean."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def summary(results: list[dict[str, Any]], options: argparse.Namespace, processes: int) -> Table:

@@ -67,7 +67,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of each epoch")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of each epoch that do not count")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not 0 < arguments.warmup < arguments.steps:
+        parser.error(f"--warmup {arguments.warmup} must lie between 1 and --steps {arguments.steps} - 1")
+    return arguments
 
 
 def predict(arguments: argparse.Namespace, config: PreTrainedConfig, workload: Workload) -> Row:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.report.report_data import Layout, read_trainings
 
 LABEL = "label"
 SMALL_MODEL = {
@@ -45,7 +47,16 @@ SMALL_MODEL = {
     "intermediate_size": 512,
 }
 """What a model made from scratch looks like; `--config_overrides` changes it."""
-NEW_HEADS = {"classifier", "pre_classifier", "classification_head", "score", "qa_outputs"}
+NEW_HEADS = {
+    "classifier",
+    "pre_classifier",
+    "classification_head",
+    "pooler",  # DeBERTa's; that of BERT is a part of the pretrained model, and no child of the whole one
+    "score",
+    "sequence_summary",  # XLNet's
+    "logits_proj",
+    "qa_outputs",
+}
 """Names of parts that a pretrained model lacks, in the classes that the recipes use."""
 
 
@@ -155,6 +166,15 @@ def check_one_source(**sources: bool) -> None:
     if len(given) != 1:
         *others, last = sources
         raise ValueError(f"Give exactly one of {', '.join(others)} and {last}; got {', '.join(given) or 'none'}.")
+
+
+def refuse_prediction(training_args: PipeTransformerTrainingArguments) -> None:
+    """
+    Raises:
+        ValueError: `do_predict` is set, in a recipe that writes no predictions.
+    """
+    if training_args.do_predict:
+        raise ValueError("do_predict: this recipe writes no predictions. Leave it out; do_eval gives the metrics.")
 
 
 def start(training_args: PipeTransformerTrainingArguments) -> None:
@@ -271,6 +291,16 @@ def padding_multiple(training_args: PipeTransformerTrainingArguments) -> int | N
     return None if training_args.mixed_precision == "no" else 8
 
 
+def without_column(splits: DatasetDict, column: str, prefix: str) -> DatasetDict:
+    """Takes a column out of the splits that begin with `prefix`: test data has placeholders there, or true values."""
+    return DatasetDict(
+        {
+            name: split.remove_columns(column) if name.startswith(prefix) and column in split.column_names else split
+            for name, split in splits.items()
+        }
+    )
+
+
 def split_names(prefix: str, splits: DatasetDict) -> list[str]:
     """Returns the splits that begin with `prefix`: MNLI has `validation_matched` and `validation_mismatched`.
 
@@ -328,29 +358,20 @@ def describe_layout(num_stages: int | str, world_size: int) -> str:
     return f"{stages} × {replicas} replica{'' if replicas == 1 else 's'}"
 
 
-def events_of(training_args: PipeTransformerTrainingArguments) -> list[dict[str, Any]]:
-    """The run's own record of its layouts; earlier trainings in the same folder are left out."""
-    record = Path(training_args.output_dir or ".") / "pipeline_events.jsonl"
-    if not training_args.do_train or not record.is_file():
-        return []
-    events: list[dict[str, Any]] = []
-    for event in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
-        if event["event"] in {"start", "resume"}:
-            events = []
-        if "pipeline_parallel_size" in event:
-            events.append(event)
-    return events
+def layouts_of(training_args: PipeTransformerTrainingArguments) -> tuple[Layout, ...]:
+    """Those that this training went through, as recorded; earlier trainings in the same folder are left out."""
+    if not training_args.do_train:
+        return ()
+    try:
+        return read_trainings(Path(training_args.output_dir or "."))[-1].layouts
+    except ValueError:  # there is no record: something else distributes the model
+        return ()
 
 
-def layouts_of(training_args: PipeTransformerTrainingArguments) -> list[str]:
-    """The layouts that this training went through; without training the one asked for."""
-    world_size = training_args.world_size
-    layouts: list[str] = []
-    for event in events_of(training_args) or [{"pipeline_parallel_size": training_args.pipeline_parallel_size}]:
-        layout = describe_layout(event["pipeline_parallel_size"], world_size)
-        if layouts[-1:] != [layout]:
-            layouts.append(layout)
-    return layouts
+def describe_layouts(training_args: PipeTransformerTrainingArguments, layouts: Sequence[Layout]) -> str:
+    """The layouts one after the other; without any the one asked for."""
+    sizes = [layout.num_stages for layout in layouts] or [training_args.pipeline_parallel_size]
+    return " → ".join(describe_layout(size, training_args.world_size) for size, _ in groupby(sizes))
 
 
 def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float]) -> None:
@@ -360,11 +381,10 @@ def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float])
     training_args = trainer.args
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("Model", describe_model(trainer.model))
-    table.add_row("Layout", " → ".join(layouts_of(training_args)))
-    events = events_of(training_args)
-    if events and events[-1]["num_frozen_layers"]:
-        last = events[-1]
-        table.add_row("Frozen layers", f"{last['num_frozen_layers']} of {last['num_layers']}")
+    layouts = layouts_of(training_args)
+    table.add_row("Layout", describe_layouts(training_args, layouts))
+    if layouts and layouts[-1].num_frozen:
+        table.add_row("Frozen layers", f"{layouts[-1].num_frozen} of {layouts[-1].event['num_layers']}")
         # "older": what fewer layers gave, before the latest freeze
         log = [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
         hits = [entry["cache_hit_rate"] + entry["cache_older_hit_rate"] for entry in log]

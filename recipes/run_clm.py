@@ -41,8 +41,10 @@ from common import (
     load_config,
     load_model,
     load_tokenizer,
+    padding_multiple,
     parse_arguments,
     print_summary,
+    refuse_prediction,
     split_names,
     start,
     take_part,
@@ -135,7 +137,7 @@ def only_texts(split: Dataset, column: str | None) -> Dataset:
         )
     split = split.select_columns([found])
     split = split if found == "text" else split.rename_column(found, "text")
-    return split.filter(lambda row: bool(row["text"].strip()))
+    return split.filter(lambda row: bool((row["text"] or "").strip()))
 
 
 def train_tokenizer(texts: Dataset, vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
@@ -232,6 +234,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, training_args = parse_arguments(
         sys.argv[1:] if arguments is None else arguments, DataTrainingArguments
     )
+    refuse_prediction(training_args)
     start(training_args)
 
     with training_args.main_process_first(desc="loading of the data"):
@@ -275,7 +278,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=token_losses,
         processing_class=tokenizer,
-        data_collator=make_collator(tokenizer, data_args.line_by_line),
+        data_collator=make_collator(tokenizer, data_args.line_by_line, padding_multiple(training_args)),
     )
     results = {**train(trainer), **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset})}
     if training_args.push_to_hub:
@@ -284,14 +287,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     return results
 
 
-def make_collator(tokenizer: PreTrainedTokenizerBase, line_by_line: bool) -> Any:
+def make_collator(tokenizer: PreTrainedTokenizerBase, line_by_line: bool, multiple: int | None = None) -> Any:
     """Pads lines on the right, their labels with -100; packed blocks have one length already."""
     if not line_by_line:
         return default_data_collator
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"  # as in training everywhere; left padding shifts a row's positions
-    return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
+    return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED, pad_to_multiple_of=multiple)
 
 
 if __name__ == "__main__":

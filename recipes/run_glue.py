@@ -13,6 +13,7 @@ All arguments can stand in one YAML or JSON file, given first; those after it on
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from common import (
     start,
     take_part,
     train,
+    without_column,
     without_missing,
 )
 from generated_data import build_tokenizer, generate_splits
@@ -67,6 +69,7 @@ TASK_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv"}
 NOT_TEXT = {LABEL, "idx", "id"}
+Names = tuple[str, ...]
 # Generated: one validation sentence for every so many training sentences, but not fewer than the minimum.
 GENERATED_TRAIN_PER_VALIDATION = 8
 GENERATED_MIN_VALIDATION = 200
@@ -109,7 +112,7 @@ class TaskData:
 
     splits: DatasetDict
     text_columns: tuple[str, ...]
-    label_names: tuple[str, ...]  # empty for regression
+    label_names: Names  # empty for regression
 
     @property
     def is_regression(self) -> bool:
@@ -117,8 +120,17 @@ class TaskData:
         return not self.label_names
 
 
-def load_task_data(data_args: DataTrainingArguments, seed: int, cache_dir: str | None = None) -> TaskData:
-    """Loads or generates the raw splits and finds their text columns and label names."""
+def load_task_data(
+    data_args: DataTrainingArguments, seed: int, cache_dir: str | None = None, known: Names | None = None
+) -> TaskData:
+    """Loads or generates the raw splits and finds their text columns and label names.
+
+    Args:
+        data_args: which data.
+        seed: of generated data.
+        cache_dir: where downloads are kept.
+        known: a checkpoint's labels, for files that have none.
+    """
     if data_args.generated_data is not None:
         num_validation = max(GENERATED_MIN_VALIDATION, data_args.generated_data // GENERATED_TRAIN_PER_VALIDATION)
         columns = generate_splits(data_args.generated_data, num_validation, seed=seed)
@@ -128,7 +140,7 @@ def load_task_data(data_args: DataTrainingArguments, seed: int, cache_dir: str |
         splits = load_dataset("nyu-mll/glue", data_args.task_name, cache_dir=cache_dir)
         labels = splits["train"].features[LABEL]
         label_names = tuple(labels.names) if isinstance(labels, ClassLabel) else ()
-        return TaskData(splits, TASK_COLUMNS[data_args.task_name], label_names)
+        return TaskData(without_column(splits, LABEL, "test"), TASK_COLUMNS[data_args.task_name], label_names)
     given = {
         "train": data_args.train_file,
         "validation": data_args.validation_file,
@@ -136,28 +148,59 @@ def load_task_data(data_args: DataTrainingArguments, seed: int, cache_dir: str |
     }
     files = {name: path for name, path in given.items() if path is not None}
     splits = load_dataset(file_format(files, FILE_FORMATS), data_files=files, cache_dir=cache_dir)
-    return own_task_data(splits)
+    return own_task_data(splits, known)
 
 
-def own_task_data(splits: DatasetDict) -> TaskData:
+def own_task_data(splits: DatasetDict, known: Names | None = None) -> TaskData:
     """Finds text columns and labels in data of one's own; classes become 0 ... n-1, in the order of their values.
 
-    A numeric label with a fraction (a float column) makes it a regression.
+    A numeric label with a fraction (a float column) makes it a regression. Where no split has labels (those of test
+    data are not read), they are the `known` ones, of a checkpoint.
+
+    Raises:
+        ValueError: a row, or all of them, has no label.
     """
-    splits = without_missing(splits, LABEL)
+    splits = without_missing(without_column(splits, LABEL, "test"), LABEL)
     first = splits.get("train") or next(iter(splits.values()))
     text_columns = find_text_columns(first)
-    if LABEL not in first.column_names:
-        raise ValueError(f"Column {LABEL!r} is missing; the columns are {', '.join(first.column_names)}.")
-    if first.features[LABEL].dtype in {"float16", "float32", "float64"}:
+    labelled = {name: split for name, split in splits.items() if LABEL in split.column_names}
+    if not labelled:
+        if known is None:
+            raise ValueError(f"Column {LABEL!r} is missing; the columns are {', '.join(first.column_names)}.")
+        return TaskData(splits, text_columns, known)
+    for name, split in labelled.items():
+        row = next((row for row, label in enumerate(split[LABEL]) if label is None), None)
+        if row is not None:
+            raise ValueError(f"Row {row} of the {name} data has no label: give it one, or remove it.")
+    if any(split.features[LABEL].dtype in {"float16", "float32", "float64"} for split in labelled.values()):
         return TaskData(splits, text_columns, ())
-    values = sorted({value for split in splits.values() if LABEL in split.column_names for value in split[LABEL]})
+    values = sorted({value for split in labelled.values() for value in split[LABEL]})
     class_of = {value: i for i, value in enumerate(values)}
-    for name, split in splits.items():
-        if LABEL in split.column_names:
-            classes = [class_of[value] for value in split[LABEL]]
-            splits[name] = split.remove_columns(LABEL).add_column(LABEL, classes)
-    return TaskData(splits, text_columns, tuple(str(value) for value in values))
+    numbered = TaskData(splits, text_columns, tuple(str(value) for value in values))
+    return with_classes(numbered, class_of, numbered.label_names)
+
+
+def with_classes(data: TaskData, class_of: Mapping[Any, int], label_names: Names) -> TaskData:
+    """The data with other numbers for its classes: what stands there -> its number among `label_names`."""
+
+    def renumbered(split: Dataset) -> Dataset:
+        if LABEL not in split.column_names:
+            return split
+        return split.remove_columns(LABEL).add_column(LABEL, [class_of[label] for label in split[LABEL]])
+
+    splits = DatasetDict({name: renumbered(split) for name, split in data.splits.items()})
+    return TaskData(splits, data.text_columns, label_names)
+
+
+def split_with_labels(name: str, splits: DatasetDict) -> Dataset:
+    """The split of this name, to train or to evaluate on.
+
+    Raises:
+        ValueError: it has no labels.
+    """
+    if LABEL not in splits[name].column_names:
+        raise ValueError(f"Column {LABEL!r} of the {name} data is missing, or empty in all rows.")
+    return splits[name]
 
 
 def find_text_columns(dataset: Dataset) -> tuple[str, ...]:
@@ -186,27 +229,30 @@ def find_tokenizer(model_args: ModelArguments, data_args: DataTrainingArguments)
     return build_tokenizer(model_max_length=data_args.max_seq_length)
 
 
-def with_labels_of(model_args: ModelArguments, data: TaskData) -> TaskData:
-    """The data with its classes in the order of a checkpoint that was trained on the same ones under these names.
-
-    Such a checkpoint's head has learnt its own order, which need not be the data's (roberta-large-mnli's is not).
-    """
+def labels_of(model_args: ModelArguments) -> Names | None:
+    """A checkpoint's labels in the order of its head, none for a regression; None without a checkpoint."""
     checkpoint = model_args.config_name or model_args.model_name_or_path
-    if checkpoint is None or data.is_regression:
+    if checkpoint is None:
+        return None
+    config = AutoConfig.from_pretrained(checkpoint, **model_args.hub)
+    if config.num_labels == 1:
+        return ()
+    return tuple(str(config.id2label[number]) for number in range(config.num_labels))
+
+
+def with_labels_of(known: Names | None, data: TaskData) -> TaskData:
+    """The data with the classes of a checkpoint that knows them all, by name.
+
+    Its head has learnt its own order, which need not be the data's (roberta-large-mnli's is not), and perhaps more
+    classes than a small file has.
+    """
+    number_of = {label.lower(): number for number, label in enumerate(known or ())}
+    spelled = {label.lower(): label for label in data.label_names}
+    if data.is_regression or not spelled.keys() <= number_of.keys() or len(spelled) < len(data.label_names):
         return data
-    label2id = AutoConfig.from_pretrained(checkpoint, **model_args.hub).label2id or {}
-    class_of = {str(label).lower(): number for label, number in label2id.items()}
-    new = [class_of.get(label.lower(), -1) for label in data.label_names]
-    if sorted(new) != list(range(len(class_of))) or new == sorted(new):
-        return data
-    splits = DatasetDict(data.splits)
-    for name, split in splits.items():
-        if LABEL in split.column_names:
-            # (-1: the labels of GLUE's test data are not known)
-            labels = [new[label] if label >= 0 else label for label in split[LABEL]]
-            splits[name] = split.remove_columns(LABEL).add_column(LABEL, labels)
-    names = sorted(data.label_names, key=lambda label: class_of[label.lower()])
-    return TaskData(splits, data.text_columns, tuple(names))
+    class_of = {i: number_of[label.lower()] for i, label in enumerate(data.label_names)}
+    names = tuple(spelled.get(label.lower(), label) for label in known or ())
+    return data if names == data.label_names else with_classes(data, class_of, names)
 
 
 def check_metric(training_args: PipeTransformerTrainingArguments, metric: MetricFn, data: TaskData) -> None:
@@ -316,9 +362,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     )
     start(training_args)
 
+    known = labels_of(model_args)
     with training_args.main_process_first(desc="loading of the data"):
-        data = load_task_data(data_args, seed=training_args.seed, cache_dir=model_args.cache_dir)
-    data = with_labels_of(model_args, data)
+        data = load_task_data(data_args, seed=training_args.seed, cache_dir=model_args.cache_dir, known=known)
+    data = with_labels_of(known, data)
     metric = load_metric(data_args.task_name, data.is_regression)
     check_metric(training_args, metric, data)
     tokenizer = find_tokenizer(model_args, data_args)
@@ -328,12 +375,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     train_dataset = None
     if training_args.do_train:
         train_dataset = take_part(
-            splits[split_names("train", splits)[0]], data_args.max_train_samples, training_args.seed
+            split_with_labels(split_names("train", splits)[0], splits), data_args.max_train_samples, training_args.seed
         )
     eval_datasets: dict[str, Dataset] = {}
     if training_args.do_eval:
         for name in split_names("validation", splits):
-            eval_datasets[name] = take_part(splits[name], data_args.max_eval_samples, training_args.seed)
+            evaluated = split_with_labels(name, splits)
+            eval_datasets[name] = take_part(evaluated, data_args.max_eval_samples, training_args.seed)
 
     padding_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padding_multiple(training_args))
     trainer = PipeTransformerTrainer(
@@ -353,8 +401,6 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             dataset = splits[name]
             if data_args.max_predict_samples is not None:
                 dataset = dataset.select(range(min(len(dataset), data_args.max_predict_samples)))
-            if data_args.task_name is not None:
-                dataset = dataset.remove_columns(LABEL)  # GLUE's test labels are placeholders, -1
             logits = trainer.predict(dataset, metric_key_prefix="predict").predictions
             if trainer.is_world_process_zero():
                 path = Path(training_args.output_dir) / f"predictions_{name}.tsv"

@@ -47,6 +47,7 @@ from common import (
     load_model,
     parse_arguments,
     print_summary,
+    refuse_prediction,
     split_names,
     start,
     take_part,
@@ -104,11 +105,13 @@ def load_images(data_args: DataTrainingArguments, seed: int, cache_dir: str | No
         given = {"train": data_args.train_dir, "validation": data_args.validation_dir}
         folders = {name: f"{path}/**" for name, path in given.items() if path is not None}
         splits = load_dataset("imagefolder", data_files=folders, cache_dir=cache_dir)
-    splits = DatasetDict({name: with_usual_columns(split, data_args) for name, split in splits.items()})
-    if "validation" not in splits and "test" in splits:
+    if "validation" not in splits and "test" in splits and _first_of(ClassLabel, splits["test"]):
         splits["validation"] = splits["test"]
+    used = [name for name in splits if name.startswith(("train", "validation"))]  # test images often have no classes
+    splits = DatasetDict({name: with_usual_columns(splits[name], data_args) for name in used})
     if "validation" not in splits:
-        parts = splits["train"].train_test_split(data_args.validation_share, seed=seed, stratify_by_column=LABEL)
+        whole = splits[split_names("train", splits)[0]]
+        parts = whole.train_test_split(data_args.validation_share, seed=seed, stratify_by_column=LABEL)
         splits = DatasetDict(train=parts["train"], validation=parts["test"])
     return splits
 
@@ -226,6 +229,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, training_args = parse_arguments(
         sys.argv[1:] if arguments is None else arguments, DataTrainingArguments
     )
+    refuse_prediction(training_args)
     training_args.remove_unused_columns = False  # the transforms read `image`, which no model knows
     start(training_args)
 

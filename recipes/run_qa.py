@@ -54,6 +54,7 @@ from common import (
     start,
     take_part,
     train,
+    without_column,
     without_missing,
 )
 from generated_data import build_tokenizer
@@ -137,7 +138,13 @@ def load_questions(data_args: DataTrainingArguments, seed: int, cache_dir: str |
         files = {name: path for name, path in given.items() if path is not None}
         splits = load_dataset(file_format(files, FILE_FORMATS), data_files=files, cache_dir=cache_dir)
         splits = without_missing(splits, "answers")
-    return DatasetDict({name: check_questions(split, name, data_args) for name, split in splits.items()})
+    return without_column(splits, "answers", "test")
+
+
+def questions_of(prefix: str, splits: DatasetDict, data_args: DataTrainingArguments) -> Dataset:
+    """The split of this name, checked; others may be of any kind."""
+    name = split_names(prefix, splits)[0]
+    return check_questions(splits[name], name, data_args)
 
 
 def check_questions(split: Dataset, name: str, data_args: DataTrainingArguments) -> Dataset:
@@ -343,13 +350,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     with training_args.main_process_first(desc="tokenization"):
         if training_args.do_train:
             questions = take_part(
-                splits[split_names("train", splits)[0]], data_args.max_train_samples, training_args.seed
+                questions_of("train", splits, data_args), data_args.max_train_samples, training_args.seed
             )
             train_windows = make_windows(questions, tokenizer, data_args, "Cutting train")
             train_windows = train_windows.remove_columns(["example", "offsets"])
         if training_args.do_eval:
             eval_questions = take_part(
-                splits[split_names("validation", splits)[0]], data_args.max_eval_samples, training_args.seed
+                questions_of("validation", splits, data_args), data_args.max_eval_samples, training_args.seed
             )
             eval_windows = make_windows(eval_questions, tokenizer, data_args, "Cutting validation")
     if eval_questions is not None and eval_windows is not None:
@@ -383,7 +390,7 @@ def predict(
     training_args: PipeTransformerTrainingArguments,
 ) -> None:
     """Answers the questions of the test data and writes the answers. Every rank must call this."""
-    questions = splits[split_names("test", splits)[0]]
+    questions = questions_of("test", splits, data_args)
     if data_args.max_predict_samples is not None:
         questions = questions.select(range(min(len(questions), data_args.max_predict_samples)))
     with training_args.main_process_first(desc="tokenization"):

@@ -380,7 +380,7 @@ def test_frozen_layers_in_slices() -> None:
 
 
 def test_many_rows_stay_whole() -> None:
-    result = cut(2, batch_rows=64)
+    result = cut(2, batch_rows=64, num_microbatches=32)
     assert [epoch.sliced for epoch in result.epochs] == [None, None]
     epoch = result.epochs[0]
     assert epoch.step_seconds == epoch.uncut_step_seconds == epoch.prediction.seconds
@@ -415,6 +415,14 @@ def test_rows_are_cut_as_asked_for() -> None:
         epoch = cut(num_microbatches=m).epochs[0]
         assert epoch.sliced is not None and [part.rows for part in epoch.sliced.parts] == [4 // m] * m
         assert epoch.num_microbatches == m
+
+
+def test_many_rows_in_more_parts_are_what_the_trainer_runs() -> None:
+    """Of whole rows the planner tries 4 K micro-batches at most; no sequence is cut."""
+    epoch = cut(2, batch_rows=64).epochs[0]
+    assert epoch.prediction.num_microbatches == 8
+    assert epoch.sliced is not None and {part.lengths for part in epoch.sliced.parts} == {(TOKENS,)}
+    assert len(epoch.sliced.parts) > 8 and epoch.step_seconds < 0.98 * epoch.uncut_step_seconds
 
 
 def test_sequences_that_are_cut_are_not_cached() -> None:

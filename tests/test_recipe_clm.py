@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def test_packed_and_padded_samples(texts: DatasetDict) -> None:
     assert short["input_ids"][-1] == tokenizer.eos_token_id
     long = max(lines, key=lambda row: len(row["input_ids"]))
     batch = run_clm.make_collator(tokenizer, line_by_line=True)([short, long])
+    padded = run_clm.make_collator(tokenizer, True, multiple=8)([{name: row[:5] for name, row in long.items()}])
+    assert padded["input_ids"].shape == padded["labels"].shape == (1, 8)
     padding = batch["attention_mask"] == 0
     assert padding.any() and (batch["labels"][padding] == -100).all()
     assert (batch["labels"][~padding] == batch["input_ids"][~padding]).all()  # the end is learnt
@@ -74,7 +77,7 @@ def test_user_errors() -> None:
         run_clm.DataTrainingArguments()
     with pytest.raises(ValueError, match="block_size=1"):
         arguments(block_size=1)
-    rows = Dataset.from_dict({"body": ["a", ""], "n": [1, 2]})
+    rows = Dataset.from_dict({"body": ["a", "", None], "n": [1, 2, 3]})
     assert list(run_clm.only_texts(rows, None)["text"]) == ["a"]
     with pytest.raises(ValueError, match="text_column='n': no such column of text; the columns are body, n"):
         run_clm.only_texts(rows, "n")
@@ -161,6 +164,14 @@ def test_packed_blocks_from_end_to_end(tmp_path: Path) -> None:
     results, _ = run_ranks(run, 2, str(tmp_path))
     assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
     assert (tmp_path / "tokenizer.json").is_file() and (tmp_path / "model.safetensors").is_file()
+
+
+def test_slices_along_the_tokens_from_end_to_end(tmp_path: Path) -> None:
+    results, _ = run_ranks(run, 2, str(tmp_path), "--token_slices", "auto")
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
+    events = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
+    cuts = [event["slices"] for event in events if event["event"] == "slices"]
+    assert cuts and all(cut["tokens"] == 16 for cut in cuts)
 
 
 def test_padded_lines_with_adapters_from_end_to_end(tmp_path: Path) -> None:

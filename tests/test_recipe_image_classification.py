@@ -15,7 +15,7 @@ from PIL import Image as PILImage
 pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 
-from datasets import ClassLabel, Dataset, Features, Image, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from transformers import EvalPrediction, ViTForImageClassification, ViTImageProcessorPil
 
 import run_image_classification as recipe
@@ -40,6 +40,19 @@ def test_validation_images_are_split_off_alike_and_by_class() -> None:
     assert splits["validation"]["label"][:] == again["validation"]["label"][:]
     counts = np.bincount(splits["validation"]["label"])
     assert counts.min() >= 34 and counts.max() <= 38
+
+
+@pytest.mark.parametrize("has_classes", [True, False])
+def test_test_images_without_classes_are_left_alone(has_classes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With classes they are what is validated on, where there are no others."""
+    digits = recipe.load_digits()
+    test = digits.select(range(1000, 1020))
+    splits = {"train": digits.select(range(1000)), "test": test if has_classes else test.remove_columns("label")}
+    monkeypatch.setattr(recipe, "load_dataset", lambda *_, **__: DatasetDict(splits))
+    found = recipe.load_images(recipe.DataTrainingArguments(dataset_name="digits"), seed=0)
+    assert {name: len(split) for name, split in found.items() if name != "test"} == (
+        {"train": 1000, "validation": 20} if has_classes else {"train": 800, "validation": 200}
+    )
 
 
 def test_folders_of_images(tmp_path: Path) -> None:

@@ -300,6 +300,21 @@ def test_user_errors() -> None:
         run_qa.make_windows(rows_of([good]), tokenizer, arguments(pad_to_max_length=False), "test")
 
 
+def test_only_the_questions_that_are_used_are_checked(tmp_path: Path) -> None:
+    """Those of the test data have no answers, or answers that nobody reads."""
+    good = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
+    unanswered = {**good, "answers": {"text": [], "answer_start": []}}
+    files = {"train_file": [good], "validation_file": [unanswered], "test_file": [unanswered]}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    data_args = arguments(generated_data=None, **{name: str(tmp_path / f"{name}.jsonl") for name in files})
+    splits = run_qa.load_questions(data_args, 0, str(tmp_path / "cache"))
+    assert len(run_qa.questions_of("train", splits, data_args)) == 1
+    assert run_qa.questions_of("test", splits, data_args).column_names == ["id", "context", "question"]
+    with pytest.raises(ValueError, match="1 of the 1 questions of the validation data have no answer"):
+        run_qa.questions_of("validation", splits, data_args)
+
+
 def test_padding_on_the_left_is_not_masked() -> None:
     """Position 0 stands for "no answer"; there its loss would be infinite."""
     row = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}

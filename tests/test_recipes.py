@@ -202,6 +202,35 @@ def test_labels_become_classes_in_the_order_of_their_values():
     assert not data.is_regression
 
 
+def test_labels_of_test_data_are_no_classes():
+    """They may be placeholders."""
+    splits = DatasetDict(train=dataset(text=["a", "b"], label=[0, 1]), test=dataset(text=["c"], label=[-1]))
+    data = run_glue.own_task_data(splits)
+    assert data.label_names == ("0", "1")
+    assert data.splits["test"].column_names == ["text"]
+
+
+def test_a_row_without_a_label_is_named():
+    for labels in (["no", None], [0.5, None]):
+        splits = DatasetDict(
+            train=dataset(text=["a"], label=labels[:1]), validation=dataset(text=["b", "c"], label=labels)
+        )
+        with pytest.raises(ValueError, match="Row 1 of the validation data has no label"):
+            run_glue.own_task_data(splits)
+    splits = DatasetDict(train=dataset(text=["a"]), validation=dataset(text=["b"], label=["no"]))
+    data = run_glue.own_task_data(splits)
+    with pytest.raises(ValueError, match="'label' of the train data is missing"):
+        run_glue.split_with_labels("train", data.splits)
+
+
+def test_data_without_labels_has_those_of_the_checkpoint():
+    splits = DatasetDict(test=dataset(text=["a"], label=[-1]))
+    assert run_glue.own_task_data(splits, ("bad", "good")).label_names == ("bad", "good")
+    assert run_glue.own_task_data(splits, ()).is_regression
+    with pytest.raises(ValueError, match="'label' is missing"):
+        run_glue.own_task_data(splits)
+
+
 def test_labels_that_do_not_start_at_zero():
     data = run_glue.own_task_data(DatasetDict(train=dataset(text=["a", "b"], label=[5, 2])))
     assert list(data.splits["train"]["label"]) == [1, 0]
@@ -218,15 +247,13 @@ def checkpoint(folder, *names):
     id2label = dict(enumerate(names))
     label2id = {name: i for i, name in id2label.items()}
     run_glue.AutoConfig.for_model("bert", id2label=id2label, label2id=label2id).save_pretrained(folder)
-    return common.ModelArguments(model_name_or_path=str(folder))
+    return run_glue.labels_of(common.ModelArguments(model_name_or_path=str(folder)))
 
 
 def three_labels():
     """In MNLI's order; those of the test data are not known."""
     names = ("entailment", "neutral", "contradiction")
-    splits = DatasetDict(
-        train=dataset(sentence=["a", "b", "c"], label=[0, 1, 2]), test=dataset(sentence=["d"], label=[-1])
-    )
+    splits = DatasetDict(train=dataset(sentence=["a", "b", "c"], label=[0, 1, 2]), test=dataset(sentence=["d"]))
     return run_glue.TaskData(splits, ("sentence",), names)
 
 
@@ -234,10 +261,16 @@ def test_a_checkpoint_keeps_the_order_of_its_labels(tmp_path):
     data = run_glue.with_labels_of(checkpoint(tmp_path, "CONTRADICTION", "NEUTRAL", "ENTAILMENT"), three_labels())
     assert data.label_names == ("contradiction", "neutral", "entailment")
     assert list(data.splits["train"]["label"]) == [2, 1, 0]
-    assert list(data.splits["test"]["label"]) == [-1]
 
 
-@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1", "LABEL_2"), ("contradiction", "entailment")])
+def test_a_checkpoint_keeps_labels_that_a_small_file_lacks(tmp_path):
+    data = run_glue.own_task_data(DatasetDict(validation=dataset(text=["a", "b"], label=["neutral", "entailment"])))
+    data = run_glue.with_labels_of(checkpoint(tmp_path, "Contradiction", "Entailment", "Neutral"), data)
+    assert data.label_names == ("Contradiction", "entailment", "neutral")
+    assert list(data.splits["validation"]["label"]) == [2, 1]
+
+
+@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1", "LABEL_2"), ("contradiction", "entailment"), ("score",)])
 def test_a_checkpoint_of_other_labels_gets_those_of_the_data(names, tmp_path):
     data = run_glue.with_labels_of(checkpoint(tmp_path, *names), three_labels())
     assert data.label_names == three_labels().label_names
@@ -292,9 +325,24 @@ def test_adapters_on_distilbert():
     }
 
 
-def test_missing_label_is_named():
-    with pytest.raises(ValueError, match="'label' is missing"):
-        run_glue.own_task_data(DatasetDict(train=dataset(text=["a"])))
+@pytest.mark.parametrize(
+    ("model_type", "heads", "sizes"),
+    [
+        (
+            "deberta-v2",
+            {"pooler", "classifier"},
+            {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
+        ),
+        ("xlnet", {"sequence_summary", "logits_proj"}, {"n_layer": 1, "d_model": 16, "n_head": 2, "d_inner": 32}),
+    ],
+)
+def test_new_heads_are_trained_beside_adapters(model_type, heads, sizes):
+    pytest.importorskip("peft")
+    model_args = common.ModelArguments(model_type=model_type, lora_rank=2)
+    config = common.load_config(model_args, {**sizes, "intermediate_size": 32, "vocab_size": 9})
+    model = common.load_model(run_glue.AutoModelForSequenceClassification, model_args, config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[2] for name in trained if "lora_" not in name} == heads
 
 
 def test_file_formats():
@@ -418,12 +466,27 @@ def test_configs_are_read_by_their_recipe(name, tmp_path):
 
 def test_layouts_come_from_the_run_itself(tmp_path):
     args = run_glue.PipeTransformerTrainingArguments(output_dir=str(tmp_path), report_to="none", do_train=True)
-    assert common.layouts_of(args) == ["1 stage × 1 replica"]
-    events = [("start", 3), ("start", 1), ("transform", 1), ("cache", 1)]  # of two trainings in one folder
-    lines = [json.dumps({"event": event, "pipeline_parallel_size": stages}) for event, stages in events]
-    (tmp_path / "pipeline_events.jsonl").write_text("\n".join([*lines, '{"event": "something else"}']))
-    assert common.layouts_of(args) == ["1 stage × 1 replica"]
-    assert [event["event"] for event in common.events_of(args)] == ["start", "transform", "cache"]
+    assert common.layouts_of(args) == ()
+    assert common.describe_layouts(args, ()) == "1 stage × 1 replica"
+    events = [("start", 3), ("start", 4), ("transform", 2), ("cache", 2), ("transform", 1)]  # of two trainings
+    lines = [
+        json.dumps({"event": event, "pipeline_parallel_size": stages, "global_step": step})
+        for step, (event, stages) in enumerate(events)
+    ]
+    # the last line was cut off by a kill
+    (tmp_path / "pipeline_events.jsonl").write_text("\n".join([*lines, lines[-1][:30]]))
+    layouts = common.layouts_of(args)
+    assert [layout.num_stages for layout in layouts] == [4, 2, 2, 1]
+    assert common.describe_layouts(args, layouts).count("→") == 2
+
+
+@pytest.mark.parametrize("name", ["run_clm", "run_image_classification"])
+def test_recipes_without_predictions_refuse_to_predict(name, tmp_path):
+    data = ["--generated_data", "10"] if name == "run_clm" else []
+    with pytest.raises(ValueError, match="do_predict"):
+        importlib.import_module(name).main(
+            [*data, "--output_dir", str(tmp_path), "--do_predict", "--report_to", "none"]
+        )
 
 
 # ---------------------------------------------------------------- run_glue from end to end
@@ -458,8 +521,15 @@ def run(rank, world_size, folder, scores):
     )
 
 
-def predictions_of(folder):
-    lines = (folder / "out" / "predictions_test.tsv").read_text().splitlines()[1:]
+def apply(rank, world_size, folder, *more):
+    """The model that was trained, on files of one's own."""
+    return run_glue.main(
+        [*f"--model_name_or_path {folder}/out --cache_dir {folder}/cache --report_to none".split(), *more]
+    )
+
+
+def predictions_of(folder, name="out"):
+    lines = (folder / name / "predictions_test.tsv").read_text().splitlines()[1:]
     return [line.split("\t")[1] for line in lines]
 
 
@@ -473,6 +543,33 @@ def test_classes_from_end_to_end(tmp_path):
     assert results["eval_accuracy"] == pytest.approx(np.mean(hits))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["label2id"] == {"bad": 0, "good": 1}
+
+    run_ranks(
+        apply,
+        1,
+        str(tmp_path),
+        "--do_predict",
+        "--test_file",
+        f"{tmp_path}/test.jsonl",
+        "--output_dir",
+        f"{tmp_path}/again",
+    )
+    assert predictions_of(tmp_path, "again") == predictions
+    good = [line for line in (tmp_path / "validation.jsonl").read_text().splitlines() if '"good"' in line]
+    (tmp_path / "good.jsonl").write_text("\n".join(good))
+    (alone,) = run_ranks(
+        apply,
+        1,
+        str(tmp_path),
+        "--do_eval",
+        "--validation_file",
+        f"{tmp_path}/good.jsonl",
+        "--output_dir",
+        f"{tmp_path}/again",
+    )
+    assert alone["eval_accuracy"] == pytest.approx(
+        np.mean([p == "good" for p, r in zip(predictions, references, strict=True) if r == "good"])
+    )
 
 
 def test_numbers_from_end_to_end(tmp_path):

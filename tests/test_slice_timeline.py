@@ -9,11 +9,12 @@ import pytest
 from hf_pipetransformer.planning.slice_timeline import (
     SliceTask,
     StageLatency,
+    choose_slices,
     seconds_of_slices,
     simulate_slices,
     tasks_of,
 )
-from hf_pipetransformer.planning.token_slicing import RowSlices, SliceLatency, step_seconds
+from hf_pipetransformer.planning.token_slicing import RowSlices, SliceLatency, step_seconds, whole_rows
 
 FORWARD, BACKWARD = SliceLatency(0.1, 1e-3, 1e-6, 1e-5), SliceLatency(0.1, 2e-3, 2e-6, 1e-5)
 NOTHING = SliceLatency(0.0, 0.0, 0.0, 0.0)
@@ -54,3 +55,33 @@ def test_frozen_stages_make_it_longer_than_the_formula_says() -> None:
     # all forwards of the first stage, the second one's last forward, all its backwards
     assert simulate_slices([first, second], parts) == pytest.approx(8 * 64 * 3e-3 + 64 * 1e-3 + 8 * 64 * 2e-3)
     assert simulate_slices([first, second], parts) > 1.3 * formula
+
+
+def latency(fixed: float, per_token: float) -> StageLatency:
+    """Its backward takes twice its forward."""
+    return StageLatency(SliceLatency(fixed, per_token, 0.0, 0.0), SliceLatency(2 * fixed, 2 * per_token, 0.0, 0.0))
+
+
+def test_a_batch_is_cut_where_that_gains() -> None:
+    stages = [latency(1e-3, 1e-3)] * 2
+    parts, seconds = choose_slices(stages, 1, 512, 1, chooses_parts=True)
+    assert len(parts[0].lengths) > 1
+    assert seconds == simulate_slices(stages, parts) < 0.8 * simulate_slices(stages, whole_rows(1, 512, 1))
+    # where calls cost more than is gained, nothing is
+    stages = [latency(10.0, 1e-3)] * 2
+    whole = whole_rows(4, 512, 2)
+    assert choose_slices(stages, 4, 512, 2, chooses_parts=False) == (whole, simulate_slices(stages, whole))
+
+
+def test_rows_alone_may_be_cut_into_other_parts() -> None:
+    """Five rows in five stages, too short to be cut: 2, 2 and 1 are faster than all at once and than one by one."""
+    stages, others = [latency(4.0, 1 / 16)] * 5, tuple(RowSlices(rows, (16,)) for rows in (2, 2, 1))
+    at_once, one_by_one = whole_rows(5, 16, 1), whole_rows(5, 16, 5)
+    parts, seconds = choose_slices(stages, 5, 16, 1, chooses_parts=True)
+    assert parts == others and seconds < 0.95 * min(
+        simulate_slices(stages, at_once), simulate_slices(stages, one_by_one)
+    )
+    assert choose_slices(stages, 5, 16, 1, chooses_parts=False)[0] == at_once
+    assert (
+        choose_slices(stages, 5, 16, 5, chooses_parts=True)[0] == one_by_one
+    )  # no more rows at once are known to fit

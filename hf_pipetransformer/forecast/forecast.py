@@ -4,7 +4,7 @@
     AutoCache     -> c in each epoch      of these f layers so many come from the cache
     planner       -> plan of each epoch   make_plan at the start, replan where f or c changes, as the trainer does
     plan.predict  -> step                 plus the time to load what is cached
-    plan_slices   -> step                 instead, where sequences are cut along their tokens and that is faster
+    choose_slices -> step                 instead, where sequences are cut along their tokens and that is faster
 
 Beside it stand static layouts, in which nothing is frozen, and what the counted FLOPs allow.
 """
@@ -22,8 +22,8 @@ from ..freezing import FreezeDecision, FreezePolicy, next_num_frozen
 from ..planning.costs import UnitCost
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
 from ..planning.planner import largest_stage_bytes, make_plan, replan
-from ..planning.slice_timeline import seconds_of_slices, simulate_slices
-from ..planning.token_slicing import MINIMAL_GAIN, RowSlices, most_rows_of_part, plan_slices
+from ..planning.slice_timeline import choose_slices, seconds_of_slices
+from ..planning.token_slicing import RowSlices, whole_rows
 from ..planning.unit_times import ModelTimes
 from .device_table import CacheHost, Device
 from .workload import Workload, frozen_latency, stage_latencies
@@ -134,7 +134,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """Forward and backward of a step whose sequences are cut along their tokens.
+    """Forward and backward of a step whose batch is cut by `choose_slices`: sequences, or rows into other parts.
 
     Attributes:
         parts: of a pipeline's rows, and the slices of each.
@@ -161,7 +161,7 @@ class Epoch:
         prediction: of a step, without loading; its sequences whole.
         load_seconds: of a step.
         num_steps: of it.
-        sliced: of a step whose sequences are cut; None where that is hardly faster, or not asked for.
+        sliced: of a step as the dynamic program cuts it; None where that is hardly faster, or not asked for.
     """
 
     number: int
@@ -472,28 +472,18 @@ def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePla
 def predict_step(
     job: Job, workload: Workload, machine: Machine, plan: PipelinePlan
 ) -> tuple[StepPrediction, SlicedStep | None]:
-    """A step of whole sequences, and one of slices where that is faster by `MINIMAL_GAIN`.
-
-    They are planned as the trainer does it (`pipeline.slice_choice`), by forward and backward together. How long that
-    takes is simulated, as for whole rows: where layers are frozen, stages differ in what a forward is to a backward.
-    """
+    """A step of whole sequences in micro-batches, and one as the trainer cuts its batch, where that is another one."""
     rows = plan.rows_per_pipeline
     m = plan.num_microbatches_for(rows)
     whole = plan.predict(rows, m)
     if job.token_slices == "off" or plan.pipeline_parallel_size == 1:
         return whole, None
     stages = stage_latencies(plan, workload, machine.flat_tokens)
-    together = [stage.both for stage in stages]
-    if plan.num_microbatches is None:
-        parts = plan_slices(together, rows, workload.tokens, most_rows=most_rows_of_part(rows, m, len(stages))).parts
-    else:
-        parts = plan_slices(together, rows, workload.tokens, num_parts=m).parts
-    seconds = simulate_slices(stages, parts)
-    is_cut = any(len(part.lengths) > 1 for part in parts)
-    if not is_cut or seconds > whole.timeline.seconds * (1 - MINIMAL_GAIN):
+    parts, seconds = choose_slices(stages, rows, workload.tokens, m, chooses_parts=plan.num_microbatches is None)
+    if parts == whole_rows(rows, workload.tokens, m):
         return whole, None
     k, frozen = len(stages), frozen_latency(plan, workload, machine.flat_tokens)
-    busy = sum(sum(seconds_of_slices(stage, parts).values()) for stage in together) / k
+    busy = sum(sum(seconds_of_slices(stage.both, parts).values()) for stage in stages) / k
     return whole, SlicedStep(parts, seconds, busy, sum(seconds_of_slices(frozen, parts).values()) / k)
 
 

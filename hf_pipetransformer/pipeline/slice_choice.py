@@ -22,16 +22,14 @@ import torch
 from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.token_slices import SlicedSequence, Windows, first_tokens, running_slices, sequence_length
-from ..planning.slice_timeline import StageLatency, simulate_slices
+from ..planning.slice_timeline import StageLatency, choose_slices
 from ..planning.token_slicing import (
     FEWEST_POINTS,
-    MINIMAL_GAIN,
     RowSlices,
     SliceLatency,
     given_slices,
-    most_rows_of_part,
-    plan_slices,
     uniform_slices,
+    whole_rows,
 )
 from .stage import FIRST, CarriedTensor, StageModule, StageShapes
 
@@ -127,9 +125,6 @@ class SliceChooser:
         else:
             assert not isinstance(self._asked, str)
             lengths = given_slices(tokens, self._asked)
-        return self._equal_parts(rows, lengths)
-
-    def _equal_parts(self, rows: int, lengths: tuple[int, ...]) -> tuple[RowSlices, ...]:
         parts = self._num_parts(rows)
         return (RowSlices(rows // parts, lengths),) * parts
 
@@ -137,24 +132,16 @@ class SliceChooser:
         self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch
     ) -> tuple[tuple[RowSlices, ...], float | None]:
         rows, tokens = batch_rows(batch), sequence_length(batch)
+        num_parts = self._num_parts(rows)
         if len(points_to_measure(rows, tokens)) < FEWEST_POINTS:
-            return self._equal_parts(rows, (tokens,)), None
+            return whole_rows(rows, tokens, num_parts), None
         most_rows, most_tokens = self._profiled
         if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # a fit holds a little beyond
             self._latencies = self._profile(stage, whole, batch)
             self._profiled = (max(rows, most_rows), max(tokens, most_tokens))
-        whole_rows = self._equal_parts(rows, (tokens,))
         if not self._latencies:
-            return whole_rows, None
-        together, count = [latency.both for latency in self._latencies], self._num_parts(rows)
-        if self._chooses_parts:
-            most = most_rows_of_part(rows, count, len(together))
-            parts = plan_slices(together, rows, tokens, most_rows=most).parts
-        else:
-            parts = plan_slices(together, rows, tokens, num_parts=count).parts
-        # not what the dynamic program says, which takes forward and backward together
-        seconds, uncut = (simulate_slices(self._latencies, one) for one in (parts, whole_rows))
-        return (parts, seconds) if seconds < uncut * (1 - MINIMAL_GAIN) else (whole_rows, uncut)
+            return whole_rows(rows, tokens, num_parts), None
+        return choose_slices(self._latencies, rows, tokens, num_parts, chooses_parts=self._chooses_parts)
 
     def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[StageLatency]:
         """Everyone's latencies; nothing where they cannot be believed.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from .token_slicing import RowSlices, SliceLatency
+from .token_slicing import MINIMAL_GAIN, RowSlices, SliceLatency, most_rows_of_part, plan_slices, whole_rows
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,33 @@ class StageLatency:
             one.per_context + other.per_context,
             one.flat_tokens,
         )
+
+
+def choose_slices(
+    stages: Sequence[StageLatency], rows: int, length: int, num_parts: int, *, chooses_parts: bool
+) -> tuple[tuple[RowSlices, ...], float]:
+    """How to cut a batch, by `plan_slices`; into equal parts of whole rows where that gains less than `MINIMAL_GAIN`.
+
+    Which one is faster a simulation tells: the dynamic program takes forward and backward together.
+
+    Args:
+        stages: latency of each stage. `[K]`
+        rows: of the batch that the pipeline works on in a step.
+        length: tokens of each row.
+        num_parts: equal parts of whole rows, of which K are known to fit at once.
+        chooses_parts: whether the program may take other parts than these.
+
+    Returns:
+        The parts, and predicted seconds of forward and backward of a step.
+    """
+    together, whole = [stage.both for stage in stages], whole_rows(rows, length, num_parts)
+    if chooses_parts:
+        most = most_rows_of_part(rows, num_parts, len(stages))
+        parts = plan_slices(together, rows, length, most_rows=most).parts
+    else:
+        parts = plan_slices(together, rows, length, num_parts=num_parts).parts
+    seconds, uncut = simulate_slices(stages, parts), simulate_slices(stages, whole)
+    return (parts, seconds) if seconds < uncut * (1 - MINIMAL_GAIN) else (whole, uncut)
 
 
 def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[SliceTask]:

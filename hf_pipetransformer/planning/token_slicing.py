@@ -247,6 +247,11 @@ def most_rows_of_part(rows: int, num_microbatches: int, num_stages: int) -> int:
     return rows // num_microbatches if num_microbatches >= num_stages else rows
 
 
+def whole_rows(rows: int, length: int, num_parts: int) -> tuple[RowSlices, ...]:
+    """Equal parts of the rows, each of them one slice."""
+    return (RowSlices(rows // num_parts, (length,)),) * num_parts
+
+
 def uniform_slices(length: int, count: int) -> tuple[int, ...]:
     """Cut a row into nearly equal slices, the longer ones first; into single tokens if it has fewer than `count`.
 
