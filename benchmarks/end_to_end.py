@@ -15,6 +15,8 @@ next seed and the next alpha:
     e    layers freeze, K shrinks, freed processes become
          replicas                                                  no cache
     f    all of it
+    g    layers freeze, and what they give is kept                 K = 1 from the start: what `hf-pipetransformer plan`
+                                                                   advises for a model that fits one device
 
 What is compared is the time of the epochs (without evaluation), the metric at the end, and the efficiency: the
 speed-up over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a
@@ -64,6 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "d": {**FREEZES, "elastic": False},
     "e": {**FREEZES, "activation_cache": "off"},
     "f": FREEZES,
+    "g": {**FREEZES, "pipeline_parallel_size": 1},
 }
 DDP, STATIC, ALL = "a", "b", "f"
 
@@ -141,7 +144,7 @@ def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, t
             trainer_class = PipeTransformerTrainer
             stages = options.stages or world
             arguments = PipeTransformerTrainingArguments(
-                **common, pipeline_parallel_size=stages, freeze_alpha=float(alpha), **VARIANTS[variant]
+                **{**common, "pipeline_parallel_size": stages, "freeze_alpha": float(alpha), **VARIANTS[variant]}
             )
         meter = Meter()
         trainer = trainer_class(
