@@ -15,10 +15,10 @@ A run with frozen layers has four epochs, and K = 1:
     epoch 3    with the cache it is taken from there                               reading
     epoch 4    again
 
-Compared are the median steps of epochs 3 and 4 with those of DDP just before, and that of epoch 2 with and without the
-cache; what is shown is the median over the rounds. The first steps of an epoch do not count, nor does DDP's first
-epoch: what it is compared with has been running for two. DDP runs anew for each f because a machine may be slower in one
-minute than in the next.
+Compared are the median steps of epochs 3 and 4 with those of DDP just before, and that of epoch 2 with and without
+the cache; what is shown is the median over the rounds. The first steps of an epoch do not count, nor does DDP's first
+epoch: what it is compared with has been running for two. DDP runs anew for each f because a machine may be slower in
+one minute than in the next.
 """
 
 from __future__ import annotations
