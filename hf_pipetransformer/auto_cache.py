@@ -36,6 +36,7 @@ from torch.utils.data import get_worker_info
 from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
+from .cache.content_keys import NOT_IN_KEYS
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .planning.plan import PipelinePlan
 
@@ -51,6 +52,11 @@ WORTH_LOADING = 0.9
 """Loading must take less than this share of the time that computing takes."""
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
+OTHER_WEIGHTS = "the frozen layers' weights have been changed"
+OTHER_INPUTS = (
+    "compute_loss, _prepare_inputs or training_step has changed the inputs before the model sees them, or calls a part"
+    " of the model; what is kept belongs to what the data collator returns: change them there"
+)
 NOTHING_KEPT = (
     "none of an epoch's rows could be kept (padding on the left, where the examined rows had none; an attention mask"
     " that is not [rows, tokens] of 0 and 1; inputs other than tensors)"
@@ -67,11 +73,13 @@ class EpochReport:
         counts: of rows.
         nbytes: size of the store on this node.
         failure: why a process cannot write any more; None: all can.
+        is_full: one cannot because there is no room.
     """
 
     counts: CacheCounts
     nbytes: int
     failure: str | None
+    is_full: bool
 
 
 class AutoCache:
@@ -140,6 +148,7 @@ class AutoCache:
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
         precision: str,
+        ignored: Collection[str] = NOT_IN_KEYS,
     ) -> AutoCache:
         """The cache of a training that begins. Collective over all processes.
 
@@ -154,18 +163,19 @@ class AutoCache:
             is_forced: do not ask whether it pays.
             seconds_per_row: of computing, for each unit; None: not known.
             precision: name of the mixed precision.
+            ignored: inputs that are no part of a key.
         """
         slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
         reasons: dict[int, str | None] = {}
         for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
             reasons = {f: reasons.get(f) or reason[f] for f in reason}
-        store = ActivationStore(current.parent)
+        store = ActivationStore(current.parent, user=current.stem)
         store.max_bytes = size_limit(store, max_gib)
         rank = pipeline.mesh.rank
         capacity = max(capacity, LEAST_CAPACITY)
         padded_left = any(verdict.padded_left for verdict in verdicts)
         cache = ActivationCache(
-            pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device, padded_left
+            pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device, padded_left, ignored
         )
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
@@ -184,16 +194,28 @@ class AutoCache:
         boundary = max((f for f in self._allowed if f <= highest), default=0)
         if not self._allowed:
             self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
+        elif not boundary:
+            self._say_why_not(num_frozen, highest)
         elif boundary > self._boundary:
             self._boundary = boundary
             self._began_late |= self._steps > 0
-            self.reason_off = None
+            if not self.is_on:  # while it was off nobody has looked at the weights
+                self.reason_off = None
+                self._digests.clear()
             self.cache.write(self._writes)  # it may have been off
             self.cache.advance(boundary, self._fingerprint(boundary))
             self._mark_used()  # an earlier training may have made it
             self._publish()
             self._pipeline.use_cache(self.cache)
         self._norms = self._norms_here()  # of what this process holds under the plan now in force
+
+    def go_on(self, num_cached: int) -> None:
+        """Count layers as cached as the job did that is gone on with, where all nodes still have what they gave."""
+        self._pipeline.weights.unpark()  # their names in the store come from them
+        self.freeze(num_cached)
+        has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
+        if all(self._mesh.gather_objects(has_all)):
+            self.num_cached = num_cached
 
     def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
         """Look back on the epoch that has ended, and decide for the one that begins.
@@ -210,10 +232,8 @@ class AutoCache:
         self._reads_first = False
         wrote_all, self._writes = self._writes and not began_late, writes
         self.cache.write(writes)
+        self.check_weights()
         if not self.is_on or not self._boundary:
-            return None
-        if not self.weights_hold():
-            self._turn_off("the frozen layers' weights have been changed")
             return None
         report = self.look_back()
         counts = report.counts
@@ -225,7 +245,7 @@ class AutoCache:
             self._turn_off(_changing(counts))
         elif self.num_cached < self._boundary and not began_late and _is_filled(counts):
             self._count_as_cached()
-        elif report.failure is not None and len(self.cache.generations) > 1:
+        elif writes and report.is_full and len(self.cache.generations) > 1:
             # no room for two: what fewer layers gave makes way, and the next epoch fills the store from the start
             self.num_cached = 0
             older = self.cache.forget(keep=1)
@@ -249,14 +269,15 @@ class AutoCache:
     def look_back(self) -> EpochReport:
         """What has been counted since the last call."""
         self.cache.flush()
-        everyone = self._mesh.gather_objects((self.cache.take_counts(), self.cache.why_full))
-        failure = next((why for _, why in everyone if why is not None), None)
+        everyone = self._mesh.gather_objects((self.cache.take_counts(), self.cache.why_full, self.cache.is_full))
+        failure = next((why for _, why, _ in everyone if why is not None), None)
         if failure is not None and not self._has_said_full and self._mesh.rank == 0:
             self._has_said_full = True
             logger.warning(
                 "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", failure
             )
-        return EpochReport(reduce(add, (counts for counts, _ in everyone)), self._store.nbytes(), failure)
+        counts = reduce(add, (counts for counts, *_ in everyone))
+        return EpochReport(counts, self._store.nbytes(), failure, any(is_full for *_, is_full in everyone))
 
     def _count_as_cached(self) -> None:
         if not self._is_forced and not self._pays():
@@ -281,8 +302,31 @@ class AutoCache:
         )
         return False
 
-    def _turn_off(self, reason: str, may_pay_later: bool = False) -> None:
-        """Keep nothing from now on, or until more layers are frozen."""
+    def give_up(self, reason: str) -> None:
+        """Keep nothing from now on, if it is not off already."""
+        if self.is_on:
+            self._turn_off(reason)
+
+    def check_weights(self) -> None:
+        """Keep nothing from now on if a callback has put other weights into frozen layers.
+
+        What was put since the last look is theirs, under the name of the earlier ones: it must not be found again.
+        """
+        if self.is_on and self._boundary and not self.weights_hold():
+            self._turn_off(OTHER_WEIGHTS, are_wrong=True)
+
+    def _say_why_not(self, num_frozen: int, highest: int) -> None:
+        if self._mesh.rank == 0:
+            logger.info(
+                "Nothing is cached yet: of %d frozen layers the first %d can be under this layout, and the output of"
+                " fewer than %d must not be kept.",
+                num_frozen,
+                highest,
+                min(self._allowed),
+            )
+
+    def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
+        """Keep nothing from now on, or until more layers are frozen; delete it whoever uses it if it is wrong."""
         self.reason_off = reason
         self._may_pay_later = may_pay_later
         self.num_cached = 0
@@ -291,7 +335,7 @@ class AutoCache:
         generations = self.cache.forget(keep=0)
         self._mesh.gather_objects(None)  # all have written, and closed their files
         self._publish()
-        self._let_go(generations)
+        self._let_go(generations, are_wrong)
         self._pipeline.use_cache(None)
         if self._mesh.rank == 0:
             until = " until more layers are frozen" if may_pay_later else ""
@@ -304,13 +348,13 @@ class AutoCache:
         for generation in self.cache.generations:
             self._store.mark_used(*generation)
 
-    def _let_go(self, generations: Sequence[tuple[int, str]]) -> None:
+    def _let_go(self, generations: Sequence[tuple[int, str]], are_wrong: bool = False) -> None:
         """This training needs them no more. Where others may, they go when there is need of room."""
         if not self._is_first_here:
             return
         for generation in generations:
             with suppress(OSError):
-                if self._is_shared:
+                if self._is_shared and not are_wrong:
                     self._store.mark_superseded(*generation)
                 else:
                     self._store.delete(*generation)
@@ -361,7 +405,11 @@ class AutoCache:
             with suppress(OSError):
                 self._current.unlink()
         else:
-            shutil.rmtree(self._store.folder, ignore_errors=True)
+            folder = self._store.folder
+            shutil.rmtree(folder, ignore_errors=True)
+            if folder.name == node_name():
+                with suppress(OSError):  # the last node's
+                    folder.parent.rmdir()
 
 
 class ReadAhead:
@@ -398,8 +446,11 @@ def publish(current: Path, generations: Sequence[tuple[int, str]]) -> None:
     """Tell the loaders' workers which generations are read now."""
     current.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = current.with_name(f"{current.name}.{os.getpid()}")
-    new.write_text(json.dumps(generations))
-    os.replace(new, current)
+    try:
+        new.write_text(json.dumps(generations))
+        os.replace(new, current)
+    finally:
+        new.unlink(missing_ok=True)  # of a full disk
 
 
 def current_file(folder: str | os.PathLike[str], output_dir: str) -> Path:

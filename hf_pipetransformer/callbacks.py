@@ -172,14 +172,15 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
                 " which cannot hold your own policy object. Leave it off: this callback restores itself."
             )
         self._begins_within_epoch = state.epoch % 1 != 0
+        self.memory = {"num_frozen": 0, "num_decisions": 0, "observed": None, "policy": {}}
         if state.global_step == 0:
-            self.memory = {"num_frozen": 0, "num_decisions": 0, "observed": None, "policy": {}}
             return
-        saved: Any = state.stateful_callbacks or {}  # from JSON: the states by the callbacks' names
+        saved: Any = state.stateful_callbacks  # from JSON: the states by the callbacks' names
         stored = saved.get(type(self).__name__)
         stored = stored[0] if isinstance(stored, list) else stored
         if stored is None:
             logger.warning("The checkpoint holds no freezing state: training goes on with nothing frozen.")
+            saved[type(self).__name__] = self.state()  # the stock Trainer fails at callbacks that are not there
             return
         self.memory = stored["attributes"]["memory"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -65,6 +66,42 @@ class Layouts:
         assert budget is not None
         compression: Literal["fit", "none"] = "fit" if self._args.elastic else "none"
         return replan(plan, num_frozen, budget, num_cached_layers=num_cached, compression=compression)
+
+    def facts_of(self, plan: PipelinePlan) -> dict[str, Any]:
+        """A plan of this training in plain values for JSON, and what it was made for."""
+        args = self._args
+        return {
+            "asked": [
+                plan.world_size,
+                args.pipeline_parallel_size,
+                args.pipeline_schedule,
+                args.num_microbatches,
+                args.per_device_train_batch_size,
+                args.elastic,
+            ],
+            "bounds": list(plan.stage_bounds),
+            "num_frozen": plan.num_frozen_layers,
+            "num_cached": plan.num_cached_layers,
+        }
+
+    def again(self, facts: Mapping[str, Any], most_frozen: int) -> PipelinePlan | None:
+        """The plan of which `facts_of` has told, in an earlier job.
+
+        None if something else is asked for now, or it freezes more than `most_frozen` layers.
+        """
+        if facts["asked"] != self.facts_of(self.first)["asked"] or facts["num_frozen"] > most_frozen:
+            return None
+        bounds = tuple(facts["bounds"])
+        if bounds[-1] != self.first.num_units:
+            return None
+        return replace(
+            self.first,
+            pipeline_parallel_size=len(bounds) - 1,
+            data_parallel_size=self.first.world_size // (len(bounds) - 1),
+            stage_bounds=bounds,
+            num_frozen_layers=facts["num_frozen"],
+            num_cached_layers=facts["num_cached"],
+        )
 
 
 def time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -> ModelTimes | None:

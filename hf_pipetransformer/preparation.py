@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Sized
-from dataclasses import asdict
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from transformers import Trainer
 
 from .auto_cache import AutoCache
 from .cache.cache_probe import probe_boundaries, varied_samples
-from .cache.content_keys import NOT_IN_KEYS
+from .cache.content_keys import NOT_IN_KEYS, KeyedInputs, named_inputs
 from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError
 from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
@@ -81,7 +82,7 @@ class PipelinePreparation(Trainer):
         self._mesh: ProcessMesh | None = None
         self._train_batches: NumberedBatches | None = None
         self._current_generations = Path()  # the file that names what is read from the cache
-        self._timed: tuple[ElasticPipeline, ModelTimes | None] | None = None
+        self._timed: tuple[ElasticPipeline, ModelTimes | None, dict[str, Any]] | None = None  # and on what
         self._unit_costs: tuple[UnitCost, ...] = ()
         self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
@@ -89,6 +90,7 @@ class PipelinePreparation(Trainer):
         self._slices: deque[BatchSlice] = deque()
         self._slice = BatchSlice(0, 0)
         self._micro_losses: list[torch.Tensor] = []
+        self._exchanges_inputs = False  # compute_loss, for the last stage alone
 
     @property
     def _is_stock(self) -> bool:
@@ -237,20 +239,21 @@ class PipelinePreparation(Trainer):
             )
         except Exception as error:  # one process may be short of memory: the others are to hear of it
             failure = error
-        mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+        mine = windows if failure is None else f"{type(failure).__name__}: {failure}"
         everyone = self._processes.gather_objects(mine)
         if failure is not None and not isinstance(failure, (RuntimeError, MemoryError)):
             raise failure
         for rank, why in enumerate(everyone):
-            if why is not None:
+            if isinstance(why, str):
                 raise UnsupportedModelError(
                     self.model,
                     f"the check of slices failed on process {rank} ({why}). It takes memory for the gradients of the"
                     f" whole model and for {batch_rows(sample)} rows of {sequence_length(sample)} tokens.",
                     "Shorten the rows, or set token_slices='off'.",
                 ) from failure
-        assert windows is not None
-        return windows
+        found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
+        # rounding may tell processes apart, and a stage that refuses packed rows alone would keep the others waiting
+        return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
 
     # ------------------------------------------------------------------------------------ the loss
     def _study_loss(self, stack: LayerStack, rows: list[Any]) -> None:
@@ -280,9 +283,32 @@ class PipelinePreparation(Trainer):
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
         assert self.pipeline is not None
-        part = self._part_of_loss(model, micro_batch, self._num_items, counts=bool(self._slice.rows))
+        with self._noting_exchanged_inputs(model, micro_batch):
+            part = self._part_of_loss(model, micro_batch, self._num_items, counts=bool(self._slice.rows))
         self._micro_losses.append(part.detach())
         return part * (self.pipeline.num_replicas * self._loss_scale)
+
+    @contextmanager
+    def _noting_exchanged_inputs(self, model: nn.Module, inputs: Batch) -> Iterator[None]:
+        """Inside, it is noted if the last stage calls the model on other inputs than the stages before it.
+
+        They call it themselves, and see nothing of what a `compute_loss` makes of them: `_study_loss` has seen what it
+        does each time, but not what it does in training only, or now and then.
+        """
+        assert self.pipeline is not None
+        if self.pipeline.num_stages == 1:
+            yield
+            return
+        given = KeyedInputs(inputs)
+
+        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._exchanges_inputs |= given.are_exchanged(named_inputs(model, args, kwargs), self._not_in_keys)
+
+        hook = model.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _part_of_loss(self, model: nn.Module, batch: Batch, num_items: int, counts: bool = True) -> torch.Tensor:
         """What a part of a batch of `num_items` adds to the whole batch's loss."""
@@ -311,45 +337,48 @@ class PipelinePreparation(Trainer):
             return None
         assert self._train_batches is not None
         if self._timed is None or self._timed[0] is not pipeline:  # once, so that a second train() has the same plan
-            times = self._processes.gather_objects(self._read_times())[0]
+            few = rows[: min(self.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)]
+            batch = self._collate(few, self._train_batches.collate_fn)
+            measured = self._what_is_measured(batch)
+            times = self._processes.gather_objects(self._read_times(measured))[0]
             if times is None:
-                batch = self._collate(rows[: self._rows_to_time], self._train_batches.collate_fn)
                 with self.compute_loss_context_manager():
                     times = time_parts(pipeline, batch, self.args.device)
-            self._timed = (pipeline, times)
+            self._timed = (pipeline, times, measured)
         return self._timed[1]
 
     def _write_times(self, checkpoint: Path) -> None:
-        times = self._timed[1] if self._timed is not None else None
+        _, times, measured = self._timed or (None, None, {})
         if times is not None:
-            content = {"measured": self._where_measured, "times": asdict(times)}
+            content = {"measured": measured, "times": asdict(times)}
             (checkpoint / TIMES).write_text(json.dumps(content), encoding="utf-8")
 
-    def _read_times(self) -> ModelTimes | None:
+    def _read_times(self, measured: dict[str, Any]) -> ModelTimes | None:
         """Those of the checkpoint that is resumed from; None if it has none of such a machine and job."""
         if self._resumed_from is None:
             return None
         try:
             content = json.loads((self._resumed_from / TIMES).read_text(encoding="utf-8"))
             times = ModelTimes.of_plain(content["times"])
-            is_of_this = content["measured"] == self._where_measured and len(times.units) == len(self._unit_costs)
+            is_of_this = content["measured"] == measured and len(times.units) == len(self._unit_costs)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return times if is_of_this else None
 
-    @property
-    def _where_measured(self) -> dict[str, Any]:
+    def _what_is_measured(self, batch: Batch) -> dict[str, Any]:
+        """All that times depend on, in JSON's values: with any of it changed they are measured again."""
+        args, model = self.args, self.model
         return {
-            "device": name_of_device(self.args.device),
-            "processes": self.args.world_size,
-            "rows": self._rows_to_time,
+            "device": name_of_device(args.device),
+            "processes": args.world_size,
+            "threads": torch.get_num_threads(),
+            "inputs": {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)},
+            "trainable_bytes": [unit.trainable_bytes for unit in self._unit_costs],
+            "checkpointing": sum(bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules()),
+            "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", None)),
             "precision": self.accelerator.mixed_precision,
             "torch": torch.__version__,
         }
-
-    @property
-    def _rows_to_time(self) -> int:
-        return min(self.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)
 
     def _make_layouts(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> Layouts:
         layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh)
@@ -407,6 +436,7 @@ class PipelinePreparation(Trainer):
             is_forced=args.activation_cache == "on",
             seconds_per_row=seconds,
             precision=self.accelerator.mixed_precision,
+            ignored=self._not_in_keys,
         )
 
     @property

@@ -1,13 +1,13 @@
 """`transformers.Trainer` over a pipeline: overrides only, never a copy of its loop.
 
-Overridden methods that are private in transformers (`_wrap_model`, `_maybe_log_save_evaluate`,
-`_save_optimizer_and_scheduler`, `_load_best_model`, `_track_num_input_tokens`; in `saving.py` `_save_checkpoint`,
-`_get_output_dir`, `_push_from_checkpoint`) call the stock ones; `tests/test_private_api.py` fails by name when one of
-them changes.
+Overridden methods that are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
+`_load_best_model`, `_track_num_input_tokens`; in `saving.py` `_save_checkpoint`, `_get_output_dir`,
+`_push_from_checkpoint`, `_load_from_checkpoint`, `_maybe_log_save_evaluate`) call the stock ones, but for
+`_load_optimizer_and_scheduler` there; `tests/test_private_api.py` fails by name when one of them changes.
 
     train                 the Trainer's own loop
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
-      create_optimizer        the model is cut here: discovered, planned, placed
+      create_optimizer        the model is cut here: discovered, planned, placed, as an interrupted job had it
       get_batch_samples       the one safe point: a proposed freeze is carried out; counts the global batch's items
       training_step           ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         of the accelerator: the norm over all stages
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,15 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .auto_cache import AutoCache, ReadAhead, current_file, node_shares
-from .cache.content_keys import KEYS_NAME, KeyingCollator
+from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_shares
+from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
+from .model.loss_study import raise_for_exchanged_inputs
+from .model.micro_batch import Batch
 from .pipeline.agreement import check_same_size
 from .pipeline.data import KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
 from .pipeline.devices import fits
@@ -47,16 +49,19 @@ from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
-from .resilience.preemption import EXIT_CODE, StopSignal
+from .resilience.preemption import StopSignal
 from .resilience.progress import LEFT, PROGRESS, phase
 from .resilience.watchdog import Watchdog
-from .saving import WholeCheckpoints
+from .saving import PipelineState, WholeCheckpoints
 from .training_args import PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES_TO_TELL = 8
 """Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
+
+STEP_EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end")
+STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 
 class PipeTransformerTrainer(WholeCheckpoints):
@@ -100,7 +105,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
         super().__init__(model, args, *positional, **keywords)
         self._auto_cache: AutoCache | None = None
         self._evaluated: KeysApart | None = None  # the loader of the evaluation that is under way
-        self._num_cached = 0  # that the plan was made for
+        self._met_other_inputs = False  # than those that the cache's keys are of, on some process
+        self._shows_weights = False  # a callback may have got them, and so they are not off the device
         self._epoch_begins = False
         self._epochs_begun = 0
         self._shapes_told = 0
@@ -109,10 +115,9 @@ class PipeTransformerTrainer(WholeCheckpoints):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         self._stop_signal = StopSignal()
-        self._is_preempted = False  # on all processes, or on none
         self._recorder = RunRecorder(args)
         # first, so that loggers which save the model at the end see all of it; and some take numbers out of the logs
-        self.callback_handler.callbacks[:0] = [_Hooks(self), self._recorder]
+        self.callback_handler.callbacks[:0] = [_Hooks(self), self._recorder, PipelineState()]
 
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
@@ -123,18 +128,25 @@ class PipeTransformerTrainer(WholeCheckpoints):
             self.accelerator.clip_grad_norm_ = self._clip_grad_norm_over_stages
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **keywords: Any,
     ) -> TrainOutput:
         self.make_model_whole()  # an earlier train() may have been interrupted
         resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         is_named = isinstance(resume_from_checkpoint, str) and not self._is_stock
         self._resumed_from = Path(str(resume_from_checkpoint)) if is_named else None
         self._recorder.begin(self.is_world_process_zero())
-        has_ended = self._is_preempted = False
+        has_ended = self._is_preempted = self._has_loaded_best = False
+        self._owes_evaluation = self._is_within_epoch = False
+        self._last_saved = None
+        self._ignore_keys_for_eval = ignore_keys_for_eval
         self._shapes_told = 0
         try:
             with nullcontext() if self._is_stock else self._stop_signal, self._watching():
-                output = super().train(resume_from_checkpoint, *positional, **keywords)
+                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **keywords)
             has_ended = True
             return output
         finally:
@@ -170,25 +182,6 @@ class PipeTransformerTrainer(WholeCheckpoints):
         finally:
             PROGRESS.enter(before, step)
 
-    def _maybe_log_save_evaluate(
-        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
-    ) -> None:
-        PROGRESS.enter("log")
-        if self._is_preempted:  # no evaluation before saving
-            self.control.should_evaluate, self.control.should_save = False, True
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *positional, **keywords)
-        if not self._is_preempted:
-            return
-        # at once: what the loop does in the end might remove the checkpoint again
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        if self.is_world_process_zero():
-            logger.warning(
-                "SIGTERM: checkpoint-%d is saved, from which resume_from_checkpoint=True goes on. Exit code %d.",
-                self.state.global_step,
-                EXIT_CODE,
-            )
-        raise SystemExit(EXIT_CODE)
-
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._is_stock:
             return super()._wrap_model(model, training, dataloader)
@@ -219,7 +212,9 @@ class PipeTransformerTrainer(WholeCheckpoints):
             pipeline.adopt(self.optimizer)
         times = self._measure_times(pipeline, rows)
         self._layouts = self._make_layouts(pipeline, times)
+        kept = self._recall()
         self._num_cached = self._epochs_begun = 0
+        self._met_other_inputs = self._exchanges_inputs = False
         self._auto_cache = self._make_auto_cache(pipeline, times) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
@@ -228,15 +223,25 @@ class PipeTransformerTrainer(WholeCheckpoints):
             assert freezable is not None
             callback.attach(freezable.num_layers, freezable.max_frozen, self.state)
             self._warn_of_shared_layers(freezable)
-        plan = self._layouts.first
-        if callback is not None and callback.num_frozen:  # resumed
-            plan = self._plan_after_freezing(plan, callback.num_frozen)
+        num_frozen = callback.num_frozen if callback is not None else 0
+        again = self._plan_of_interrupted_job(kept, num_frozen)
+        plan = again or self._layouts.first
+        if plan.num_frozen_layers < num_frozen:
+            plan = self._plan_after_freezing(plan, num_frozen)
+        pipeline.parks &= not _watch_steps(self.callback_handler.callbacks)
         pipeline.place(plan)
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
         self._record("resume" if self.state.global_step else "start", plan, facts=facts)
         self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
+        if plan is again:
+            settled = kept["layout"]["microbatches"][pipeline.replica_index]
+            pipeline.settle_microbatches({(rows, elements): m for rows, elements, m in settled})
+        if "order" in kept and self.state.epoch % 1:
+            self._train_batches.keep_arrangement(int(self.state.epoch), **kept["order"])
         if self._auto_cache is not None and plan.num_frozen_layers:
+            if self._num_cached:
+                self._auto_cache.go_on(self._num_cached)
             self._auto_cache.freeze(plan.num_frozen_layers)
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
@@ -244,6 +249,19 @@ class PipeTransformerTrainer(WholeCheckpoints):
             pipeline.adopt(optimizer)
         assert self.optimizer is not None
         return self.optimizer
+
+    def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> PipelinePlan | None:
+        """The one in force when the checkpoint was written, if all that decides about it is as it was.
+
+        Made anew it might be another: how it came about, layer by layer, is not to be seen any more.
+        """
+        layout = kept.get("layout")
+        if layout is None or layout["where"] != self._where:
+            return None
+        plan = self._layouts.again(layout, num_frozen)
+        if plan is not None:
+            self._num_cached = layout["counted_as_cached"]
+        return plan
 
     def _plan_after_freezing(self, plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
         return self._layouts.next(plan, num_frozen, self._num_cached)
@@ -257,7 +275,7 @@ class PipeTransformerTrainer(WholeCheckpoints):
         cache, pipeline, before = self._auto_cache, self.pipeline, self._evaluated
         base: Any = getattr(dataloader, "base_dataloader", dataloader)
         collate_fn = getattr(base, "collate_fn", None)
-        loader = self._evaluated = KeysApart(dataloader)
+        loader = self._evaluated = dataloader if isinstance(dataloader, KeysApart) else KeysApart(dataloader)
         with ExitStack() as stack:
             stack.callback(setattr, self, "_evaluated", before)
             if cache is not None:
@@ -307,6 +325,13 @@ class PipeTransformerTrainer(WholeCheckpoints):
         )
         return NumberedLoader(self._train_batches)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        loader: Any = super().get_eval_dataloader(eval_dataset)
+        # workers that last keep the collator that they began with: whoever iterates is to see no keys
+        keeps_keys = not self._is_stock and self._may_cache and self.args.dataloader_persistent_workers
+        kept_apart: Any = KeysApart(loader)  # as good as the loader itself
+        return kept_apart if keeps_keys else loader
+
     def _keying_collator(self, collate_fn: Any) -> KeyingCollator:
         return KeyingCollator(collate_fn, ReadAhead(self._current_generations), self._not_in_keys)
 
@@ -319,6 +344,11 @@ class PipeTransformerTrainer(WholeCheckpoints):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
+        if self.state.global_step >= self.state.max_steps:
+            # resumed behind the last step, inside an epoch: the stock loop would do another one
+            self.control.should_training_stop = True
+            self._ask_for_what_is_owed()  # at the epoch's end
+            return [], 1
         if self._is_stock:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         assert self._train_batches is not None and self.pipeline is not None
@@ -361,6 +391,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
         proposal = callback.take_proposal() if callback is not None else None
         if proposal is not None:
             num_frozen = max(num_frozen, agreed_num_frozen(pipeline.mesh.gather_objects(proposal)))
+        if cache is not None and num_frozen > plan.num_frozen_layers:
+            cache.check_weights()  # as they are now they will be the next generation's
         num_cached = cache.num_cached if cache is not None else 0
         if (num_frozen, num_cached) != (plan.num_frozen_layers, self._num_cached):
             self._num_cached = num_cached
@@ -380,6 +412,13 @@ class PipeTransformerTrainer(WholeCheckpoints):
             callback.confirm(num_frozen)
 
     def _look_at_cache(self, cache: AutoCache) -> None:
+        if self._met_other_inputs:
+            self._met_other_inputs = False
+            cache.give_up(OTHER_INPUTS)
+        if self._shows_weights:
+            self._shows_weights = False
+            assert self.pipeline is not None
+            self.pipeline.park_cached_layers()
         if not self._epoch_begins:
             cache.begin_step()
             return
@@ -389,7 +428,8 @@ class PipeTransformerTrainer(WholeCheckpoints):
         epochs_left = self.state.num_train_epochs - 1 - math.floor(done + 1e-6)
         # a stream may never come to its beginning again: what it gives is put from its second epoch on
         repeats = self._train_batches is not None and (not self._train_batches.is_iterable or self._epochs_begun > 1)
-        is_whole = abs(done - round(done)) < 1e-6
+        # a stream without a length has no part of an epoch: there the Trainer counts by its steps
+        is_whole = self._epochs_begun > 1 or abs(done - round(done)) < 1e-6
         report = cache.begin_epoch(epochs_left >= 1 and repeats, is_whole)
         if report is not None:
             self.log(events.cache_metrics(report.counts, report.nbytes))
@@ -466,9 +506,9 @@ class PipeTransformerTrainer(WholeCheckpoints):
         if self.accelerator.scaler is not None:
             # a scaler is set up by its first use, and the stages without the loss would not use it
             self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
-        batch = dict(self._prepare_inputs(inputs))
-        if self._slice.rows and self._slice.keys is not None and pipeline.cache is not None:
-            batch[KEYS_NAME] = self._slice.keys
+        keys = self._slice.keys if self._slice.rows and pipeline.cache is not None else None
+        batch = self._prepare_keyed(inputs, keys, self._slice.keyed)
+        met_other_inputs = keys is not None and batch[KEYS_NAME] is not keys
         pipeline.prepare(batch)
         self._micro_losses.clear()
         pipeline.step(batch)
@@ -481,15 +521,40 @@ class PipeTransformerTrainer(WholeCheckpoints):
             torch.stack(self._micro_losses).sum() if self._micro_losses else torch.zeros((), device=self.args.device)
         )
         self._is_preempted = self._stop_signal.is_asked
+        if pipeline.cache is not None:
+            met_other_inputs |= pipeline.cache.met_other_inputs
         if pipeline.mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss = loss.float()
-            together = torch.stack([loss, loss.new_full((), float(self._is_preempted))])
+            mine = (self._is_preempted, met_other_inputs, self._exchanges_inputs)
+            together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in mine)])
             dist.all_reduce(together)
-            loss, votes = together.unbind()
-            self._is_preempted = bool(votes > 0)
+            loss = together[0]
+            self._is_preempted, met_other_inputs, exchanges_inputs = (together[1:] > 0).tolist()
+            if exchanges_inputs:
+                raise_for_exchanged_inputs(self.model)
+        self._met_other_inputs |= met_other_inputs
         PROGRESS.enter("callbacks")
         return loss
+
+    def _prepare_keyed(
+        self, inputs: Mapping[str, Any], keys: torch.Tensor | None, keyed: KeyedInputs | None = None
+    ) -> Batch:
+        """What `_prepare_inputs` makes of a batch, with its rows' keys if it is still what they are keys of.
+
+        Args:
+            inputs: as they come here; a user's methods may have seen them.
+            keys: of the rows; None: they have none, or nobody asks.
+            keyed: the inputs as the collator has returned them, if they may be others by now.
+        """
+        are_same = keyed is None or keyed.are(inputs, self._not_in_keys)
+        moved = super()._prepare_inputs(inputs)  # type: ignore[arg-type]  # the stock one: to the device, no more
+        given = KeyedInputs(moved)
+        batch = dict(self._prepare_inputs(moved))
+        if keys is not None:
+            are_same = are_same and given.are(batch, self._not_in_keys)
+            batch[KEYS_NAME] = keys if are_same else without_keys(keys)
+        return batch
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
@@ -553,14 +618,16 @@ class PipeTransformerTrainer(WholeCheckpoints):
         pipeline = self.pipeline
         assert pipeline is not None and pipeline.stage is not None
         keys = self._evaluated.keys_of(inputs) if self._evaluated is not None and pipeline.cache is not None else None
-        keyed = inputs if keys is None else {**inputs, KEYS_NAME: keys}
         with phase("prediction"):
             if pipeline.num_stages > 1:
-                prepare = lambda batch: dict(self._prepare_inputs(batch))  # noqa: E731
-                return pipeline.predict(dict(keyed), prepare, lambda batch: stock(self.model, batch))
+                keyed = dict(inputs) if keys is None else {**inputs, KEYS_NAME: keys}
+                prepare = lambda batch: self._prepare_keyed(batch, batch.pop(KEYS_NAME, None))  # noqa: E731
+                return pipeline.predict(keyed, prepare, lambda batch: stock(self.model, batch))
             if keys is None:
                 return stock(self.model, inputs)
-            with pipeline.stage.running_to_the_end([], self._prepare_inputs(keyed)) as batch:
+            # `stock` prepares them: here they only go to the device
+            moved = {**super()._prepare_inputs(inputs), KEYS_NAME: keys}
+            with pipeline.stage.running_to_the_end([], moved) as batch:
                 return stock(self.model, batch)
 
     # ------------------------------------------------------------------------------------ saving and loading
@@ -586,9 +653,25 @@ class PipeTransformerTrainer(WholeCheckpoints):
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._load_best_model()
+        self._refuse_best_model_that_some_lack()
+        self._has_loaded_best = True
+        self._check_cached_weights()
         self.pipeline.use_cache(None)
-        with self.pipeline.weights.listing_ghosts():  # loading a sharded checkpoint looks at the model's keys
+        best = str(self.state.best_model_checkpoint)
+        # loading a sharded checkpoint looks at the model's keys
+        with self.pipeline.weights.listing_ghosts(), self._translating_names(best):
             return super()._load_best_model()
+
+    def _check_cached_weights(self) -> None:
+        """When training ends: a later one may find what the last epoch has put. Collective over all processes."""
+        if self._auto_cache is not None and self.pipeline is not None and self.pipeline.cache is not None:
+            self._auto_cache.check_weights()
+
+    def _show_weights(self) -> None:
+        """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
+        if self.pipeline is not None and self.pipeline.is_placed:
+            self.pipeline.weights.unpark()
+            self._shows_weights = True
 
     def make_model_whole(self) -> None:
         """Bring all weights back into `trainer.model` on every process. Collective; done when `train()` ends.
@@ -604,15 +687,45 @@ class _Hooks(TrainerCallback):
     def __init__(self, trainer: PipeTransformerTrainer) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, and no epoch is left
+            self._trainer._evaluate_what_is_owed()
+
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._epoch_begins = True
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._evaluate_what_is_owed()  # here the random states are those of the checkpoint
+        self._trainer._is_within_epoch = True
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self._trainer._is_within_epoch = False
+        self._trainer._show_weights()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._trainer._show_weights()
+
+    def on_predict(self, *_: Any, **__: Any) -> None:
+        self._trainer._show_weights()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._trainer._show_weights()
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         PROGRESS.enter("end")
+        self._trainer._leave_if_asked()
+        self._trainer._check_cached_weights()
         self._trainer._end_records()
         if self._trainer._auto_cache is not None:
             self._trainer._auto_cache.close(has_ended=False)  # all have written when the model is whole
         self._trainer.make_model_whole()
+
+
+def _watch_steps(callbacks: Sequence[Any]) -> bool:
+    """Whether a callback of the user's may read weights at each step, as a running average does."""
+    theirs = [type(c) for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
+    stock = {name: getattr(TrainerCallback, name) for name in STEP_EVENTS}
+    return any(getattr(cls, name, None) is not method for cls in theirs for name, method in stock.items())
 
 
 def _whole_stream(dataset: Any) -> Any:

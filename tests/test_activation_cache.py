@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from training_data import Kind, PadCollator, TrainingData
 
 from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
 from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationWriter
-from hf_pipetransformer.cache.content_keys import content_keys
+from hf_pipetransformer.cache.content_keys import KeyingCollator, RowKey, pop_keys
 from hf_pipetransformer.model.layer_range import tensors_of
 from hf_pipetransformer.model.layer_stack import CarrySlot, LayerStack
 
@@ -48,15 +49,20 @@ class Setup:
     def batch(self, rows: Any) -> dict[str, Any]:
         return self.collate([self.data[row] for row in rows])
 
-    def go(self, rows: Any, stop: int = 4) -> tuple[int, torch.Tensor]:
-        """As a stage does: fetch, and run from there to `stop`. Returns where it began and the state behind `stop`."""
-        batch = self.batch(rows)
-        keys = content_keys(batch)
+    def keys(self, batch: dict[str, Any]) -> list[RowKey]:
+        keys = pop_keys(KeyingCollator(lambda samples: dict(batch))([]))
         assert keys is not None
+        return keys
+
+    def go(self, rows: Any, stop: int = 4) -> tuple[int, torch.Tensor]:
+        """Look up, and run from there to `stop`. Returns where it began and the state behind `stop`."""
+        batch = self.batch(rows)
+        keys = self.keys(batch)
         with torch.no_grad():
-            start, carry = self.cache.fetch(batch, keys, stop)
+            start, carry = self.cache.look_up(batch, keys, stop)
             if start < stop:
-                carry = self.stack.runner.run(start, stop, carry, batch, self.cache.watch(batch, keys, start, stop))
+                observer = self.cache.observer(batch, keys, start, stop)
+                carry = self.stack.runner.run(start, stop, carry, batch, observer)
         self.cache.flush()
         assert carry is not None
         return start, carry[0][0]
@@ -114,7 +120,7 @@ def test_a_stage_that_ends_below_takes_what_it_can(tmp_path: Path) -> None:
     setup.cache.advance(4, "weights")
     setup.go(range(3))
     batch = setup.batch(range(3))
-    start, carry = setup.cache.fetch(batch, content_keys(batch) or [], 3)
+    start, carry = setup.cache.fetch(batch, setup.keys(batch), 3)
     assert start == 2 and carry is not None
     assert setup.cache.watch(batch, [], 2, 3) is None  # the frozen layers end in another stage
 
@@ -158,7 +164,7 @@ def test_rows_that_are_there_already_are_counted(tmp_path: Path) -> None:
     setup.go(range(3))
     batch = setup.batch(range(4))
     with torch.no_grad():
-        setup.stack.runner.run(0, 2, None, batch, setup.cache.watch(batch, content_keys(batch) or [], 0, 2))
+        setup.stack.runner.run(0, 2, None, batch, setup.cache.watch(batch, setup.keys(batch), 0, 2))
     setup.cache.flush()
     counts = setup.cache.take_counts()
     assert (counts.stored, counts.present) == (4, 3)
@@ -193,6 +199,78 @@ def test_facts_that_are_damaged_are_no_layout(tmp_path: Path) -> None:
         setup.store.delete(2, "other")
 
 
+def called(setup: Setup, rows: Any, call: Any) -> tuple[Any, bool, int]:
+    """As the last stage does, around a user's call of the model; what it returns, and what was met, and put."""
+    batch = setup.batch(rows)
+    keys, runner = setup.keys(batch), setup.stack.runner
+    before = setup.cache.counts.stored
+    start, carry = setup.cache.fetch(batch, keys, 4)
+    assert (start, carry) == (0, None)
+    with torch.no_grad(), runner.to_the_end(0, None, setup.cache.watch(batch, keys, 0, 4)):
+        output = call(setup.stack.model, batch)
+    setup.cache.flush()
+    return output, setup.cache.met_other_inputs, setup.cache.counts.stored - before
+
+
+def test_what_was_found_is_used_if_the_model_is_called_on_those_inputs(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    model, computed = setup.stack.model, list[Any]()
+    setup.stack.units[0].module.register_forward_hook(lambda *_: computed.append(setup.stack.runner.start_of_pass))
+
+    def by_place(model: Any, batch: dict[str, Any]) -> Any:
+        rest = {name: value for name, value in batch.items() if name != "input_ids"}
+        return model(batch["input_ids"], **rest, return_dict=True)
+
+    for call, stored in ((by_place, 4), (lambda model, batch: model(**batch), 0)):
+        output, met, put = called(setup, range(4), call)
+        assert not met and put == stored
+        torch.testing.assert_close(output.logits, model(**setup.batch(range(4))).logits)
+    assert computed == [0, 0, 2, 0]  # start of each pass; between them are the plain calls
+
+
+@pytest.mark.parametrize("how", ["others", "written to", "a part of the model"])
+def test_nothing_is_used_or_put_if_the_model_is_called_on_other_inputs(tmp_path: Path, how: str) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+
+    def call(model: Any, batch: dict[str, Any]) -> Any:
+        if how == "others":
+            return model(**{**batch, "input_ids": batch["input_ids"].roll(1, 0)}).logits
+        if how == "written to":
+            batch["input_ids"].copy_(batch["input_ids"].roll(1, 0))
+            return model(**batch).logits
+        part = {name: value for name, value in batch.items() if name != "labels"}
+        return model.bert(**{**part, "input_ids": part["input_ids"].roll(1, 0)}).last_hidden_state
+
+    with torch.no_grad():
+        expected = call(setup.stack.model, setup.batch(range(4)))
+    _, _, stored = called(setup, range(4), call)
+    assert stored == 0
+    setup.go(range(4))  # now they are there
+    actual, _, _ = called(setup, range(4), call)
+    torch.testing.assert_close(actual, expected)
+    called(setup, range(4), lambda model, batch: model(**batch))  # a call of a part is known when the next one begins
+    assert setup.cache.met_other_inputs
+
+
+def test_a_copy_of_the_model_is_not_the_model(tmp_path: Path) -> None:
+    """A callback copies it, for a running average, and a loss may call the copy beside it."""
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.go(range(4))
+    teacher = copy.deepcopy(setup.stack.model)
+
+    def call(model: Any, batch: dict[str, Any]) -> Any:
+        for unit in setup.stack.units:
+            del teacher.get_submodule(unit.name).__dict__["forward"]  # of the runner's
+        teacher(**{**batch, "input_ids": batch["input_ids"].roll(1, 0)})
+        return model(**batch)
+
+    _, met, _ = called(setup, range(4), call)
+    assert not met
+
+
 def test_reading_is_timed(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     assert setup.cache.time_reading() is None
@@ -211,7 +289,9 @@ def test_what_earlier_trainings_left_makes_room(tmp_path: Path) -> None:
     earlier.cache.close()
     names = earlier.store.generations()
     for name in names:
-        os.utime(tmp_path / f"{name[0]:03d}-{name[1]}", (0, 0))
+        folder = tmp_path / f"{name[0]:03d}-{name[1]}"
+        for path in (*folder.glob("used-*"), folder):
+            os.utime(path, (0, 0))
     setup = Setup(tmp_path, max_bytes=earlier.store.nbytes())
     setup.cache.advance(2, "weights")
     setup.go(range(3))

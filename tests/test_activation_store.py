@@ -126,6 +126,26 @@ def test_a_superseded_generation_is_evicted_first_unless_somebody_uses_it(store:
     assert not store.evict(now - 60)
 
 
+def test_what_another_training_marks_is_not_evicted_when_one_needs_it_no_more(tmp_path: Path) -> None:
+    """Though the other one marks seldom, and has done so before."""
+    now = time.time()
+    ours, theirs = (ActivationStore(tmp_path / "store", user=user) for user in ("ours", "theirs"))
+    for store in (theirs, ours):
+        store.writer(3, FINGERPRINT, writer=0, capacity=4).close()
+    ours.mark_superseded(3, FINGERPRINT)
+    assert not ours.evict(now - 60)
+    theirs.mark_superseded(3, FINGERPRINT)
+    assert ours.evict(now - 60)
+
+
+def test_marks_of_a_training_that_is_long_over_keep_nothing(store: ActivationStore) -> None:
+    store.writer(3, FINGERPRINT, writer=0, capacity=4).close()
+    folder = store.folder / f"003-{FINGERPRINT}"
+    for path in (*folder.glob("used-*"), folder):
+        os.utime(path, (SECONDS, SECONDS))
+    assert store.evict(time.time() - 60)
+
+
 def test_a_full_table_turns_rows_away_and_keeps_what_it_has(store: ActivationStore, reader: GenerationReader) -> None:
     with closing(open_writer(store, capacity=1)) as writer:
         room = RECORDS_PER_BUCKET
@@ -146,8 +166,8 @@ def test_modes(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [store.folder, *store.folder.rglob("*")]}
-    expected = {"store": 0o700, f"003-{FINGERPRINT}": 0o700, "meta.json": 0o600, "table": 0o600, "segment-0": 0o600}
-    assert modes == expected
+    files = ("meta.json", "table", "segment-0", "used-anybody")
+    assert modes == {"store": 0o700, f"003-{FINGERPRINT}": 0o700, **dict.fromkeys(files, 0o600)}
 
 
 def test_the_first_writer_decides_about_a_generation(store: ActivationStore, reader: GenerationReader) -> None:
@@ -603,7 +623,9 @@ def test_what_has_not_been_used_for_longest_is_evicted_first(store: ActivationSt
     for name in names:
         store.writer(*name, writer=0, capacity=8).close()
     for age, name in ((20, names[0]), (30, names[1]), (40, names[2])):
-        os.utime(store.folder / f"{name[0]:03d}-{name[1]}", (SECONDS, time.time() - age))
+        folder = store.folder / f"{name[0]:03d}-{name[1]}"
+        for path in (*folder.glob("used-*"), folder):
+            os.utime(path, (SECONDS, time.time() - age))
     store.mark_used(*names[2])
     store.mark_used(9, "nowhere")
     began = time.time() - 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,16 +21,18 @@ from distributed import run_ranks
 from safetensors.torch import load_file
 from test_elastic import StopAfter, reference, stages_by_frozen
 from torch import nn
-from training_data import TrainingData
+from training_data import LONGEST, TrainingData
 from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
-from transformers import TrainerCallback
+from transformers import DefaultFlowCallback, ProgressCallback, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer, auto_cache
 from hf_pipetransformer.cache import activation_cache
-from hf_pipetransformer.cache.activation_cache import CacheCounts
+from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
 from hf_pipetransformer.cache.activation_store import GenerationReader
+from hf_pipetransformer.cache.content_keys import KEYS_NAME
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.trainer import _watch_steps
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""
@@ -87,6 +90,26 @@ def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -
     epochs = results[0][1]
     assert hit_rates(epochs) == [(0, 0), (0, 1), (0, 1), (1, 0)]
     assert [e["cache_rows_stored"] for e in epochs] == pytest.approx([run.samples] * 3 + [0], abs=4)
+
+
+def counted(rank: int, world_size: int, run: Run) -> int:
+    trainer = trainer_of(run, SHRINK, EPOCH_START)
+    trainer.train()
+    return trainer._num_cached
+
+
+def test_a_streams_layers_count_as_cached() -> None:
+    """Without a length, an epoch's begin is no whole number for the Trainer."""
+    assert run_ranks(counted, WORLD, RUNS["streamed"]) == [3] * WORLD
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_under_autocast(num_stages: int) -> None:
+    run = RUNS["bert"].with_options(bf16=True)
+    stages = dict.fromkeys(range(4), num_stages)
+    results, without = (run_ranks(cached, 2, run, stages, EPOCH_START, activation_cache=m) for m in ("on", "off"))
+    assert_same_training([outcome for outcome, _ in results], without[0][0], tolerance=5e-3)
+    assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
 def cached_and_changed(
@@ -198,8 +221,41 @@ class Prepared:
         return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
 
 
-def reason_of(rank: int, world_size: int, run: Run, mode: str) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
+class MirroredInTraining:
+    """Likewise, in training alone: the examination, which builds no graph, sees nothing of it."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+
+
+class MirroredNowAndThen:
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        self.calls += torch.is_grad_enabled()
+        if self.calls % 5 == 4:
+            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+
+
+class PreparedInTraining:
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        if self.model.training:  # type: ignore[attr-defined]
+            inputs["pixel_values"].neg_()  # in place
+        return inputs
+
+
+class Stepped:
+    def training_step(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+        return super().training_step(model, inputs, *positional, **keywords)  # type: ignore[misc]
+
+
+def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int = 1) -> tuple[Outcome, str | None]:
+    trainer = trainer_of(run, {0: num_stages, 1: num_stages}, {3: 1}, activation_cache=mode)
     reasons: list[str | None] = []
     adapt = trainer._adapt
 
@@ -218,6 +274,25 @@ def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys
     without = run_ranks(reason_of, 2, run, "off")
     assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
     assert all("changes the inputs before the model sees them" in str(reason) for _, reason in with_cache)
+
+
+@pytest.mark.parametrize(
+    ("mixin", "num_stages"),
+    [
+        (MirroredInTraining, 1),
+        (MirroredNowAndThen, 1),
+        (PreparedInTraining, 1),
+        (PreparedInTraining, 2),
+        (Stepped, 1),
+        (Stepped, 2),
+    ],
+)
+def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixin: type, num_stages: int) -> None:
+    run = Run("image-classification", epochs=4, trainer=mixin)
+    with_cache = run_ranks(reason_of, 2, run, "on", num_stages)
+    without = run_ranks(reason_of, 2, run, "off", num_stages)
+    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
+    assert all("has changed the inputs before the model sees them" in str(reason) for _, reason in with_cache)
 
 
 def test_one_process() -> None:
@@ -282,21 +357,128 @@ class Averaged(TrainerCallback):
                 self.losses.append(self.trainer.evaluate()["eval_loss"])
 
 
-def averaging(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
+def parking(trainer: PipeTransformerTrainer) -> None:
+    """As on a GPU: weights of cached layers leave the device."""
+    adapt = trainer._adapt
+
+    def adapt_and_park() -> None:
+        assert trainer.pipeline is not None
+        trainer.pipeline.parks = True
+        adapt()
+
+    trainer._adapt = adapt_and_park  # type: ignore[method-assign]
+
+
+def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
     callback = Averaged()
     run = Run(epochs=5)
     trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
     trainer.add_callback(callback)
+    if parks:
+        parking(trainer)
     callback.trainer = trainer
     outcome = outcome_of(trainer)
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-def test_other_weights_are_not_evaluated_from_the_cache() -> None:
-    with_cache, without = run_ranks(averaging, 2, "on"), run_ranks(averaging, 2, "off")
+@pytest.mark.parametrize("parks", [False, True])
+def test_other_weights_are_not_evaluated_from_the_cache(parks: bool) -> None:
+    with_cache, without = (run_ranks(averaging, 2, mode, parks) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
+
+
+class RunningAverage(TrainerCallback):
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def test_weights_stay_where_a_callback_reads_them_in_each_step() -> None:
+    assert _watch_steps([RunningAverage()])
+    assert not _watch_steps([Averaged(), DefaultFlowCallback(), ProgressCallback()])
+
+
+class Scaled(TrainerCallback):
+    """Puts other weights into the first layer, once, behind a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            for name, parameter in model.named_parameters():
+                if "layer.0." in name:
+                    parameter.data.mul_(1.5)
+
+
+def scaled(
+    rank: int, world_size: int, run: Run, table: dict[int, int], step: int | None, mode: str, stops_after: int = 12
+) -> tuple[Outcome, str | None]:
+    trainer = trainer_of(run, {0: 1, 1: 1, 2: 1}, table, activation_cache=mode)
+    if step is not None:
+        trainer.add_callback(Scaled(step))
+    trainer.add_callback(StopAfter(stops_after))
+    reasons: list[str | None] = []
+    end = trainer._end_records
+
+    def look_and_end() -> None:
+        reasons.append(trainer._auto_cache and trainer._auto_cache.reason_off)
+        end()
+
+    trainer._end_records = look_and_end  # type: ignore[method-assign]
+    return outcome_of(trainer), reasons[-1]
+
+
+@pytest.mark.parametrize("stops_after", [5, 12], ids=["in the same epoch", "later"])
+def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int, tmp_path: Path) -> None:
+    """They were put under the name of the earlier weights, which another training may have."""
+    run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
+    ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after)
+    assert reason == auto_cache.OTHER_WEIGHTS
+    assert list((tmp_path / "cache").glob("0*-*")) == []
+    whole = Run(epochs=4, per_device=4 * WORLD)
+    shared = whole.with_options(activation_cache_dir=str(tmp_path / "cache"))
+    ((outcome, reason),) = run_ranks(scaled, 1, shared, {3: 1}, None, "on")
+    ((expected, _),) = run_ranks(scaled, 1, whole, {3: 1}, None, "off")
+    assert reason is None
+    assert_same_training([outcome], expected)
+
+
+def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
+    """In one epoch: at its end they would be taken for what they were all the time."""
+    run, table = Run(epochs=4, per_device=4 * WORLD), {3: 1, 5: 2}
+    ((outcome, reason),) = run_ranks(scaled, 1, run, table, 4, "on")
+    ((expected, _),) = run_ranks(scaled, 1, run, table, 4, "off")
+    assert_same_training([outcome], expected)
+    assert reason == auto_cache.OTHER_WEIGHTS
+
+
+def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
+    """Are the store's names of the weights those of the weights?"""
+    trainer = trainer_of(Run(epochs=6, per_device=4 * WORLD), {0: 1, 1: 1, 2: 1}, {3: 1, 12: 2})
+    trainer.add_callback(Scaled(10))
+    adapt, found = trainer._adapt, list[dict[str, bool]]()
+
+    def adapt_and_look() -> None:
+        cache, pipeline = trainer._auto_cache, trainer.pipeline
+        assert cache is not None and pipeline is not None
+        if trainer.state.global_step == 9:
+            cache._turn_off("loading takes long", may_pay_later=True)
+        adapt()
+        pipeline.weights.unpark()
+        table = pipeline.stack.table
+        found.append({name: digest == auto_cache._digest(table[name]) for name, digest in cache._digests.items()})
+
+    trainer._adapt = adapt_and_look  # type: ignore[method-assign]
+    trainer.train()
+    return found
+
+
+def test_weights_that_changed_while_it_was_off_get_another_name() -> None:
+    (found,) = run_ranks(changed_while_off, 1)
+    assert found[9] and not all(found[11].values())  # changed, and nobody has looked yet
+    assert found[-1] and all(found[-1].values())
 
 
 def slow_to_load(
@@ -425,7 +607,54 @@ def test_a_store_for_one_generation_holds_the_latest() -> None:
     (expected,) = run_ranks(reference, 1, run, table)
     assert_same_training([outcome for outcome, _ in results], expected)
     assert hit_rates(results[0][1])[-1] == (1, 0)
-    assert all(entry["cache_bytes"] <= gib * 2**30 for entry in results[0][1])
+    batch = 4 * (LONGEST * 64 + 32)  # processes that write at the same moment may exceed it, each by one
+    assert all(entry["cache_bytes"] <= gib * 2**30 + (WORLD - 1) * batch for entry in results[0][1])
+
+
+def test_nothing_makes_way_where_nothing_more_is_put() -> None:
+    """The last epoch only reads: what one layer gave is worth more than nothing."""
+    run, table = Run(epochs=5), {3: 1, 9: 2}
+    unlimited = run_ranks(cached, WORLD, run, SHRINK, {3: 1})
+    gib = 1.3 * unlimited[0][1][-1]["cache_bytes"] / 2**30
+    results = run_ranks(cached, WORLD, run, SHRINK, table, activation_cache_max_gib=gib)
+    last = results[0][1][-1]
+    assert last["cache_hit_rate"] + last["cache_older_hit_rate"] > 0.95
+
+
+@pytest.mark.parametrize(("code", "makes_way"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
+def test_only_want_of_room_makes_something_give_way(code: int, makes_way: bool) -> None:
+    cache = ActivationCache.__new__(ActivationCache)
+    cache.failure = OSError(code, os.strerror(code))
+    assert cache.is_full == makes_way
+
+
+def unreadable(rank: int, world_size: int) -> list[str]:
+    """Only the output of three layers may be kept, and the first of four stages has one of its own."""
+    messages: list[str] = []
+    trainer = trainer_of(Run(epochs=3), {0: 4, 2: 4}, {3: 2})
+    make = trainer._make_auto_cache
+
+    def make_and_change(*arguments: Any) -> auto_cache.AutoCache:
+        cache = make(*arguments)
+        cache._allowed = [3]
+        return cache
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    trainer._make_auto_cache = make_and_change  # type: ignore[assignment, method-assign]
+    logger = logging.getLogger(auto_cache.__name__)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Handler())
+    trainer.train()
+    return messages
+
+
+def test_a_layout_under_which_nothing_can_be_cached_is_told() -> None:
+    ((message,), *others) = run_ranks(unreadable, WORLD)
+    assert "of 2 frozen layers the first 1 can be" in message and "fewer than 3" in message
+    assert others == [[]] * 3
 
 
 class LeftPadded:
@@ -564,6 +793,12 @@ def test_a_warm_store_is_found_where_a_later_stage_fills_it(tmp_path: Path) -> N
 class PassesOn:
     """A Trainer's mixin that calls the model on what an evaluation's loader gives, as for generation."""
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Done twice it would be undone."""
+        assert KEYS_NAME not in inputs
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return inputs if self.model.training else {**inputs, "labels": inputs["labels"].flip(0)}  # type: ignore[attr-defined]
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         if self.pipeline.num_stages == 1:  # type: ignore[attr-defined]
             self.model(**inputs)  # type: ignore[attr-defined]
@@ -579,6 +814,7 @@ def evaluating(
 
     class Looking(TrainerCallback):
         def on_evaluate(self, *_: Any, **__: Any) -> None:
+            assert all(KEYS_NAME not in batch for batch in trainer.get_eval_dataloader())
             if trainer._auto_cache is not None:
                 counts.append(trainer._auto_cache.cache.evaluated)
 
@@ -607,6 +843,26 @@ def test_evaluation_sets_are_cached_too(options: dict[str, Any], stages: dict[in
     evaluated = reduce(add, (counts for _, _, counts, _ in with_cache))
     assert evaluated.rows >= 29 and evaluated.hits >= evaluated.rows - 2
     assert not with_cache[0][3]  # of no use to another run
+
+
+def left_by_two_nodes(rank: int, world_size: int, folder: str) -> None:
+    os.environ.update(LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    trainer_of(Run(epochs=4), {0: 1, 1: 1}, {3: 1}, folder).train()
+
+
+def test_nothing_is_left_on_several_nodes(tmp_path: Path) -> None:
+    run_ranks(left_by_two_nodes, 2, str(tmp_path))
+    assert not (tmp_path / "activation_cache").exists()
+
+
+def test_a_disk_that_is_full_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_nothing(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", replace_nothing)
+    with suppress(OSError):
+        auto_cache.publish(tmp_path / "current-a.json", [(2, "b")])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

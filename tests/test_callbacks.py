@@ -445,6 +445,20 @@ def test_resume_goes_on_with_what_is_frozen(saved_at: int, restored_by: str) -> 
     assert largest_difference(weights_of(resumed.model), weights_of(whole.model)) == 0
 
 
+def test_a_checkpoint_from_before_there_was_a_callback() -> None:
+    """Nothing of the callback's earlier training is left, and the next checkpoint can be written."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    make_trainer(bert(), **options).train()
+    callback = LayerFreezeCallback("alpha")
+    make_trainer(bert(), callback).train()
+    assert callback.num_frozen == 3
+    recorder = Recorder(lambda model, _: callback.num_frozen)
+    make_trainer(bert(), callback, recorder, **options).train(resume_from_checkpoint="out/checkpoint-4")
+    assert recorder.seen[5] == 0
+    saved = json.loads(Path("out/checkpoint-8/trainer_state.json").read_text())["stateful_callbacks"]
+    assert saved["LayerFreezeCallback"]["attributes"]["memory"]["num_frozen"] == callback.num_frozen
+
+
 def test_the_state_is_json() -> None:
     callback = LayerFreezeCallback("autofreeze", "steps", 2)
     make_trainer(bert(), callback, save_strategy="steps", save_steps=5).train()

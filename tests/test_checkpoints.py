@@ -11,11 +11,14 @@ import pytest
 
 from hf_pipetransformer.resilience import checkpoints
 from hf_pipetransformer.resilience.checkpoints import (
+    KEPT,
     MANIFEST,
+    REPLACED,
     SAVING,
     STATE,
     damage_of,
     forget_unfinished,
+    give_back,
     newest_whole,
     publish,
     rotate,
@@ -90,6 +93,35 @@ def test_one_of_the_stock_trainer_counts_once_its_last_file_is_there(tmp_path: P
     assert newest_whole(tmp_path)[0] is None
     (stock / STATE).write_text("{}")
     assert newest_whole(tmp_path)[0] == stock
+
+
+@pytest.mark.parametrize(("saved_at", "is_half"), [(8, True), (4, False)])
+def test_a_half_that_had_a_manifest_is_none_of_the_stock_trainer(saved_at: int, is_half: bool, tmp_path: Path) -> None:
+    """Which hands on what it was resumed from, with the step at which that was written."""
+    checkpoint = tmp_path / "checkpoint-8"
+    checkpoint.mkdir()
+    kept = {KEPT: {"args": {}, "attributes": {"memory": {"step": saved_at}}}}
+    (checkpoint / STATE).write_text(json.dumps({"global_step": 8, "stateful_callbacks": kept}))
+    assert damage_of(checkpoint) == (f"{MANIFEST} is missing" if is_half else None)
+    (checkpoint / MANIFEST).write_text("{}")  # a user's who has changed files
+    assert damage_of(checkpoint) is None
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / STATE).write_text('{"global_step": 8, "sta')
+    assert f"{STATE} cannot be read" in str(damage_of(checkpoint))
+
+
+def test_what_was_about_to_be_replaced_is_given_back_alone(tmp_path: Path) -> None:
+    for name, place in (("checkpoint-4", SAVING + "/" + REPLACED), ("checkpoint-8", SAVING)):
+        (tmp_path / place / name).mkdir(parents=True)
+    give_back(tmp_path)
+    assert (tmp_path / "checkpoint-4").is_dir() and (tmp_path / SAVING / "checkpoint-8").is_dir()
+
+
+def test_the_names_in_all_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synchronised: list[str] = []
+    monkeypatch.setattr(checkpoints, "_synchronise", lambda path: synchronised.append(path.name))
+    write(tmp_path, 4)
+    assert "adapter" in synchronised and synchronised.index("adapter") < synchronised.index("checkpoint-4")
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -5,13 +5,23 @@ import pickle
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from hf_pipetransformer.cache.content_keys import KEYS_NAME, KeyingCollator, content_keys, pop_keys, spans_of
+from hf_pipetransformer.cache.content_keys import (
+    KEYS_NAME,
+    NOT_IN_KEYS,
+    KeyedInputs,
+    KeyingCollator,
+    content_keys,
+    pop_keys,
+    spans_of,
+    without_keys,
+)
 from hf_pipetransformer.model.micro_batch import slice_rows
 
 WORDS = [[7, 8, 9], [5, 6], [7, 8, 9, 4, 5], [8]]
@@ -37,6 +47,12 @@ def keys_of(*arguments, **options) -> list[bytes]:
     keys = content_keys(*arguments, **options)
     assert keys is not None
     return keys
+
+
+def popped(batch) -> list[bytes]:
+    keys = pop_keys(batch)
+    assert keys is not None
+    return [key.digest for key in keys]
 
 
 class FixedCollator:
@@ -265,8 +281,8 @@ def test_the_collator_adds_keys_to_any_mapping_and_leaves_the_users_alone(make):
         assert type(batch) is type(theirs)
         assert KEYS_NAME not in theirs
         assert all(batch[name] is value for name, value in theirs.items())
-        assert batch[KEYS_NAME].shape == (4, 2)
-        assert pop_keys(batch) == content_keys(theirs)
+        assert batch[KEYS_NAME].shape == (4, 4)
+        assert popped(batch) == content_keys(theirs)
         assert batch.keys() == theirs.keys()
 
 
@@ -274,7 +290,7 @@ def test_a_mapping_that_cannot_be_changed_becomes_a_dict():
     theirs = MappingProxyType(padded(WORDS))
     batch = KeyingCollator(FixedCollator(theirs))([])
     assert type(batch) is dict
-    assert pop_keys(batch) == content_keys(theirs)
+    assert popped(batch) == content_keys(theirs)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +311,28 @@ def test_a_batch_without_keys_has_none_to_pop():
 def test_keys_are_cut_with_the_batch_and_are_no_input():
     batch = KeyingCollator(collate_words)(WORDS)
     assert content_keys(batch) == content_keys(padded(WORDS))
-    assert pop_keys(slice_rows(batch, 1, 3)) == content_keys(batch)[1:3]
+    assert popped(slice_rows(batch, 1, 3)) == content_keys(batch)[1:3]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_keys_say_where_the_rows_tokens_are(side):
+    batch = padded(WORDS, side=side)
+    keys = pop_keys(KeyingCollator(FixedCollator(batch))([]))
+    assert [key.span for key in keys] == spans_of(batch)
+    images = {"pixel_values": torch.zeros(3, 2, 4, 4)}
+    assert [key.span for key in pop_keys(KeyingCollator(FixedCollator(images))([]))] == [slice(None)] * 3
+
+
+def test_keys_that_hold_no_more_are_none_of_the_same_shape():
+    batch = KeyingCollator(collate_words)(WORDS)
+    replaced = without_keys(batch[KEYS_NAME])
+    assert replaced.shape == batch[KEYS_NAME].shape
+    assert pop_keys({**batch, KEYS_NAME: replaced}) is None
 
 
 def test_the_collator_ignores_what_it_is_told():
     batch = {**padded(WORDS), "start_positions": torch.arange(4)}
-    assert pop_keys(KeyingCollator(FixedCollator(batch), ignored={"labels", "start_positions"})([])) == content_keys(
+    assert popped(KeyingCollator(FixedCollator(batch), ignored={"labels", "start_positions"})([])) == content_keys(
         padded(WORDS)
     )
 
@@ -313,17 +345,103 @@ def test_the_reserved_name_is_refused():
 def test_whoever_asks_is_told_the_keys():
     asked = []
     batch = KeyingCollator(collate_words, asked.append)(WORDS)
-    assert asked == [pop_keys(batch)]
+    assert asked == [popped(batch)]
 
 
 def test_a_failing_disk_does_not_stop_the_loader():
     def fail(keys):
         raise OSError("stale file handle")
 
-    assert pop_keys(KeyingCollator(collate_words, fail)(WORDS)) == content_keys(padded(WORDS))
+    assert popped(KeyingCollator(collate_words, fail)(WORDS)) == content_keys(padded(WORDS))
 
 
 def test_the_collator_can_be_sent_to_a_worker():
     collator = pickle.loads(pickle.dumps(KeyingCollator(collate_words, print)))
     assert collator.on_keys is print
-    assert pop_keys(KeyingCollator(collator.inner)(WORDS)) == content_keys(padded(WORDS))
+    assert popped(KeyingCollator(collator.inner)(WORDS)) == content_keys(padded(WORDS))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Are they still the inputs?
+# ---------------------------------------------------------------------------------------------------------
+
+
+def with_images() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("make", "are_same"),
+    [
+        (lambda batch: dict(batch), True),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].clone()}, True),
+        (lambda batch: {**batch, "labels": torch.tensor([1, 1])}, True),
+        (lambda batch: {"pixel_values": batch["pixel_values"]}, True),
+        (lambda batch: {**batch, "num_items_in_batch": torch.tensor(3), "return_dict": True, "head_mask": None}, True),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].flip(0)}, False),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].double()}, False),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].mul_(2)}, False),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"][:1]}, False),
+        (lambda batch: {**batch, "pixel_values": None}, False),
+        (lambda batch: {"labels": batch["labels"]}, False),
+        (lambda batch: {**batch, "bool_masked_pos": torch.ones(2, 4)}, False),
+        (lambda batch: {**batch, "interpolate_pos_encoding": True}, False),
+    ],
+    ids=[
+        "the same", "a copy", "other labels", "no labels", "the loss's own",
+        "other rows", "another type", "written to", "a part", "none", "left out", "another tensor", "another option",
+    ],
+)  # fmt: skip
+def test_inputs_are_the_same_if_the_states_are(make, are_same):
+    batch = with_images()
+    keyed = KeyedInputs(batch)
+    assert keyed.are(make(batch), NOT_IN_KEYS) == are_same
+
+
+@pytest.mark.parametrize(
+    ("make", "are_exchanged"),
+    [
+        (lambda batch: dict(batch), False),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].bfloat16()}, False),
+        (lambda batch: {"labels": batch["labels"]}, False),
+        (lambda batch: {**batch, "weights": torch.ones(2)}, False),
+        (lambda batch: {**batch, "labels": torch.tensor([1, 1])}, False),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].flip(0)}, True),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"].mul_(2)}, True),
+        (lambda batch: {"labels": batch["labels"], "inputs_embeds": torch.ones(2, 4)}, True),
+    ],
+    ids=[
+        "the same",
+        "another type",
+        "left out",
+        "of the loss",
+        "other labels",
+        "other rows",
+        "written to",
+        "embedded",
+    ],
+)
+def test_inputs_are_exchanged_if_a_cut_model_would_not_see_it(make, are_exchanged):
+    batch = with_images()
+    keyed = KeyedInputs(batch)
+    assert keyed.are_exchanged(make(batch), NOT_IN_KEYS) == are_exchanged
+
+
+def test_what_has_no_keys_may_be_anything():
+    batch = {**with_images(), "names": np.array(["a", "b"]), "boxes": [torch.ones(2), torch.ones(3)], "size": 4}
+    keyed = KeyedInputs(batch)
+    assert not keyed.are_exchanged({**batch, "names": np.array(["b", "a"]), "boxes": [torch.ones(3)]}, ())
+    assert keyed.are_exchanged({**batch, "size": 5}, ())
+
+
+def test_other_ids_are_exchanged_however_near():
+    batch = {"input_ids": torch.tensor([[30000, 30001]])}
+    keyed = KeyedInputs(batch)
+    assert keyed.are_exchanged({"input_ids": torch.tensor([[30000, 30002]])}, ())
+    assert not keyed.are_exchanged({"input_ids": batch["input_ids"].int()}, ())
+
+
+def test_inputs_that_inference_mode_has_made():
+    with torch.inference_mode():
+        batch = with_images()
+    assert KeyedInputs(batch).are(batch, NOT_IN_KEYS)

@@ -180,6 +180,25 @@ def test_skipping_on_resume(dataset, layout):
     assert one_epoch(loaders, 1, LAYOUTS[layout]) == expected
 
 
+def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
+    """Whatever the nodes and the batches are now; the next epoch has the order of its own nodes."""
+
+    def batches(shares: tuple[int, ...], rows: int) -> NumberedBatches:
+        return NumberedBatches(
+            Numbers(64), SeedableRandomSampler(Numbers(64), data_seed=3), list, rows, node_shares=shares
+        )
+
+    before, undisturbed, after = batches((2, 2), 16), batches((2, 2), 16), batches((1,), 8)
+    seen = [row for number in range(2) for row in before[number]]
+    after.keep_arrangement(0, *before.arrangement)
+    seen += [row for number in range(4, 8) for row in after[number]]
+    assert seen == [row for number in range(4) for row in undisturbed[number]]
+    for own in (after, fresh := batches((1,), 8)):
+        own.set_epoch(1)
+    assert [after[number] for number in range(8)] == [fresh[number] for number in range(8)]
+    assert after.arrangement == ((1,), 8)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
 def test_drop_last(size, dataset):

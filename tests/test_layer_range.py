@@ -173,6 +173,22 @@ def test_gradient_checkpointing_computes_a_layer_again(model, batch, runner, sta
     assert model.calls[3] == 2, "outside of any pass, and unhindered"
 
 
+@pytest.mark.parametrize("num_frozen", [0, 2])
+def test_what_calls_the_model_sees_that_it_trains(model, batch, runner, num_frozen):
+    """A loss may add noise in training only, also when the first layers are frozen."""
+    model.train()
+    runner.freeze(num_frozen)
+    seen = []
+    with runner.to_the_end(0, None):
+        seen.append(model.training)
+        first = runner.units[0].module
+        hook = first.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+        model(**batch)
+        hook.remove()
+        seen.append(model.training)
+    assert seen == [True, not num_frozen, True]
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Errors
 # ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,13 @@ def test_the_slowest_stage_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen[-1] == 2
 
 
+def test_what_an_earlier_job_has_settled_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = MicrobatchTrials(lambda rows: (8, 4, 2), alone)
+    trials.settle({(8, 8): 2})
+    assert run(trials, Clock(monkeypatch), {2: 1.0}, steps=3) == [2, 2, 2]
+    assert trials.settled == {(8, 8): 2}
+
+
 def test_a_single_candidate_is_not_tried() -> None:
     def never(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("nothing to agree on")

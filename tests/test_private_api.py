@@ -25,6 +25,8 @@ def parameters(function: Any) -> list[str]:
     [
         ("_wrap_model", ["self", "model", "training", "dataloader"]),
         ("_save_optimizer_and_scheduler", ["self", "output_dir"]),
+        ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
         ("_track_num_input_tokens", ["self", "inputs"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
         (
@@ -72,6 +74,8 @@ def test_the_loop_calls_what_we_override() -> None:
         "self.create_optimizer(",
         "self.accelerator.clip_grad_norm_(",
         "self._save_optimizer_and_scheduler(",
+        "self._load_from_checkpoint(",
+        "self._load_optimizer_and_scheduler(",
         "self._save_checkpoint(",
         "self._maybe_log_save_evaluate(",
         "run_dir = self._get_output_dir(",
@@ -81,6 +85,23 @@ def test_the_loop_calls_what_we_override() -> None:
         "self.floating_point_ops(",
     ):
         assert call in source, f"transformers {transformers.__version__} does not call {call}...) any more"
+
+
+def test_what_the_stock_trainer_does_with_the_optimizers_file() -> None:
+    """Our method does the same, without the detour over the device."""
+    source = inspect.getsource(Trainer._load_optimizer_and_scheduler)
+    for part in (
+        "OPTIMIZER_NAME), map_location=map_location, weights_only=True",
+        "self.lr_scheduler.load_state_dict(",
+    ):
+        assert part in source, f"transformers {transformers.__version__} loads another way: {part} is gone"
+
+
+def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
+    """There the evaluation is made up for that SIGTERM left no time for."""
+    source = inspect.getsource(Trainer._run_epoch)
+    loads = source.rindex("self._load_rng_state(")
+    assert loads < source.index("callback_handler.on_step_begin(") < source.index("self.training_step(")
 
 
 @pytest.mark.parametrize("method", ["backward_one_chunk", "clear_runtime_states"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -14,14 +15,24 @@ from typing import Any
 import pytest
 import torch
 from distributed import RankDiedError, launch_ranks, run_ranks, run_ranks_expecting_error
-from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
-from transformers import Trainer, TrainerCallback
+from training_runs import (
+    Outcome,
+    Run,
+    assert_same_training,
+    largest_difference,
+    outcome_of,
+    pipeline_trainer,
+    reference,
+)
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from hf_pipetransformer import preparation
+from hf_pipetransformer import PipeTransformerTrainingArguments, preparation, saving
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import checkpoints, watchdog
-from hf_pipetransformer.resilience.checkpoints import MANIFEST, SAVING, newest_whole
+from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, newest_whole
 from hf_pipetransformer.resilience.preemption import EXIT_CODE, StopSignal
+from hf_pipetransformer.resilience.progress import PROGRESS
+from hf_pipetransformer.saving import PipelineState
 
 RUN = Run(samples=64, accumulation=1).with_options(save_strategy="steps", save_steps=2)
 
@@ -66,7 +77,7 @@ def timed_and_resumed(rank: int, world_size: int, folder: str) -> list[bool]:
 def test_a_resumed_training_keeps_the_times_that_it_began_with(tmp_path: Path) -> None:
     assert run_ranks(timed_and_resumed, 2, str(tmp_path)) == [[True, False, True]] * 2
     (tmp_path / "checkpoint-4" / preparation.TIMES).write_text('{"times": []}')
-    (tmp_path / "checkpoint-4" / MANIFEST).unlink()
+    (tmp_path / "checkpoint-4" / MANIFEST).write_text("{}")
     run_ranks(resume, 2, str(tmp_path), 2)  # whatever it says, they are measured again
 
 
@@ -86,6 +97,55 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     with (tmp_path / "checkpoint-6" / "optimizer.pt").open("r+b") as file:
         file.truncate(100)
     assert_same_training(run_ranks(resume, 2, str(tmp_path), stages), undisturbed)
+    said = capfd.readouterr()
+    assert "newer checkpoints are damaged (checkpoint-6: optimizer.pt has 100 bytes" in said.out + said.err
+
+
+def test_what_is_left_of_a_checkpoint_is_damaged(tmp_path: Path) -> None:
+    """However it was removed: the stock Trainer removes file by file."""
+    assert PipelineState.__name__ == KEPT
+    run_ranks(train_some, 2, str(tmp_path), 2, stop=4)
+    (tmp_path / "checkpoint-4" / MANIFEST).unlink()
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [f"checkpoint-4: {MANIFEST} is missing"])
+
+
+class Planted:
+    """What a pickle can do to whoever loads it."""
+
+    def __init__(self, trace: str) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._trace,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state_1.pth"])
+def test_code_in_a_checkpoint_is_not_run(name: str, tmp_path: Path) -> None:
+    run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
+    torch.save({"state": Planted(str(tmp_path / "trace"))}, tmp_path / "checkpoint-2" / name)
+    (tmp_path / "checkpoint-2" / MANIFEST).write_text("{}")
+    outcomes = launch_ranks(resume, 2, str(tmp_path), 2, timeout=60)
+    assert any("Weights only load failed" in str(outcome.error) for outcome in outcomes)
+    assert not (tmp_path / "trace").exists()
+
+
+def resume_noting_loads(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    real, noted = torch.load, []
+
+    def load(path: Any, **options: Any) -> Any:
+        if str(path).endswith("optimizer.pt"):
+            noted.append(options)
+        return real(path, **options)
+
+    torch.load = load
+    resume(rank, world_size, folder, 2)
+    return noted
+
+
+def test_the_optimizer_of_the_whole_model_is_never_on_a_device(tmp_path: Path) -> None:
+    run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
+    expected = [{"map_location": "cpu", "mmap": True, "weights_only": True}]
+    assert run_ranks(resume_noting_loads, 2, str(tmp_path)) == [expected] * 2
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused_everywhere(tmp_path: Path) -> None:
@@ -157,6 +217,34 @@ def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
         assert "checkpoint-2 is the newest whole" in str(error)
     assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-2"
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
+
+
+def fail_to_rotate(rank: int, world_size: int, folder: str) -> None:
+    def rotate(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "not yours")
+
+    saving.rotate = rotate  # type: ignore[attr-defined]
+    train_some(rank, world_size, folder, 2)
+
+
+def test_what_fails_behind_a_saved_checkpoint_is_told_apart(tmp_path: Path) -> None:
+    for error in run_ranks_expecting_error(fail_to_rotate, 2, str(tmp_path), timeout=60):
+        assert "checkpoint-2 is saved, but then" in str(error) and "rank 0: PermissionError" in str(error)
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+
+
+def looks_like_another_node(rank: int, world_size: int, folder: str) -> None:
+    """The second process is the first of its node, and is shown rank 0's files too late."""
+    if rank == 1:
+        PipeTransformerTrainingArguments.local_process_index = property(lambda self: 0)  # type: ignore[assignment]
+        saving.STATE = saving.MANIFEST = "not-yet-to-be-seen"
+    train_some(rank, world_size, folder, 2, stop=2)
+
+
+def test_a_node_does_not_take_a_shared_folder_for_its_own(tmp_path: Path) -> None:
+    run_ranks(looks_like_another_node, 2, str(tmp_path))
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
 class SavesMore:
@@ -257,6 +345,166 @@ def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
 
 def test_sigterm_behind_the_last_step_is_delivered_when_training_ends(tmp_path: Path) -> None:
     assert run_ranks(train_to_the_end, 1, str(tmp_path)) == [[0, signal.SIGTERM]]
+
+
+def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at: int | None = None) -> Any:
+    """Its learning rates depend on the evaluations: each one but the first lowers them."""
+    run = replace(RUN, per_device=8, epochs=3).with_options(
+        eval_strategy=when,
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=3,
+        metric_for_best_model="loss",
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"mode": "max", "patience": 0, "factor": 0.1},
+        warmup_steps=0,
+    )
+    trainer = pipeline_trainer(run, 2, folder)
+    if term_at is not None:
+        trainer.add_callback(TermAt(term_at))
+    try:
+        outcome = outcome_of(trainer, resume_from_checkpoint="last")
+    except SystemExit:
+        return None
+    evaluated = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    return outcome, evaluated, trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("when", ["steps", "epoch"])
+@pytest.mark.parametrize("term_at", [3, 11])
+def test_an_evaluation_that_sigterm_left_out_is_made_up_for(when: str, term_at: int, tmp_path: Path) -> None:
+    """At the end of the first epoch, and of the last: what comes after depends on it."""
+    wanted, evaluated, best = run_ranks(train_evaluating, 2, str(tmp_path / "whole"), when)[0]
+    assert [step for step, _ in evaluated] == [4, 8, 12] and len(set(wanted.learning_rates)) > 1
+    folder = tmp_path / "cut"
+    assert run_ranks(train_evaluating, 2, str(folder), when, term_at) == [None] * 2
+    state = json.loads((folder / f"checkpoint-{term_at + 1}" / "trainer_state.json").read_text())
+    assert [e["step"] for e in state["log_history"] if "eval_loss" in e] == list(range(4, term_at, 4))
+    outcome, again, best_again = run_ranks(train_evaluating, 2, str(folder), when)[0]
+    assert_same_training([outcome], wanted)
+    torch.testing.assert_close(again, evaluated, rtol=0, atol=1e-4)
+    assert best is None or Path(best_again).name == Path(best).name
+
+
+def killed_before_evaluating(rank: int, world_size: int, folder: str) -> None:
+    """Behind the checkpoint of the epoch's last step."""
+    PROGRESS.on_enter = lambda phase, step: os.kill(os.getpid(), signal.SIGKILL) if phase == "evaluation" else None
+    run = RUN.with_options(save_steps=4, eval_strategy="epoch")
+    pipeline_trainer(replace(run, per_device=8), 2, folder).train()
+
+
+def resume_evaluating(rank: int, world_size: int, folder: str) -> list[int]:
+    trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(eval_strategy="epoch"), 2, folder)
+    trainer.train(resume_from_checkpoint="last")
+    return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def test_an_epochs_evaluation_is_made_up_for_whatever_left_it_out(tmp_path: Path) -> None:
+    launch_ranks(killed_before_evaluating, 2, str(tmp_path), timeout=60)
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
+    assert run_ranks(resume_evaluating, 2, str(tmp_path)) == [[4, 8]] * 2
+
+
+def ended(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> tuple[Outcome, list[int]]:
+    """With "last"; the steps that this job has done."""
+    steps: list[int] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            steps.append(state.global_step)
+
+    trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, folder)
+    trainer.add_callback(Note())
+    return outcome_of(trainer, resume_from_checkpoint="last"), steps
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 6}, {"num_train_epochs": 1.5}, {}], ids=["max", "epochs", "whole"])
+def test_a_training_that_has_ended_does_no_step_more(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also where its last step lies inside an epoch (of four)."""
+    first, again = (run_ranks(ended, 2, str(tmp_path), options) for _ in range(2))
+    last = 6 if options else 8
+    for (outcome, steps), (more, further) in zip(first, again, strict=True):
+        assert steps == list(range(1, last + 1)) and further == []
+        assert more.steps == last and more.losses == outcome.losses
+        assert largest_difference(more.weights, outcome.weights)[0] == 0
+    assert newest_whole(tmp_path)[0] == tmp_path / f"checkpoint-{last}"
+
+
+def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
+    """By a signal to one process, when no step is left that would see to it."""
+    run = replace(RUN, per_device=8).with_options(save_strategy="no")
+    trainer = pipeline_trainer(run, 2, folder)
+
+    class WithTheLastMetrics(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if rank == 1 and "train_runtime" in logs:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(WithTheLastMetrics())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert not trainer.pipeline.is_placed  # type: ignore[union-attr]
+    return int(str(leaving.value.code))
+
+
+def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undisturbed: Outcome) -> None:
+    assert run_ranks(preempted_at_the_end, 2, str(tmp_path)) == [EXIT_CODE] * 2
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-8", [])
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
+
+
+def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
+    run = replace(RUN, per_device=8).with_options(save_only_model=True)
+    trainer = pipeline_trainer(run, 2, folder)
+    trainer.add_callback(TermAt(4))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert trainer.args.save_only_model
+
+
+def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, undisturbed: Outcome, capfd: Any) -> None:
+    run_ranks(preempted_with_models_only, 2, str(tmp_path))
+    assert not (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)  # from checkpoint-5
+    assert "has the model only" not in capfd.readouterr().err
+    run_ranks(resume, 2, str(tmp_path), 2, str(tmp_path / "checkpoint-4"))
+    said = capfd.readouterr()
+    assert "checkpoint-4 has the model only" in said.out + said.err
+
+
+def resume_with_more_callbacks(rank: int, world_size: int, folder: str) -> list[str]:
+    run = replace(RUN, per_device=8).with_options(
+        eval_strategy="steps", eval_steps=2, metric_for_best_model="loss", load_best_model_at_end=True
+    )
+    trainer = pipeline_trainer(run, 2, folder, freeze_policy="alpha", activation_cache="off")
+    for patience in (30, 40):
+        trainer.add_callback(EarlyStoppingCallback(patience))
+    trainer.train(resume_from_checkpoint=True)
+    return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+
+def test_callbacks_may_be_added_on_resuming(tmp_path: Path) -> None:
+    """The checkpoint that is gone on with has nothing of them; the next ones have, of two alike in their order."""
+    run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
+    names = run_ranks(resume_with_more_callbacks, 2, str(tmp_path))[0]
+    assert names.count("EarlyStoppingCallback") == 2
+    saved = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert saved["LayerFreezeCallback"]["attributes"]["memory"]["num_decisions"] == 1
+    assert [s["args"]["early_stopping_patience"] for s in saved["EarlyStoppingCallback"]] == [30, 40]
+
+
+def best_on_one_disk(rank: int, world_size: int, folder: str) -> None:
+    if rank == 1:
+        saving.WEIGHT_FILES = ()  # it sees none of them
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, folder).train()
+
+
+def test_a_best_model_that_some_processes_lack_is_refused_by_all(tmp_path: Path) -> None:
+    """Else its first stages would be put together with others' last weights."""
+    errors = run_ranks_expecting_error(best_on_one_disk, 2, str(tmp_path), timeout=60)
+    assert len(errors) == 2
+    assert all(isinstance(e, ValueError) and "processes [1] do not see the weights" in str(e) for e in errors)
 
 
 def resume_differently(rank: int, world_size: int, folder: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sliced_models import CONFIGURATIONS, batch_for, build, loss_of
+from sliced_models import CONFIGURATIONS, Padding, batch_for, build, loss_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
@@ -37,9 +37,12 @@ def sum_over_tokens(model: nn.Module) -> Any:
     return loss
 
 
+@pytest.mark.parametrize(
+    ("padding", "attention"), [("right padding", None), ("left padding", None), ("left padding", "eager")], ids=str
+)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
-    model, batch = build(name), batch_for("right padding")
+def test_families_are_accepted_and_left_as_they_were(name: str, padding: Padding, attention: str | None) -> None:
+    model, batch = build(name, attention), batch_for(padding)
     parameter = next(model.parameters())
     parameter.grad = torch.ones_like(parameter)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -49,6 +52,58 @@ def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
     assert model.training and torch.equal(parameter.grad, torch.ones_like(parameter))
     assert sum(p.grad is not None for p in model.parameters()) == 1
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-3])
+def test_experts_in_bfloat16_are_not_taken_to_look_ahead(rounding: float) -> None:
+    """Other words give the experts other numbers of tokens, which may then round otherwise."""
+    model, batch = build("mixtral"), batch_for("none")
+
+    def loss(part: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, part, batch) * (1 + rounding * float(part["input_ids"].sum() % 97) / 97)
+
+    stack = LayerStack.discover(model, batch)
+    windows = study_slicing(stack, batch, loss, loss_tolerance=1e-2, gradient_tolerance=1e-1)
+    assert windows.separates_documents
+
+
+def test_what_hardly_matters_is_noticed_in_bfloat16() -> None:
+    """Other tokens, with new weights: it is little, and no rounding."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = bert().eval()
+        decoder = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **CONFIGURATIONS["opt"])).eval()
+    batch = batch_for("none")
+
+    def loss_by(model: nn.Module) -> Any:
+        def loss(part: dict[str, Any]) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(**part).loss
+
+        return loss
+
+    assert slicing_study._looks_ahead(batch, loss_by(encoder))
+    assert not slicing_study._looks_ahead(batch, loss_by(decoder))
+    assert not slicing_study._separates_documents(batch, loss_by(decoder))
+
+
+def test_memory_that_runs_out_while_words_are_tried_says_nothing_of_the_model() -> None:
+    model, batch = build("llama"), batch_for("none")
+
+    def loss(part: dict[str, Any]) -> torch.Tensor:
+        if "position_ids" in part:  # two documents in a row
+            raise torch.OutOfMemoryError("tried to allocate 4 GiB")
+        return loss_of(model, part, batch)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        study(model, batch, loss)
+
+
+def test_a_loss_that_is_no_number_shows_nothing() -> None:
+    model, batch = build("llama"), batch_for("none")
+    with pytest.raises(ValueError, match="loss of the first rows is nan"):
+        study(model, batch, lambda part: loss_of(model, part, batch) * float("nan"))
 
 
 def mamba() -> nn.Module:

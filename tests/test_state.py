@@ -306,6 +306,23 @@ def test_a_spread_optimizer_over_four_stages():
     run_ranks(train_spread, 4, "adamw", True)
 
 
+def test_what_is_loaded_does_not_stay_in_the_file(tmp_path):
+    """Which may be removed or damaged while a mapped tensor is still of use."""
+    whole, spread = Spread(), Spread()
+    reference = OPTIMIZERS["adamw"](whole.groups())
+    whole.step(reference, 1)
+    torch.save(reference.state_dict(), tmp_path / "optimizer.pt")
+    optimizer = OPTIMIZERS["adamw"](spread.groups())
+    state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+    spread.keep_mine()
+    state.keep_what_is_here()
+    mapped = torch.load(tmp_path / "optimizer.pt", map_location="cpu", mmap=True, weights_only=True)
+    in_file = {v.untyped_storage().data_ptr() for s in mapped["state"].values() for v in s.values()}
+    optimizer.load_state_dict(mapped)
+    loaded = [v for s in optimizer.state.values() for v in s.values()]
+    assert loaded and in_file.isdisjoint(v.untyped_storage().data_ptr() for v in loaded)
+
+
 def test_groups_keep_their_identity():
     """The learning rate scheduler holds on to them."""
     spread = Spread()

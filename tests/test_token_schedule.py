@@ -206,6 +206,24 @@ def test_adapters_above_frozen_layers_with_checkpointing(tmp_path: Path) -> None
     assert_same_training(sliced, whole[0])
 
 
+def adapters(rank: int, world_size: int, folder: str, token_slices: Any) -> Outcome:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(RUN.build_model(), config).train()
+    run = replace(RUN, per_device=8, epochs=1)
+    return outcome_of(pipeline_trainer(run, 2, folder, model, token_slices=token_slices))
+
+
+def test_adapters_of_peft_in_slices(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    whole = run_ranks(adapters, 2, str(tmp_path / "whole"), "off")
+    assert whole[0].losses and any("lora_" in name for name in whole[0].weights)
+    assert_same_training(run_ranks(adapters, 2, str(tmp_path / "sliced"), 3), whole[0])
+
+
 # ------------------------------------------------------------------------------------------ precision, rows
 def in_bfloat16(rank: int, world_size: int, token_slices: Any, loses_gradients: bool = False) -> Outcome:
     if loses_gradients:
@@ -320,6 +338,21 @@ def test_all_hear_of_a_check_that_one_process_has_no_memory_for(tmp_path: Path) 
     for error in errors:
         assert isinstance(error, UnsupportedModelError)
         assert "failed on process 1 (OutOfMemoryError: tried to allocate 4 GiB)" in str(error)
+
+
+def told_apart(rank: int, world_size: int, folder: str) -> bool:
+    """Whether packed rows will be cut, where one process has found that documents see each other."""
+    study = preparation.study_slicing
+    if rank == 1:
+        preparation.study_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
+    trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2, folder, token_slices=3)
+    trainer.train()
+    assert trainer.pipeline is not None and trainer.pipeline.slicing is not None
+    return trainer.pipeline.slicing.windows.separates_documents
+
+
+def test_all_processes_agree_on_what_documents_see(tmp_path: Path) -> None:
+    assert run_ranks(told_apart, 2, str(tmp_path)) == [False, False]
 
 
 # ------------------------------------------------------------------------------------------ the record

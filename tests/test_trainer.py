@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ import pytest
 import torch
 from distributed import run_ranks
 from model_zoo import MODELS
+from safetensors.torch import load_file
+from test_auto_cache import train_some as train_some_cached
+from test_auto_cache import trainer_of
 from training_data import PadCollator, TrainingData
 from training_runs import (
     WORLD,
@@ -26,12 +32,21 @@ from training_runs import (
 )
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.layouts import Layouts
+from hf_pipetransformer.pipeline import microbatch_trials
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.planning.costs import UnitCost
+from hf_pipetransformer.planning.plan import PipelinePlan
+from hf_pipetransformer.planning.planner import make_plan
 
 LAYOUTS = [4, 2, 1]
 
@@ -167,6 +182,15 @@ def test_resumes_in_another_layout(kind: Any, before: int, after: int, tmp_path:
     assert_same_training(outcomes, undisturbed)
 
 
+def test_resumes_where_weights_are_saved_under_other_names(tmp_path: Path) -> None:
+    """ViT's published names are others than its own: the stock Trainer would leave the layers as they are."""
+    run = Run("image-classification")
+    undisturbed = run_ranks(reference, 1, run)[0]
+    run_ranks(train_some, WORLD, run, 4, str(tmp_path))
+    assert any("encoder" in name for name in load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
+    assert_same_training(run_ranks(resume, WORLD, run, 2, str(tmp_path)), undisturbed)
+
+
 def resume_plainly(rank: int, world_size: int, run: Run, folder: str) -> Outcome:
     arguments = TrainingArguments(
         folder,
@@ -215,6 +239,114 @@ def test_resuming_in_the_same_layout_is_bit_exact_with_dropout(tmp_path: Path) -
         assert largest_difference(whole.weights, resumed.weights)[0] == 0
 
 
+def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> PipeTransformerTrainer:
+    """Of four stages that became two when the first layer froze; with two layers at once it would have stayed."""
+    model = run.build_model()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    trainer = pipeline_trainer(
+        run,
+        4,
+        folder,
+        model=model,
+        freeze_policy="schedule",
+        freeze_strategy="steps",
+        freeze_steps=1,
+        freeze_schedule={1: 1, 2: 2},
+        activation_cache="off",
+        **options,
+    )
+
+    def plan_after_freezing(plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
+        return make_plan(
+            plan.unit_costs,
+            plan.world_size,
+            4 if (plan.num_frozen_layers, num_frozen) == (0, 2) else 2,
+            rows_per_device=run.per_device,
+            memory_budget_bytes=None,
+            num_frozen_layers=num_frozen,
+        )
+
+    trainer._plan_after_freezing = plan_after_freezing  # type: ignore[method-assign]
+    return trainer
+
+
+def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, Outcome, list[int], int]:
+    def promising(plan: PipelinePlan, rows: int, within: float = 0.0) -> tuple[int, ...]:
+        tried.append(rows)
+        return 4, 2
+
+    tried: list[int] = []
+    PipelinePlan.promising_microbatches = promising  # type: ignore[method-assign]
+    microbatch_trials.TRIES = 1
+    whole = outcome_of(with_a_plan_that_has_come_about(run, folder, save_strategy="steps", save_steps=4))
+    tried.clear()
+    trainer = with_a_plan_that_has_come_about(run, folder)
+    tries: list[int] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            tries.append(len(trainer.pipeline._trials._tried))  # type: ignore[union-attr]
+            self.stages = trainer.pipeline.num_stages  # type: ignore[union-attr]
+
+    trainer.add_callback(note := Note())
+    resumed = outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4")
+    return whole, resumed, tries, note.stages
+
+
+def test_resuming_goes_on_with_the_plan_and_with_what_was_settled(tmp_path: Path) -> None:
+    """Both depend on how they came about, and with dropout the weights on them."""
+    run = Run("question-answering", samples=96)  # of one length, so that all is settled after four steps
+    for whole, resumed, tries, stages in run_ranks(resume_the_plan, WORLD, run, str(tmp_path)):
+        assert stages == 2 and tries == [0, 0]
+        assert largest_difference(whole.weights, resumed.weights)[0] == 0
+
+
+def test_another_plan_is_made_where_another_is_asked_for(tmp_path: Path) -> None:
+    units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
+
+    def layouts(**options: Any) -> Layouts:
+        arguments = PipeTransformerTrainingArguments(str(tmp_path), **{"pipeline_parallel_size": 1, **options})
+        return Layouts(arguments, units, None, ProcessMesh(timedelta(seconds=60)))
+
+    made = layouts()
+    plan = replace(made.first, num_frozen_layers=3, num_cached_layers=2)
+    facts = json.loads(json.dumps(made.facts_of(plan)))
+    assert made.again(facts, most_frozen=3) == plan
+    assert made.again(facts, most_frozen=2) is None  # a user who freezes no more
+    assert made.again({**facts, "bounds": [0, 7]}, most_frozen=3) is None  # another model
+    assert layouts(per_device_train_batch_size=3).again(facts, most_frozen=3) is None
+    assert layouts(elastic=False).again(facts, most_frozen=3) is None
+
+
+def cached_at_the_first_step(
+    rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int], table: dict[int, int]
+) -> list[int]:
+    trainer = trainer_of(run, stages, table, folder)
+    counted: list[int] = []
+
+    class Note(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            counted.append(trainer.pipeline.current_plan.num_cached_layers)  # type: ignore[union-attr]
+
+    trainer.add_callback(Note())
+    trainer.train(resume_from_checkpoint="last")
+    return counted
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_resuming_goes_on_with_cached_layers_where_the_store_is_there(is_there: bool, tmp_path: Path) -> None:
+    """They count as cached since step 6, the third epoch's begin."""
+    stages, table, cache = {0: 2, 1: 2}, {3: 1}, tmp_path / "cache"
+    run = Run(epochs=5).with_options(activation_cache_dir=str(cache))
+    run_ranks(train_some_cached, WORLD, run, str(tmp_path / "run"), stages, table, 7)
+    if not is_there:
+        shutil.rmtree(cache)
+    counted = run_ranks(cached_at_the_first_step, WORLD, run, str(tmp_path / "run"), stages, table)[0]
+    assert counted == ([1] * 8 if is_there else [0, 0, 0, 0, 0, 1, 1, 1])
+
+
 # ------------------------------------------------------------------------------------------ best model, early stopping
 def train_for_the_best(rank: int, world_size: int, run: Run, stages: int, folder: str) -> dict[str, Any]:
     trainer = pipeline_trainer(
@@ -242,10 +374,14 @@ def train_for_the_best(rank: int, world_size: int, run: Run, stages: int, folder
     }
 
 
-@pytest.mark.parametrize("stages", LAYOUTS)
-def test_best_model_is_loaded_and_early_stopping_stops(stages: int, tmp_path: Path) -> None:
-    outcomes = run_ranks(train_for_the_best, WORLD, Run(), stages, str(tmp_path))
-    best = AutoModelForSequenceClassification.from_pretrained(outcomes[0]["best"])
+@pytest.mark.parametrize(
+    ("kind", "stages"), [*(("text-classification", stages) for stages in LAYOUTS), ("image-classification", 2)]
+)
+def test_best_model_is_loaded_and_early_stopping_stops(kind: Any, stages: int, tmp_path: Path) -> None:
+    outcomes = run_ranks(train_for_the_best, WORLD, Run(kind), stages, str(tmp_path))
+    is_text = kind == "text-classification"
+    auto = AutoModelForSequenceClassification if is_text else AutoModelForImageClassification
+    best = auto.from_pretrained(outcomes[0]["best"])
     for outcome in outcomes:
         assert outcome["steps"] < 6
         assert largest_difference(outcome["weights"], weights_of(best))[0] == 0

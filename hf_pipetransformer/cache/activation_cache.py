@@ -8,6 +8,10 @@
 
 Where all rows are found at one place nothing is run twice: the stage's own pass begins there, and what it computes at
 the frozen layers' end is put into the store.
+
+On the last stage, with K = 1 the only one, a user's `compute_loss` calls the model, and may call it on other inputs
+than those that were looked up: on mixed ones, in training only, now and then. So a pass there uses and puts nothing,
+until the model is called on the very inputs.
 """
 
 from __future__ import annotations
@@ -18,23 +22,29 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
-from .content_keys import spans_of
+from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_MARKS = 600.0
 """How often a training notes that it uses its generations, so that no other one takes them for left over."""
+
+SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors after which there may be room again."""
 
 MOST_RETRIES = 8
 """Of a batch that finds its generation deleted, or the store full."""
@@ -80,6 +90,16 @@ class _Generation:
     reader: GenerationReader
 
 
+@dataclass(frozen=True)
+class _Awaited:
+    """What a pass is to begin with once the model is called on these inputs."""
+
+    inputs: KeyedInputs
+    start: int
+    carry: Carry | None  # None: the pass has its own
+    observer: Observer | None
+
+
 class ActivationCache:
     """One process's way to the store, for one model.
 
@@ -92,6 +112,7 @@ class ActivationCache:
         storage_dtype: of what is kept; None: as it is computed.
         device: of this process.
         padded_left: rows with padding on the left may be kept, too.
+        ignored: inputs that are no part of a key.
     """
 
     def __init__(
@@ -104,6 +125,7 @@ class ActivationCache:
         storage_dtype: torch.dtype | None,
         device: torch.device,
         padded_left: bool = False,
+        ignored: Collection[str] = NOT_IN_KEYS,
     ) -> None:
         self.counts = CacheCounts()
         """Of the training."""
@@ -111,6 +133,8 @@ class ActivationCache:
         """Of the latest evaluation (`counting_apart`)."""
         self.failure: OSError | None = None
         """Why nothing is written any more."""
+        self.met_other_inputs = False
+        """In training the model was called on other inputs than those that were looked up."""
         self._stack = stack
         self._slots = slots
         self._store = store
@@ -119,6 +143,15 @@ class ActivationCache:
         self._storage_dtype = storage_dtype
         self._device = device
         self._padded_left = padded_left
+        self._ignored = frozenset(ignored)
+        self._found: tuple[int, Carry | None] = (0, None)  # for the pass that begins
+        self._awaited: _Awaited | None = None
+        self._hook = stack.model.register_forward_pre_hook(
+            # no bound method: a callback may copy the model, and a thread cannot be copied
+            lambda module, args, kwargs: self._on_call(module, args, kwargs),
+            with_kwargs=True,
+            prepend=True,  # before the one that brings parked weights back
+        )
         self._generations: list[_Generation] = []  # the newest first
         self._writes = False
         self._began = time.time()
@@ -169,7 +202,19 @@ class ActivationCache:
         states.to(last.layout.computed_dtype)
         return (time.perf_counter() - began) / len(last.keys)
 
-    def fetch(self, batch: Batch, keys: Sequence[bytes], stop: int) -> tuple[int, Carry | None]:
+    def fetch(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
+        """Find the rows' states for a pass that ends before unit `stop`; `watch` is to be asked next.
+
+        Returns:
+            As `look_up`; 0 and None if the pass goes through the head: what is found waits for the model's call.
+        """
+        found = self.look_up(batch, keys, stop)
+        if stop < self._stack.num_units:
+            return found
+        self._found = found
+        return 0, None
+
+    def look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
         """Find the rows' states as far up as the store has them, and bring all to one place.
 
         Args:
@@ -198,10 +243,10 @@ class ActivationCache:
             whole[rows] = state.to(whole.dtype)
         return level, self._as_carry(level, whole)
 
-    def _find(self, batch: Batch, keys: Sequence[bytes], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
+    def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
         """Number of units -> the rows that were found behind so many, and their states on the device."""
         self.counts.rows += len(keys)
-        spans = self._spans_of(batch)
+        spans = self._spans_of(keys)
         found: dict[int, tuple[list[int], torch.Tensor]] = {}
         missing = list(range(len(keys)))
         for index, generation in enumerate(self._generations):
@@ -212,7 +257,7 @@ class ActivationCache:
                 continue
             began = time.perf_counter()
             states, places = layout.empty([spans[row] for row in missing], _tokens(batch), self._device.type == "cuda")
-            hits = generation.reader.read_into([keys[row] for row in missing], places)
+            hits = generation.reader.read_into([keys[row].digest for row in missing], places)
             here = [position for position, hit in enumerate(hits) if hit]
             if here:
                 rows = [missing[position] for position in here]
@@ -230,12 +275,12 @@ class ActivationCache:
         return found
 
     def _run(
-        self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[bytes]
+        self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
     ) -> torch.Tensor:
         """Bring a few rows from one boundary to the next; put them if that is where the frozen layers end."""
         carry = None if state is None else self._as_carry(start, state)
         with torch.no_grad():
-            reached = self._stack.runner.run(start, stop, carry, batch, self.watch(batch, keys, start, stop))
+            reached = self._stack.runner.run(start, stop, carry, batch, self.observer(batch, keys, start, stop))
         slot = self._slots[stop]
         return reached[slot.stack][slot.position]
 
@@ -245,9 +290,32 @@ class ActivationCache:
         outputs = len(self._stack.runner.floating_outputs(slot.stack))
         return {slot.stack: tuple(state if p == slot.position else state.new_zeros(1) for p in range(outputs))}
 
+    # ------------------------------------------------------------------------------------ a pass that the user begins
+    def watch(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
+        """What is to be told of the units of a pass over [start, stop); None where the model's call decides it."""
+        if stop < self._stack.num_units:
+            return self.observer(batch, keys, start, stop)
+        if self._awaited is not None:  # the last pass ran without a call of the whole model
+            self.met_other_inputs = True
+        (level, carry), self._found = self._found, (0, None)
+        start = max(start, level)
+        self._awaited = _Awaited(KeyedInputs(batch), start, carry, self.observer(batch, keys, start, stop))
+        return None
+
+    def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call of the model: does it get the inputs that have been looked up?"""
+        awaited, runner = self._awaited, self._stack.runner
+        if awaited is None or not runner.is_running or module is not self._stack.model:
+            return
+        self._awaited = None
+        if not awaited.inputs.are(named_inputs(module, args, kwargs), self._ignored):
+            self.met_other_inputs = True
+            return
+        runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)
+
     # ------------------------------------------------------------------------------------ writing
-    def watch(self, batch: Batch, keys: Sequence[bytes], start: int, stop: int) -> Observer | None:
-        """What is to be told of the units of a pass over [start, stop), if the frozen layers end in it."""
+    def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
+        """What puts a state, if the frozen layers end in a pass over [start, stop)."""
         if not self._generations or not self._writes or self.failure is not None:
             return None
         end = self._generations[0].num_frozen
@@ -264,8 +332,8 @@ class ActivationCache:
 
         return observer
 
-    def _put(self, keys: Sequence[bytes], state: torch.Tensor, batch: Batch) -> None:
-        spans = self._spans_of(batch)
+    def _put(self, keys: Sequence[RowKey], state: torch.Tensor, batch: Batch) -> None:
+        spans = self._spans_of(keys)
         if spans is None:
             return
         if self._writer.is_busy:
@@ -279,14 +347,13 @@ class ActivationCache:
             copied = torch.cuda.Event()
             copied.record()
         layout = _Layout.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
-        self._writer.put(_Entries(self._generations[0], list(keys), copy, spans, layout, copied, self.counts))
+        digests = [key.digest for key in keys]
+        self._writer.put(_Entries(self._generations[0], digests, copy, spans, layout, copied, self.counts))
 
-    def _spans_of(self, batch: Batch) -> list[slice] | None:
+    def _spans_of(self, keys: Sequence[RowKey]) -> list[slice] | None:
         """Where the rows' own tokens are; None for a batch that is not to be kept or looked for."""
-        spans = spans_of(batch)
-        if spans is None or (not self._padded_left and any(span.start for span in spans)):
-            return None
-        return spans
+        spans = [key.span for key in keys]
+        return None if not self._padded_left and any(span.start for span in spans) else spans
 
     def open_writer(self, generation: _Generation, layout: _Layout) -> GenerationWriter:
         """The first one to write decides what the generation's facts say."""
@@ -299,8 +366,8 @@ class ActivationCache:
         )
 
     def make_room(self) -> bool:
-        """Delete one generation that an earlier training left in the folder, if there is one."""
-        return self._store.evict(self._began - 2 * SECONDS_BETWEEN_MARKS)
+        """Delete one generation that no training has used lately, or each that did needs no more, if there is one."""
+        return self._store.evict(self._began - SECONDS_MARKS_LAST)
 
     def stop_writing(self, error: OSError) -> None:
         """What the store has is used, the rest is computed from here on."""
@@ -309,6 +376,11 @@ class ActivationCache:
     def go_on_writing(self) -> None:
         """There may be room again."""
         self.failure = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is written any more for want of room, and of nothing else."""
+        return self.failure is not None and self.failure.errno in FULL
 
     @property
     def why_full(self) -> str | None:
@@ -323,6 +395,7 @@ class ActivationCache:
         self._writer.flush()
 
     def close(self) -> None:
+        self._hook.remove()
         self._writer.close()
         self.forget(keep=0)
 
@@ -330,10 +403,12 @@ class ActivationCache:
     def counting_apart(self) -> Iterator[None]:
         """Inside, it is counted for an evaluation, whose rows say nothing about those of the training."""
         counts, self.counts = self.counts, CacheCounts()
+        met_other_inputs = self.met_other_inputs
         try:
             yield
         finally:
             self.evaluated, self.counts = self.counts, counts
+            self.met_other_inputs, self._awaited = met_other_inputs, None
 
     def take_counts(self) -> CacheCounts:
         """What has been counted since the last call."""
@@ -475,7 +550,7 @@ class _Writer:
                     raise
                 if error.errno == errno.ESTALE and self._open is not None:
                     self.close_generation()
-                elif error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._cache.make_room():
+                elif error.errno not in FULL or not self._cache.make_room():
                     raise
 
 

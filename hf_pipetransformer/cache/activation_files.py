@@ -4,6 +4,7 @@
       meta.json          format version, number of buckets, facts for people and programs, checksum
       table              buckets of 16 records: key, offset, nbytes, writer, check          (sparse)
       segment-<writer>   entries one after another: magic, nbytes, checksum, key, payload  (append-only)
+      used-<training>    empty: when it was touched, this training had need of the generation
 
     key ──hash──> bucket ──> record of the key ──> offset in segment-<writer> ──> header agrees? checksum? ──> hit
 

@@ -66,6 +66,7 @@ SECONDS_UNTIL_LEFT = 3600.0
 
 _GENERATION = re.compile(r"(\d{3,})-([\w-]+)", re.ASCII)
 _NEW, _DOUBTFUL, _DELETED = ".new-", ".doubtful-", ".deleted-"
+_USED = "used-"  # an empty file of each user in a generation: when it was touched, the generation was in use
 
 
 class StoreFull(OSError):
@@ -276,19 +277,22 @@ class ActivationStore:
 
     Args:
         folder: made by the first writer, with mode 0700.
-        max_bytes: bound on the segments of all generations together, whoever wrote them. None: the disk's.
+        max_bytes: bound on the segments of all generations together, whoever wrote them; writers that append at the
+            same moment may exceed it, each by one batch. None: the disk's.
+        user: name of the training, for its marks; that of a file.
 
     Raises:
         ValueError: `max_bytes` is negative.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int | None = None, user: str = "anybody") -> None:
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(
                 f"max_bytes is {max_bytes}: give the bytes that the store may take, or None for no bound."
             )
         self.folder = Path(folder)
         self.max_bytes = max_bytes
+        self.user = user
 
     def reader(self, num_frozen: int, fingerprint: str) -> GenerationReader:
         """Look up in a generation, whether it exists yet or not.
@@ -311,7 +315,7 @@ class ActivationStore:
         capacity: int,
         facts: Mapping[str, Any] | None = None,
     ) -> GenerationWriter:
-        """Append to a generation. One that does not exist, or cannot be read, is made anew.
+        """Append to a generation, and mark it as used. One that does not exist, or cannot be read, is made anew.
 
         Args:
             num_frozen: f, the frozen layers.
@@ -336,7 +340,9 @@ class ActivationStore:
         self._remove_deleted()
         for _ in range(10):  # others may make and delete it at the same time
             try:
-                return GenerationWriter(path, writer, self.max_bytes)
+                opened = GenerationWriter(path, writer, self.max_bytes)
+                self.mark_used(num_frozen, fingerprint)
+                return opened
             except FileNotFoundError:
                 self._create(path, Meta(num_buckets, dict(facts or {})))
             except ValueError:
@@ -356,20 +362,23 @@ class ActivationStore:
         self._remove_deleted()
 
     def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
-        """Note that a generation may be evicted first; whoever else uses it will mark it again."""
+        """Take this user's mark away: the generation may be evicted first, unless others have marked it."""
+        path = self._path(num_frozen, fingerprint)
         with suppress(OSError):
-            os.utime(self._path(num_frozen, fingerprint), (0, 0))
+            self._mark_in(path).unlink(missing_ok=True)
+            os.utime(path, (0, 0))
 
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
-        """Note that a generation is in use, for `evict`. One that does not exist, or may not be touched, is left."""
+        """Note that this user needs a generation. One that does not exist, or may not be written to, is left."""
         with suppress(OSError):
-            os.utime(self._path(num_frozen, fingerprint))
+            self._mark_in(self._path(num_frozen, fingerprint)).touch(mode=0o600)
 
     def evict(self, unused_since: float) -> bool:
         """Delete the generation that has not been used for the longest time, whoever made it.
 
         Args:
-            unused_since: seconds since the epoch; one that was made or marked later is not deleted.
+            unused_since: seconds since the epoch. One that was marked later is not deleted, nor one that was made
+                later, unless its user has taken the mark away.
 
         Returns:
             Whether there is room now that was not there before: one was deleted, or another process is at it.
@@ -383,7 +392,7 @@ class ActivationStore:
         used: list[tuple[float, int, str]] = []
         for number, fingerprint in self.generations():
             with suppress(OSError):  # deleted meanwhile
-                used.append((self._path(number, fingerprint).stat().st_mtime, number, fingerprint))
+                used.append((_last_used(self._path(number, fingerprint)), number, fingerprint))
         if not used or min(used)[0] >= unused_since:
             return False
         self.delete(*min(used)[1:])
@@ -406,6 +415,9 @@ class ActivationStore:
                 " letters, digits, '-' and '_'."
             )
         return self.folder / name
+
+    def _mark_in(self, generation: Path) -> Path:
+        return generation / f"{_USED}{self.user}"
 
     def _unique(self, prefix: str) -> Path:
         return self.folder / f"{prefix}{uuid.uuid4().hex}"
@@ -470,6 +482,12 @@ def _segments_nbytes(folder: Path) -> int:
                     with suppress(OSError):  # removed meanwhile
                         total += file.stat().st_size
     return total
+
+
+def _last_used(generation: Path) -> float:
+    """Seconds since the epoch: when it was made, or marked last by whoever needs it."""
+    marks = [entry.stat().st_mtime for entry in _scan(generation) if entry.name.startswith(_USED)]
+    return max([generation.stat().st_mtime, *marks])
 
 
 def _age(entry: os.DirEntry[str]) -> float:

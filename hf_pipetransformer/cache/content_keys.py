@@ -7,22 +7,35 @@
 A key is of the contents, not of an index: a shuffled, streamed or augmented dataset needs nothing else, and inputs
 that differ never meet. What is left out of a key must not matter for the frozen layers: padding, which no model should
 see, and the labels. `cache_probe` tries both on the model.
+
+A key says nothing of what is made of the inputs on their way to the model: `KeyedInputs` tells whether they are the
+same there.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch import nn
 
 from ..model.micro_batch import batch_rows
 
 KEYS_NAME = "activation_cache_keys"
-"""Under this name a batch carries its keys, an int64 tensor [B, 2] like any other: it can be cut, pinned and moved."""
+"""Under this name a batch carries its keys, an int64 tensor [B, 4] like any other: it can be cut, pinned and moved.
+
+Beside the hash, two numbers, it says where the row's own tokens are: to ask an attention mask on a GPU is to wait for
+all that has been started there.
+"""
+
+_WHOLE_ROW, _NO_KEY = -1, -2  # in the place of a span
+_PLAIN = (bool, int, float, str, type(None))
 
 NOT_IN_KEYS: frozenset[str] = frozenset(
     {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
@@ -37,6 +50,32 @@ TOKEN_INPUTS: frozenset[str] = frozenset(
 Of another tensor that is as long as the attention mask this cannot be known: five features beside five tokens. Cut,
 two rows that differ in their features only could get one key.
 """
+
+NOT_OF_STATES: frozenset[str] = frozenset(
+    {
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_loss",
+        "shift_labels",
+        "skip_logits",
+        "use_cache",
+    }
+)
+"""Arguments of a model that say what it returns, and how the loss is made: they change no layer's output."""
+
+ROUNDING = 2.0**-7
+"""What converting an input to bf16 changes, relative to the largest value, and a bit more."""
+
+
+class RowKey(NamedTuple):
+    """What a row's state is found by."""
+
+    digest: bytes
+    """16 bytes (`content_keys`)."""
+    span: slice
+    """Where the row's own tokens are (`spans_of`)."""
 
 
 def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
@@ -84,13 +123,18 @@ def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEY
         One key per row, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor nor
         None, a bool, a number or a string.
     """
+    keys = _row_keys(batch, ignored)
+    return None if keys is None else [key.digest for key in keys]
+
+
+def _row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey] | None:
     spans = spans_of(batch)
     if spans is None:
         return None
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
-    if not all(value is None or isinstance(value, (bool, int, float, str)) for value in plain.values()):
+    if not all(isinstance(value, _PLAIN) for value in plain.values()):
         return None
 
     rows = len(spans)
@@ -133,7 +177,7 @@ def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEY
             key.update(parts.between(first + start, first + stop))
         for parts in of_rows:
             key.update(parts.between(row, row + 1))
-        keys.append(key.digest())
+        keys.append(RowKey(key.digest(), span))
     return keys
 
 
@@ -172,13 +216,13 @@ class KeyingCollator:
                 f"the data collator returns an input {KEYS_NAME!r}, a name that the activation cache needs for its"
                 " own: rename this input."
             )
-        keys = content_keys(batch, self.ignored)
+        keys = _row_keys(batch, self.ignored)
         if keys is None:
             return batch
         if self.on_keys is not None:
             with suppress(OSError):  # whoever needs the entry reads it, or finds that it cannot be read
-                self.on_keys(keys)
-        tensor = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(len(keys), 2)
+                self.on_keys([key.digest for key in keys])
+        tensor = _as_tensor(keys)
         if not isinstance(batch, MutableMapping):
             return {**batch, KEYS_NAME: tensor}
         keyed = copy.copy(batch)  # a dataset of whole batches gives the same object in each epoch
@@ -186,10 +230,111 @@ class KeyingCollator:
         return keyed
 
 
-def pop_keys(batch: MutableMapping[str, Any]) -> list[bytes] | None:
+def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
     """Take the keys out of a batch, which the model does not know; None if it has none."""
     keys = batch.pop(KEYS_NAME, None)
-    return None if keys is None else [row.tobytes() for row in keys.cpu().numpy()]
+    if keys is None:
+        return None
+    keys = keys.cpu()
+    digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
+    if spans and spans[0][0] == _NO_KEY:
+        return None
+    return [
+        RowKey(digests[16 * row : 16 * row + 16], slice(None) if start == _WHOLE_ROW else slice(start, stop))
+        for row, (start, stop) in enumerate(spans)
+    ]
+
+
+def without_keys(keys: torch.Tensor) -> torch.Tensor:
+    """In place of a batch's keys: it has none, and still the same shape on all stages."""
+    return torch.full_like(keys, _NO_KEY)
+
+
+def _as_tensor(keys: list[RowKey]) -> torch.Tensor:
+    digests = torch.frombuffer(bytearray(b"".join(key.digest for key in keys)), dtype=torch.int64).view(len(keys), 2)
+    spans = [(_WHOLE_ROW, _WHOLE_ROW) if k.span.start is None else (k.span.start, k.span.stop) for k in keys]
+    return torch.cat([digests, torch.tensor(spans, dtype=torch.int64)], dim=1)
+
+
+class KeyedInputs:
+    """A batch's inputs as they are now, to be compared with those that the model is called on.
+
+    A mixup that replaces them, and one that writes into them, are both seen, whenever they do it. It costs a look at
+    each tensor's identity and version; values are compared only where a tensor is another one.
+
+    Args:
+        batch: the model's inputs.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self._inputs = {name: (value, _version(value)) for name, value in batch.items() if name != KEYS_NAME}
+
+    def are(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
+        """Whether a model that is called on these inputs computes the same states.
+
+        Args:
+            inputs: the model's arguments.
+            ignored: names of those that no frozen layer reads.
+        """
+        unread = {*ignored, *NOT_OF_STATES}
+        are_here = all(
+            name in inputs and _is_same(value, version, inputs[name])
+            for name, (value, version) in self._inputs.items()
+            if name not in unread
+        )
+        return are_here and all(
+            name in self._inputs or name in unread or value is None for name, value in inputs.items()
+        )
+
+    def are_exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
+        """Whether the model is called on others in place of these, beyond what rounding to another type explains.
+
+        One that is only left out, or only added, may be the model's default, or the loss's own.
+        """
+        mine = self._inputs.keys() - {*ignored, *NOT_OF_STATES}
+        known = {id(value) for value, _ in self._inputs.values()}
+        added = [
+            name
+            for name in inputs.keys() - {*self._inputs, *ignored, *NOT_OF_STATES}
+            if isinstance(inputs[name], torch.Tensor) and id(inputs[name]) not in known
+        ]
+        return bool(added and mine - inputs.keys()) or any(
+            not _is_same(*self._inputs[name], inputs[name], ROUNDING) for name in mine & inputs.keys()
+        )
+
+
+def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a model is called on, by name."""
+    if not args:
+        return kwargs
+    names = itertools.islice(inspect.signature(type(model).forward).parameters, 1, None)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _version(value: Any) -> int:
+    """Counts the writes into a tensor; one that inference mode has made does not count them."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> bool:
+    """Whether a value is what was noted. Waits for the device only where it is another tensor."""
+    if _version(noted) != version:
+        return False
+    if value is noted:
+        return True
+    if isinstance(noted, _PLAIN):
+        return type(noted) is type(value) and noted == value
+    if not isinstance(noted, torch.Tensor):
+        return rounding > 0  # a batch with keys has none such; beside them it may be anything
+    if not isinstance(value, torch.Tensor) or value.shape != noted.shape:
+        return False
+    if not value.layout == noted.layout == torch.strided:
+        return False
+    value = value.to(noted.device)
+    if rounding and noted.numel() and noted.is_floating_point():
+        difference = (value.float() - noted.float()).abs().max()
+        return bool(difference <= rounding * noted.float().abs().max())
+    return (rounding > 0 or value.dtype == noted.dtype) and torch.equal(value.to(noted.dtype), noted)
 
 
 class _Parts:

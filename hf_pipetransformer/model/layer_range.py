@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 
@@ -90,6 +91,7 @@ class _Pass:
     calls: list[Unit] | None = None  # filled by `trace`
     structures: list[_OutputStructure] = field(default_factory=list)  # likewise, of each unit
     observer: Observer | None = None  # told of each unit that computed
+    is_called: bool = False  # the model's forward has begun
     switched: list[nn.Module] = field(default_factory=list)  # in eval mode until the frozen units are through
 
 
@@ -119,6 +121,7 @@ class LayerRangeRunner:
                 layers.setdefault(model.get_submodule(name), (stack, name))
         self._layers = [(stack, name, module) for module, (stack, name) in layers.items()]
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._hook: RemovableHandle | None = None
 
     # ------------------------------------------------------------------------------------ life cycle
     @property
@@ -132,9 +135,13 @@ class LayerRangeRunner:
             earlier_override = module.__dict__.get("forward")
             self._replaced.append((module, earlier_override))
             module.forward = self._ranged_forward(Unit(name, module, stack), module.forward)
+        self._hook = self.model.register_forward_pre_hook(lambda *_: self._enter_frozen_units())
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         for module, earlier_override in self._replaced:
             if earlier_override is None:
                 del module.__dict__["forward"]
@@ -251,22 +258,47 @@ class LayerRangeRunner:
                 "Set pipeline_parallel_size=1.",
             )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
+
+    def begin_elsewhere(self, start: int, carry: Carry | None, observer: Observer | None) -> None:
+        """Change the pass under way, which has not reached a unit yet: where it begins, and who is told.
+
+        Args:
+            start: as in `to_the_end`; with `carry` only.
+            carry: likewise; None: it begins as it was to.
+            observer: likewise.
+        """
+        assert self._pass is not None and not self._pass.position, "no pass that begins"
+        self._pass.observer = observer
+        if carry is not None:
+            self._pass.start, self._pass.carry = start, carry
+
     # ------------------------------------------------------------------------------------ inside
     @contextmanager
     def _running(self, current: _Pass) -> Iterator[None]:
         assert self.installed, "install() first"
         assert self._pass is None, "passes do not nest"
         self._pass = current
-        if self._num_frozen and self.model.training:
-            # all modules, not only those of frozen layers: dropout on the embeddings often is no module of its own
-            current.switched = [module for module in self.model.modules() if module.training]
-            for module in current.switched:
-                module.__dict__["training"] = False  # thousands of times a step; nn.Module's own way is slow
         try:
             yield
         finally:
             self._leave_frozen_units(current)
             self._pass = None
+
+    def _enter_frozen_units(self) -> None:
+        """When the model is called, not before: what calls it may ask whether it trains."""
+        current = self._pass
+        if current is None or current.is_called:
+            return
+        current.is_called = True
+        if self._num_frozen and self.model.training:
+            # all modules, not only those of frozen layers: dropout on the embeddings often is no module of its own
+            current.switched = [module for module in self.model.modules() if module.training]
+            for module in current.switched:
+                module.__dict__["training"] = False  # thousands of times a step; nn.Module's own way is slow
 
     @staticmethod
     def _leave_frozen_units(current: _Pass) -> None:
@@ -280,6 +312,7 @@ class LayerRangeRunner:
             if current is None:  # a plain call, or gradient checkpointing computing a layer again
                 self._check_weights_are_here(unit)
                 return original(*args, **kwargs)
+            self._enter_frozen_units()  # where a part of the model is called
             index, current.position = current.position, current.position + 1
             if current.calls is not None:
                 current.calls.append(unit)

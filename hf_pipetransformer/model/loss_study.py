@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
+from torch import nn
 
 from ..errors import UnsupportedModelError
 from .ghosts import evaluation_mode, reachable_leaves
@@ -86,3 +88,17 @@ def _under_the_last_unit(stack: LayerStack, sample: Batch, value_of: Callable[[B
                 return value_of(sample, 1)
     finally:
         stack.runner.remove()
+
+
+def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
+    """What `study_loss` could not see: in a step of the training the last stage's inputs were others.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
+    raise UnsupportedModelError(
+        model,
+        "compute_loss has called the model on other inputs than it was given, and the layers of the other stages have"
+        " run on those that it was given.",
+        "Change them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
+    )

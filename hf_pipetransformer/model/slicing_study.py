@@ -14,6 +14,7 @@ refused when they come).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -35,6 +36,8 @@ LossOf = Callable[[Batch], torch.Tensor]
 
 SAME_LOSS = 1e-6
 """Relative difference of losses that differ in no word which they depend on: the same numbers in the same order."""
+FAR_FROM_ROUNDING = 100
+"""Times what rounding makes of a loss: of two draws one is hardly ever so much larger than the other."""
 
 
 def telling_rows(batch: Batch) -> tuple[int, ...]:
@@ -65,7 +68,7 @@ def study_slicing(
 
     Raises:
         UnsupportedModelError: the model cannot be cut along its tokens, or the slices give another loss or gradient.
-        ValueError: the sample shows nothing: rows of one token, or without a gradient.
+        ValueError: the sample shows nothing: rows of one token, without a gradient, or with a loss that is no number.
     """
     model = stack.model
     windows = attention_windows(model)
@@ -123,6 +126,11 @@ def _compare_gradients(
         parameter.grad = None
     with torch.enable_grad():
         whole = loss_of(sample)
+        if not math.isfinite(float(whole.detach())):
+            raise ValueError(
+                f"token_slices: the loss of the first rows is {float(whole.detach())}, so nothing shows whether slices"
+                " are right. Look for what makes it so, or set token_slices='off'."
+            )
         whole.backward()
         norms = {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None}
         largest = max(norms.values(), default=0.0)
@@ -195,27 +203,53 @@ def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
 
 @torch.no_grad()
 def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | None:
-    """Whether other words on some tokens change the loss at others; None where that cannot be tried."""
+    """Whether other words on some tokens change the first row's loss at others; None where that cannot be tried.
+
+    Other words in other rows tell what rounding makes of it: they give experts other numbers of tokens.
+    """
     row, words = _with_labels_at(sample, at), sample.get("input_ids")
-    if row is None or not at or not isinstance(words, torch.Tensor):
+    if row is None or not isinstance(words, torch.Tensor):
         return None
-    others = words.clone()
-    others[:, on] = words.min() + words.max() - words[:, on]  # words that the model knows
+    others = words.min() + words.max() - words  # that the model knows
+    labels = row["labels"].clone()
+    labels[1:] = IGNORED
+    if labels.eq(IGNORED).all() or torch.equal(words[0, on], others[0, on]):
+        return None
+
+    def loss_with_others(rows: slice) -> float:
+        ids = words.clone()
+        ids[rows, on] = others[rows, on]
+        return float(loss_of({**row, "labels": labels, "input_ids": ids}))
+
     try:
-        one, other = (float(loss_of({**row, "input_ids": ids})) for ids in (words, others))
+        same, own, foreign = (loss_with_others(rows) for rows in (slice(0), slice(1), slice(1, None)))
+    except (MemoryError, torch.OutOfMemoryError):  # says nothing of the model
+        raise
     except Exception:  # whatever a model says to positions, or to these words
         return None
-    return None if torch.equal(words, others) else not abs(one - other) <= SAME_LOSS * abs(one)
+    if not all(map(math.isfinite, (same, own, foreign))):
+        return None
+    return abs(own - same) > max(SAME_LOSS * abs(same), FAR_FROM_ROUNDING * abs(foreign - same))
 
 
 def _with_labels_at(sample: Batch, positions: Sequence[int]) -> Batch | None:
-    """The rows with labels at these tokens alone; None where labels are not one for each token."""
+    """The rows with labels at these tokens alone; None where labels are not one for each token, or none is left.
+
+    Padding gets none, nor does what padding predicts: on the left it has no token to see, and with eager attention it
+    then sees them all.
+    """
     labels: Any = sample.get("labels")
     is_for_tokens = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
     if not is_for_tokens or labels.shape[1] != sequence_length(sample) or "shift_labels" in sample:
         return None
-    only = torch.full_like(labels, IGNORED)
-    only[:, list(positions)] = labels[:, list(positions)].clamp(min=0)  # one that does not count counts here
+    counted = torch.zeros_like(labels, dtype=torch.bool)
+    counted[:, list(positions)] = True
+    mask = sample.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+        counted[:, 1:] &= mask[:, 1:].bool() & mask[:, :-1].bool()
+    if not counted.any():
+        return None
+    only = labels.clamp(min=0).masked_fill(~counted, IGNORED)  # one that does not count counts here
     return {**sample, "labels": only}
 
 

@@ -20,14 +20,14 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..cache.content_keys import KEYS_NAME
+from ..cache.content_keys import KEYS_NAME, KeyedInputs
 from ..cache.node_order import order_by_node
 from ..resilience.progress import PROGRESS
 
@@ -41,6 +41,7 @@ class BatchSlice:
     rows: int  # of this pipeline; 0: it got one row that must not count
     global_rows: int
     keys: torch.Tensor | None = None  # of the rows in the activation cache, on the CPU
+    keyed: KeyedInputs | None = field(default=None, compare=False)  # what they are keys of
 
 
 def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class KeysApart:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._keys: torch.Tensor | None = None  # of the latest batch
-        self._values: dict[str, Any] = {}
+        self._keyed = KeyedInputs({})
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
@@ -126,7 +127,7 @@ class KeysApart:
                     del batch[KEYS_NAME]
                 else:
                     batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
-                self._values = dict(batch)
+                self._keyed = KeyedInputs(batch)
             yield batch
 
     def __len__(self) -> int:
@@ -137,8 +138,7 @@ class KeysApart:
 
     def keys_of(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         """The keys of the latest batch; None if it had none, or these inputs are not all that it was."""
-        is_same = inputs.keys() == self._values.keys() and all(inputs[n] is v for n, v in self._values.items())
-        return self._keys if is_same else None
+        return self._keys if self._keys is not None and self._keyed.are(inputs, ignored=()) else None
 
 
 class NumberedBatches(Dataset[Any]):
@@ -182,6 +182,7 @@ class NumberedBatches(Dataset[Any]):
         self._seed = seed
         self._agree = agree
         self._node_shares = tuple(node_shares)
+        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement`, where another job has begun it
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: list[int] | None = None
@@ -213,6 +214,15 @@ class NumberedBatches(Dataset[Any]):
     def close(self) -> None:
         """End the workers. The next batch that is asked for starts them again."""
         self._iterator = None
+
+    @property
+    def arrangement(self) -> tuple[Sequence[int], int]:
+        """Shares of the nodes and rows of a batch, by which the samples of the present epoch are arranged."""
+        return self._kept.get(self._epoch, (self._node_shares, self.global_batch_size))
+
+    def keep_arrangement(self, epoch: int, shares: Sequence[int], rows: int) -> None:
+        """An epoch that was begun on other nodes is brought to its end in the order that it had there."""
+        self._kept = {epoch: (tuple(shares), rows)}
 
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
@@ -258,8 +268,10 @@ class NumberedBatches(Dataset[Any]):
                 batch = self._keying_collate_fn(batch[start:stop] or batch[:1])
         self.next_number = number + 1
         # apart from the batch: the Trainer would move them to the device, and a model does not know them
-        keys = batch.pop(KEYS_NAME, None) if isinstance(batch, MutableMapping) else None
-        self.last_slice = BatchSlice(stop - start, global_rows, keys)
+        keys = keyed = None
+        if isinstance(batch, MutableMapping) and KEYS_NAME in batch:
+            keys, keyed = batch.pop(KEYS_NAME), KeyedInputs(batch)
+        self.last_slice = BatchSlice(stop - start, global_rows, keys, keyed)
         return batch
 
     def slice_of(self, number: int) -> list[int]:
@@ -302,7 +314,7 @@ class NumberedBatches(Dataset[Any]):
             assert self._sampler is not None
             with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
                 order = self._agree(list(self._sampler))
-            self._order = order_by_node(order, self._node_shares, self.global_batch_size, len(self), self._seed)
+            self._order = order_by_node(order, *self.arrangement, len(self), self._seed)
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
             self._iterator = iter(self._loader)

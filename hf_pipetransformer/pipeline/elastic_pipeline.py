@@ -287,6 +287,16 @@ class ElasticPipeline(nn.Module):
                 partial(plan.promising_microbatches, within=WORTH_A_TRIAL), self._slowest_stage, self._synchronise
             )
 
+    @property
+    def settled_microbatches(self) -> dict[tuple[int, int], int]:
+        """Of this pipeline under the plan in force, where M was tried: (rows, elements of a row) -> M."""
+        return self._trials.settled if self._trials is not None else {}
+
+    def settle_microbatches(self, settled: Mapping[tuple[int, int], int]) -> None:
+        """Go on with what an earlier job has settled under this plan."""
+        if self._trials is not None:
+            self._trials.settle(settled)
+
     def _make_token_scheduler(self, stage: StageModule, plan: PipelinePlan, shape_book: ShapeBook) -> TokenScheduler:
         """Collective over all processes."""
         slicing, index = self.slicing, self.stage_index

@@ -8,7 +8,7 @@ steps; then the one with the fastest step stays. Nothing is computed for the sak
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -46,13 +46,17 @@ class MicrobatchTrials:
         """(rows, elements of a row, rounded up to a power of two) -> M."""
         return dict(self._settled)
 
+    def settle(self, settled: Mapping[tuple[int, int], int]) -> None:
+        """Take what has been settled in an earlier job, without trying anything again."""
+        self._settled.update(settled)
+
     @contextmanager
     def number_for(self, batch: Batch) -> Iterator[int]:
         """Inside, the step of `batch` is run with the number of micro-batches given. Collective over the pipeline."""
         rows, elements = batch_rows(batch), _elements_per_row(batch)
         key = (rows, 1 << (elements - 1).bit_length())
         tried = self._tried.get(key)
-        if tried is None:
+        if tried is None and key not in self._settled:
             candidates = tuple(self._promising(rows))[:MOST_CANDIDATES]
             tried = self._tried[key] = {m: [] for m in candidates}
             if len(candidates) == 1:
@@ -60,6 +64,7 @@ class MicrobatchTrials:
         if key in self._settled:
             yield self._settled[key]
             return
+        assert tried is not None
         m = min(tried, key=lambda m: len(tried[m]))
         self._synchronise()
         began = time.perf_counter()

@@ -377,7 +377,9 @@ class OptimizerState:
             for number, name in zip(numbers, names, strict=True):
                 if self._updates(name):
                     if number in state_dict["state"]:
-                        state[position] = state_dict["state"][number]
+                        values = state_dict["state"][number]
+                        # copied: a file that is mapped may be damaged or gone later
+                        state[position] = {k: _own(v) for k, v in values.items()}
                     here.append(position)
                     position += 1
             groups.append({**group, "params": here})
@@ -499,6 +501,10 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.data = parameter.data.to(device)
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(device)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _on_cpu(value: Any) -> Any:

@@ -7,6 +7,9 @@ checksums is added, and only then it gets its own name:
     output_dir/checkpoint-40/             whole, with manifest.json
 
 (The hub's uploads leave out names that begin with "_".)
+
+Others remove a checkpoint file by file: the stock Trainer when it keeps the best one only, a user. What is left of it
+could look like one of the stock Trainer, which has no manifest. So `trainer_state.json` says whether it had one.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ SAVING = "_saving"
 REPLACED = "replaced"
 STATE = "trainer_state.json"
 """What the stock Trainer writes last."""
+KEPT = "PipelineState"
+"""Entry of the trainer's state that only checkpoints with a manifest have; of the step at which it was written, since
+the stock Trainer hands on what it was resumed from."""
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 CHUNK = 2**22
 
@@ -42,8 +48,8 @@ def publish(written: Path, final: Path) -> None:
     """
     manifest = {}
     for path in sorted(written.rglob("*")):
+        _synchronise(path)
         if path.is_file():
-            _synchronise(path)
             manifest[str(path.relative_to(written))] = [path.stat().st_size, _checksum(path)]
     with (written / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file)
@@ -61,13 +67,14 @@ def publish(written: Path, final: Path) -> None:
 def damage_of(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, in words; None: nothing.
 
-    One without a manifest comes from the stock Trainer. Of that it is only known that its last file is there.
+    One without a manifest comes from the stock Trainer, or is what is left of one. Of the stock Trainer's it is only
+    known that the last file is there.
     """
     try:
         content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         manifest = [(name, size, checksum) for name, (size, checksum) in content.items()]
     except FileNotFoundError:
-        return None if (checkpoint / STATE).is_file() else f"it has neither {MANIFEST} nor {STATE}"
+        return _damage_without_manifest(checkpoint)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     for name, size, checksum in manifest:
@@ -80,6 +87,17 @@ def damage_of(checkpoint: Path) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
+
+
+def _damage_without_manifest(checkpoint: Path) -> str | None:
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        kept = state.get("stateful_callbacks", {}).get(KEPT, {}).get("attributes", {}).get("memory", {})
+        return f"{MANIFEST} is missing" if kept and kept["step"] == state["global_step"] else None
+    except FileNotFoundError:
+        return f"it has neither {MANIFEST} nor {STATE}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{STATE} cannot be read ({error})"
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
@@ -95,10 +113,15 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 def forget_unfinished(folder: Path) -> None:
     """Remove what a killed process had not finished; what it was about to replace gets its name back."""
+    give_back(folder)
+    shutil.rmtree(folder / SAVING, ignore_errors=True)
+
+
+def give_back(folder: Path) -> None:
+    """Give what a killed process was about to replace its name back."""
     for replaced in (folder / SAVING / REPLACED).glob("*"):
         if not (folder / replaced.name).exists():
             replaced.rename(folder / replaced.name)
-    shutil.rmtree(folder / SAVING, ignore_errors=True)
 
 
 def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> None:

@@ -1,0 +1,60 @@
+"""What is asked of a loss before, and while, a model is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from training_runs import Run, assert_same_training, pipeline
+
+from hf_pipetransformer import UnsupportedModelError
+
+
+class InTraining:
+    """A Trainer's mixin that changes the inputs where the study, which builds no graph for it, does not see it."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            inputs = self.change(dict(inputs))
+        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+
+    def change(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Mixed(InTraining):
+    def change(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "pixel_values": (inputs["pixel_values"] + inputs["pixel_values"].flip(0)) / 2}
+
+
+class MixedInPlace(InTraining):
+    def change(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs["pixel_values"].mul_(0.5)
+        return inputs
+
+
+class Harmless(InTraining):
+    """Other labels are the last stage's own, and another type of numbers is none."""
+
+    def change(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "labels": inputs["labels"].flip(0), "pixel_values": inputs["pixel_values"].double().float()}
+
+
+@pytest.mark.parametrize("mixin", [Mixed, MixedInPlace])
+def test_a_loss_that_changes_the_inputs_in_training_alone_is_refused_by_all(mixin: type) -> None:
+    run = Run("image-classification", trainer=mixin)
+    errors = run_ranks_expecting_error(pipeline, 4, run, 2, timeout=60)
+    assert {type(error) for error in errors} == {UnsupportedModelError}
+    (message,) = {str(error) for error in errors}
+    assert "compute_loss has called the model on other inputs" in message and "data collator" in message
+
+
+def test_what_is_the_last_stages_own_may_change() -> None:
+    run = Run("image-classification", accumulation=1, trainer=Harmless).with_options(num_microbatches=1)
+    results = run_ranks(pipeline, 2, run, 2)
+    (expected,) = run_ranks(
+        pipeline, 1, Run("image-classification", per_device=8, accumulation=1, trainer=Harmless), 1
+    )
+    assert_same_training(results, expected)
