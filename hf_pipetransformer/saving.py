@@ -3,8 +3,6 @@
 _save_checkpoint      the stock method, into a folder of another name; then all agree, and rank 0 gives the name
   save_model, _save_optimizer_and_scheduler
                       a full disk is an error of all processes, after the last collective
-_maybe_log_save_evaluate
-                      SIGTERM has come: save, leave, evaluate in the job that goes on
 train(True)           rank 0 chooses the newest whole checkpoint, and all take it
 create_optimizer      all recall what it keeps besides the stock Trainer's state (`PipelineState`)
 """
@@ -18,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,8 +47,7 @@ from .resilience.checkpoints import (
     publish,
     rotate,
 )
-from .resilience.preemption import EXIT_CODE, StopSignal
-from .resilience.progress import PROGRESS, phase
+from .resilience.progress import phase
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +81,9 @@ class PipelineState(TrainerCallback, ExportableState):
 
 
 class WholeCheckpoints(PipelinePreparation):
-    """The part of [`PipeTransformerTrainer`] that writes and chooses checkpoints, and leaves at a SIGTERM."""
+    """The part of [`PipeTransformerTrainer`] that writes, chooses and loads checkpoints."""
 
     _layouts: Layouts
-    _stop_signal: StopSignal
-    _is_preempted = False  # on all processes, or on none
-    _has_loaded_best = False
-    _ignore_keys_for_eval: list[str] | None = None
     _num_cached = 0  # that the plan was made for
     _owes_evaluation = False  # one is due after the step that has been done, and was left out
     _is_within_epoch = False  # a step of it has been begun, and its end has not come
@@ -318,78 +311,6 @@ class WholeCheckpoints(PipelinePreparation):
                 f" {have.index(True)} has: output_dir must be on a file system that all nodes share. The training is"
                 " over, and its checkpoints are there; load the best one by from_pretrained."
             )
-
-    # ------------------------------------------------------------------------------------ leaving
-    def _maybe_log_save_evaluate(
-        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
-    ) -> None:
-        PROGRESS.enter("log")
-        control = self.control
-        if not self._is_preempted:
-            return super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *positional, **keywords)
-        stops = control.should_training_stop or control.should_epoch_stop
-        # an epoch's end comes at once, and callbacks see it
-        waits = self._is_epochs_last_step or (self._is_within_epoch and stops)
-        self._owes_evaluation |= control.should_evaluate  # not before saving
-        control.should_evaluate, control.should_save = False, not waits
-        with self._saving_all():
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *positional, **keywords)
-        if not waits:
-            self._leave()
-
-    @contextmanager
-    def _saving_all(self) -> Iterator[None]:
-        """Inside, a checkpoint is one to go on from, also where otherwise the model is enough."""
-        args, before = self.args, self.args.save_only_model
-        args.save_only_model = False
-        try:
-            yield
-        finally:
-            args.save_only_model = before
-
-    def _leave(self) -> NoReturn:
-        # at once: what the loop does in the end might remove the checkpoint again
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        if self.is_world_process_zero() and self._last_saved is not None:
-            logger.warning(
-                "SIGTERM: checkpoint-%s is saved, from which resume_from_checkpoint=True goes on. Exit code %d.",
-                self._last_saved.name.rpartition("-")[2],
-                EXIT_CODE,
-            )
-        raise SystemExit(EXIT_CODE)
-
-    def _leave_if_asked(self) -> None:
-        """SIGTERM behind the last step: as at a step's end. Collective over all processes."""
-        if self._is_stock or self._is_preempted:
-            return
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        is_saved = self._last_saved is not None and self._last_saved.name == name and self._last_saved.is_dir()
-        everyone = self._processes.gather_objects((self._stop_signal.is_asked, is_saved))
-        self._is_preempted = any(is_asked for is_asked, _ in everyone)
-        if not self._is_preempted:
-            return
-        _, is_saved = everyone[0]
-        if not is_saved and not self._has_loaded_best:  # the best weights belong to an earlier step's optimizer
-            with self._saving_all():
-                self._save_checkpoint(self.model, None)
-        self._leave()
-
-    def _evaluate_what_is_owed(self) -> None:
-        """The evaluation for which SIGTERM, or another end, left no time. Collective over all processes.
-
-        The checkpoint is written once more with its result, by which it may be the best.
-        """
-        if self._ask_for_what_is_owed():
-            epoch, ignored = self.state.epoch, self._ignore_keys_for_eval
-            self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, ignored, 0.0)
-            self.control.should_evaluate = self.control.should_save = False
-
-    def _ask_for_what_is_owed(self) -> bool:
-        is_owed, self._owes_evaluation = self._owes_evaluation, False
-        if is_owed:
-            self.control.should_evaluate = True
-            self.control.should_save = self.args.save_strategy != SaveStrategy.NO
-        return is_owed
 
     # ------------------------------------------------------------------------------------ what it keeps
     @property

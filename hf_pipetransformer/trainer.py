@@ -2,8 +2,8 @@
 
 Overridden methods that are private in transformers (`_wrap_model`, `_save_optimizer_and_scheduler`,
 `_load_best_model`, `_track_num_input_tokens`; in `saving.py` `_save_checkpoint`, `_get_output_dir`,
-`_push_from_checkpoint`, `_load_from_checkpoint`, `_maybe_log_save_evaluate`) call the stock ones, but for
-`_load_optimizer_and_scheduler` there; `tests/test_private_api.py` fails by name when one of them changes.
+`_push_from_checkpoint`, `_load_from_checkpoint`; in `leaving.py` `_maybe_log_save_evaluate`) call the stock ones, but
+for `_load_optimizer_and_scheduler` in `saving.py`; `tests/test_private_api.py` fails by name when one of them changes.
 
     train                 the Trainer's own loop
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
@@ -38,6 +38,7 @@ from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_s
 from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
+from .leaving import LeavesAtSigterm
 from .model.loss_study import raise_for_exchanged_inputs
 from .model.micro_batch import Batch
 from .pipeline.agreement import check_same_size
@@ -52,7 +53,7 @@ from .report.run_recorder import RunRecorder, facts_of_run
 from .resilience.preemption import StopSignal
 from .resilience.progress import LEFT, PROGRESS, phase
 from .resilience.watchdog import Watchdog
-from .saving import PipelineState, WholeCheckpoints
+from .saving import PipelineState
 from .training_args import PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ STEP_EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "o
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 
-class PipeTransformerTrainer(WholeCheckpoints):
+class PipeTransformerTrainer(LeavesAtSigterm):
     """A [`~transformers.Trainer`] that can cut the model into a pipeline of stages, one per process.
 
     Takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
