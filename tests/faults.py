@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from test_elastic import MID_EPOCH, SHRINK, stages_by_frozen
 from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
@@ -22,7 +24,10 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.resilience.progress import PROGRESS
 
-Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut"]
+Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut", "stop_host", "term", "terms", "preempt"]
+
+EVERYONE = -1
+"""In place of a rank: it happens to all of them."""
 
 PHASES = (
     ("start", 0),
@@ -48,7 +53,12 @@ PHASES = (
 RUN = Run(epochs=3).with_options(
     save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4
 )
-"""Nine steps; checkpoints after 2, 4, 6, 8, evaluations after 3, 6, 9; layers freeze after 2 and 5."""
+"""Nine steps; checkpoints after 2, 4, 6, 8 and the last, evaluations after 3, 6, 9; layers freeze after 2 and 5.
+
+A step has two global batches (`gradient_accumulation_steps`).
+"""
+STORE = "store"
+"""Whatever is there in a job's folder under this name is its `activation_cache_dir`: it caches, for five epochs."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +67,19 @@ class Fault:
 
     Attributes:
         kind: of the fault. "hang" sleeps, "busy" computes for ever, "corrupt" damages the newest checkpoint and kills,
-            "cut" takes the host off the network.
-        rank: whom it happens to.
-        phase: where, the first time that it is entered from `step` on.
+            "cut" takes the host off the network, "stop_host" stops all ranks of the host. "term" is one SIGTERM,
+            "terms" one at each phase from there on, "preempt" one to the launcher of the host.
+        rank: whom it happens to, or `EVERYONE`.
+        phase: where.
         step: number of steps done.
+        entry: how often the phase has been entered since then.
     """
 
     kind: Kind
     rank: int
     phase: str
     step: int
+    entry: int = 1
 
 
 @dataclass
@@ -77,11 +90,15 @@ class Report:
         outcome: of the training.
         resumed_step: the step that it went on from.
         first_step_at: when the first new step was done, or the training's end if all were, by `time.time`.
+        evaluations: the steps after which there was one, those before the fault included.
+        hit_rates: of the cache, in each epoch but the last.
     """
 
     outcome: Outcome
     resumed_step: int
     first_step_at: float
+    evaluations: list[int]
+    hit_rates: list[float]
 
 
 class FaultInjector:
@@ -89,6 +106,7 @@ class FaultInjector:
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self._fault, self._folder = fault, folder
+        self._entries = 0
         self._has_happened = False
         PROGRESS.on_enter = self.look
         if fault.phase == "cache":  # written by a thread of its own
@@ -101,10 +119,16 @@ class FaultInjector:
             activation_cache._Writer._write = writing  # type: ignore[method-assign]
 
     def look(self, phase: str, step: int) -> None:
-        if self._has_happened or phase != self._fault.phase or step < self._fault.step:
+        if self._has_happened:
+            if self._fault.kind == "terms":
+                self._term()
+            return
+        self._entries += phase == self._fault.phase and step >= self._fault.step
+        if self._entries < self._fault.entry:
             return
         self._has_happened = True
-        (self._folder / "fault").write_text(f"{time.time()} {step}")
+        with suppress(FileExistsError), (self._folder / "fault").open("x") as file:  # of several, the first
+            file.write(f"{time.time()} {step}")
         getattr(self, f"_{self._fault.kind}")()
 
     def _kill(self) -> None:
@@ -127,6 +151,22 @@ class FaultInjector:
     def _cut(self) -> None:
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
+    def _stop_host(self) -> None:
+        for other in psutil.Process(os.getppid()).children():
+            if other.pid != os.getpid():
+                other.suspend()
+        self._stop()
+
+    def _term(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _terms = _term
+
+    def _preempt(self) -> None:
+        if os.environ["LOCAL_RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(1)  # the launcher passes it on
+
     def _corrupt(self) -> None:
         newest = max(self._folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         with (newest / "optimizer.pt").open("r+b") as file:
@@ -148,32 +188,53 @@ class _FirstStep(TrainerCallback):
     on_train_end = on_step_end  # where all steps had been done
 
 
-def trainer_with_fault(folder: str, rank: int, world_size: int, fault: Fault | None) -> PipeTransformerTrainer:
-    """An elastic training: as many stages as processes, then two, then one."""
+def global_rows(world_size: int) -> int:
+    """Of a global batch: sixteen, where that many processes can share them."""
+    return 16 if 16 % world_size == 0 else 4 * world_size
+
+
+def trainer_with_fault(
+    folder: str, rank: int, world_size: int, fault: Fault | None, max_steps: int = -1
+) -> PipeTransformerTrainer:
+    """An elastic training: as many stages as processes, up to four, then two, then one."""
+    store = Path(folder, STORE)
     # the next attempt goes on with what the one that was killed has put
-    uses_cache = (fault is not None and fault.phase == "cache") or Path(folder, "activation_cache").exists()
+    goes_on = (fault is not None and fault.phase == "cache") or Path(folder, "activation_cache").exists()
+    run = replace(RUN, epochs=5) if store.exists() else RUN.with_options(max_steps=max_steps)
     trainer = pipeline_trainer(
-        replace(RUN, per_device=16 // world_size),
-        world_size,
+        replace(run, per_device=global_rows(world_size) // world_size),
+        _stages(SHRINK[0], world_size),
         folder,
         freeze_policy="schedule",
         freeze_strategy="steps",
         freeze_steps=1,
         freeze_schedule=MID_EPOCH,
-        activation_cache="on" if uses_cache else "off",
+        activation_cache="on" if goes_on or store.exists() else "off",
+        activation_cache_dir=str(store) if store.exists() else None,
         watchdog_timeout=2,
         ddp_timeout=12 if fault is not None and fault.kind in ("hang", "busy") else 60,
     )
-    stages_by_frozen(trainer, {frozen: min(stages, world_size) for frozen, stages in SHRINK.items()})
-    if fault is not None and fault.rank == rank:
+    stages_by_frozen(trainer, {frozen: _stages(stages, world_size) for frozen, stages in SHRINK.items()})
+    if fault is not None and fault.rank in (rank, EVERYONE):
         FaultInjector(fault, Path(folder))
     return trainer
 
 
-def train(rank: int, world_size: int, folder: str, fault: Fault | None = None) -> Report:
+def _stages(most: int, world_size: int) -> int:
+    return max(stages for stages in range(1, most + 1) if world_size % stages == 0)
+
+
+def train(rank: int, world_size: int, folder: str, fault: Fault | None = None, max_steps: int = -1) -> Report:
     """Train, or go on with what has been trained."""
-    trainer = trainer_with_fault(folder, rank, world_size, fault)
+    trainer = trainer_with_fault(folder, rank, world_size, fault, max_steps)
     first = _FirstStep()
     trainer.add_callback(first)
     outcome = outcome_of(trainer, resume_from_checkpoint="last")
-    return Report(outcome, first.resumed, first.at)
+    log = trainer.state.log_history
+    return Report(
+        outcome,
+        first.resumed,
+        first.at,
+        [entry["step"] for entry in log if "eval_loss" in entry],
+        [entry["cache_hit_rate"] + entry["cache_older_hit_rate"] for entry in log if "cache_hit_rate" in entry],
+    )

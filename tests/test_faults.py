@@ -1,26 +1,33 @@
 """A process dies, stops, hangs or fails in any phase of a training: the others say so, and the next attempt ends as if
-nothing had happened.
+nothing had happened. A SIGTERM in any phase: all save at the same step, and the next attempt loses none.
 
-A few of these run with all tests; `make test-faults` runs them all and prints a table.
+A few of these run with all tests; `make test-faults` runs them all, prints a table, and asks how long it took
+(`conftest.py`).
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import RankDiedError, RankTimeoutError, launch_ranks, run_ranks
-from faults import PHASES, RUN, Fault, train
+from distributed import RankDiedError, RankOutcome, RankTimeoutError, launch_ranks, run_ranks
+from faults import EVERYONE, PHASES, RUN, Fault, Report, global_rows, train
 from test_elastic import MID_EPOCH, reference
 from training_runs import WORLD, Outcome, assert_same_training
 
 from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.resilience.checkpoints import SAVING, newest_whole
+from hf_pipetransformer.resilience.preemption import EXIT_CODE as PREEMPTED
 from hf_pipetransformer.resilience.watchdog import EXIT_CODE
+
+Recorder = Callable[[str, Any], None]
 
 STEP_OF = dict(PHASES)
 PATIENT = ("start", "adapt", "log", "evaluation", "save", "publish", "end")
@@ -33,34 +40,85 @@ FAULTS = [
     *(Fault("stop", rank, phase, STEP_OF[phase]) for rank, phase in enumerate(("step", "move", "save", "update"))),
     *(Fault("stop", 3 - rank, phase, STEP_OF[phase]) for rank, phase in enumerate(("data", "build", "log", "end"))),
     *(Fault("hang", rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase in ("data", "step")),
-    *(Fault("hang", rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase in PATIENT),
+    *(Fault("hang", rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase in PATIENT[::2]),
     *(Fault("busy", 1, phase, STEP_OF[phase]) for phase in ("step", "prediction")),
-    *(Fault("raise", 3 - rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase != "cache"),
+    *(Fault("raise", 3 - rank % 4, *PHASES[rank]) for rank in (*range(1, 14, 2), 16)),  # each second phase
     *(Fault("corrupt", 0, phase, STEP_OF[phase]) for phase in ("step", "move", "prediction")),
 ]
-FEW = {("kill", 2, "step"), ("kill", 0, "move"), ("stop", 0, "step"), ("hang", 3, "step"), ("raise", 2, "build")}
+WHO = (2, EVERYONE, 0)
+TERMS = [
+    *(Fault("term", WHO[n % 3], phase, step) for n, (phase, step) in enumerate(PHASES) if phase != "end"),
+    Fault("term", 1, "step", 4, entry=2),  # with the second of the step's two global batches
+    Fault("term", 3, "all-reduce", 4, entry=2),  # behind its vote
+    Fault("terms", 1, "step", 4),
+    Fault("terms", EVERYONE, "move", 5),
+]
+"""(At "end" no step is left to save after.)"""
+BEHIND_THE_VOTE = (*AFTER_THE_STEP, "update")
+"""Phases in which a SIGTERM comes too late for the vote of the step under way. Of "cache" nobody knows."""
+
+FEW = {
+    ("kill", 2, "step"),
+    ("kill", 0, "move"),
+    ("stop", 0, "step"),
+    ("hang", 3, "step"),
+    ("raise", 2, "build"),
+    ("terms", EVERYONE, "move"),
+}
+IN_AN_EPOCH = 8
+"""A number of steps that ends a training inside an epoch."""
 
 
 @cache
-def expected() -> Outcome:
-    return run_ranks(reference, 1, RUN.with_options(eval_strategy="no", save_strategy="no"), MID_EPOCH)[0]
+def expected(world_size: int = WORLD, max_steps: int = -1) -> Outcome:
+    """Of one process, with the batches of so many."""
+    run = replace(RUN, per_device=global_rows(world_size) // WORLD)
+    run = run.with_options(eval_strategy="no", save_strategy="no", max_steps=max_steps)
+    return run_ranks(reference, 1, run, MID_EPOCH)[0]
+
+
+def when(folder: Path) -> tuple[float, int]:
+    """When the fault happened, and the number of steps that were done."""
+    at, step = (folder / "fault").read_text().split()
+    return float(at), int(step)
 
 
 def steps_lost(fault: Fault, step: int, resumed: int) -> int:
     return step + (fault.phase in AFTER_THE_STEP) - resumed
 
 
+def assert_nothing_lost(reports: Sequence[Report], wanted: Outcome) -> None:
+    """No step, and no evaluation either."""
+    assert_same_training([report.outcome for report in reports], wanted)
+    assert len({report.resumed_step for report in reports}) == 1
+    for report in reports:
+        steps = report.outcome.steps
+        assert report.evaluations == sorted({*range(3, steps + 1, 3), steps})
+
+
+def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
+    happened_at, _ = when(folder)
+    row = {
+        "fault": fault.kind,
+        "phase": fault.phase,
+        "rank": "all" if fault.rank == EVERYONE else fault.rank,
+        "steps_lost": lost,
+        "seconds_until_all_ended": round(ended_at - happened_at, 2),
+        "seconds_to_recover": round(max(report.first_step_at for report in reports) - happened_at, 2),
+        "final weights": "equal",
+    }
+    return json.dumps(row)
+
+
 def mark(fault: Fault) -> Any:
     marks = [] if (fault.kind, fault.rank, fault.phase) in FEW else [pytest.mark.faults]
-    return pytest.param(fault, marks=marks, id=f"{fault.kind}-rank{fault.rank}-{fault.phase}")
+    who = "all" if fault.rank == EVERYONE else f"rank{fault.rank}"
+    again = f"-{fault.entry}" if fault.entry > 1 else ""
+    return pytest.param(fault, marks=marks, id=f"{fault.kind}-{who}-{fault.phase}{again}")
 
 
-@pytest.mark.parametrize("fault", [mark(fault) for fault in FAULTS])
-def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
-    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90)
-    ended_at = time.time()
-    happened_at, step = (float(number) for number in (tmp_path / "fault").read_text().split())
-
+def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
+    """Nobody hung, and the others have said who it was."""
     assert not any(isinstance(outcome.error, RankTimeoutError) for outcome in outcomes), "somebody hung"
     for outcome in outcomes:
         if outcome.rank == fault.rank and fault.kind != "raise":
@@ -73,18 +131,80 @@ def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Callable
                 said = f"{outcome.log}\n{outcome.error}"  # the error may come before the line in the log
                 assert f"rank {fault.rank} " in said and f"in phase {fault.phase!r}" in said
 
+
+@pytest.mark.parametrize("fault", [mark(fault) for fault in FAULTS])
+def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
+    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90)
+    ended_at = time.time()
+    assert_told(outcomes, fault)
     reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90)
-    assert_same_training([report.outcome for report in reports], expected())
-    assert len({report.resumed_step for report in reports}) == 1
-    lost = steps_lost(fault, int(step), reports[0].resumed_step)
+    assert_nothing_lost(reports, expected())
+    lost = steps_lost(fault, when(tmp_path)[1], reports[0].resumed_step)
     assert 0 <= lost <= (4 if fault.kind == "corrupt" else 2)  # a checkpoint every second step
-    row = {
-        "fault": fault.kind,
-        "phase": fault.phase,
-        "rank": fault.rank,
-        "steps_lost": lost,
-        "seconds_until_all_ended": round(ended_at - happened_at, 2),
-        "seconds_to_recover": round(max(report.first_step_at for report in reports) - happened_at, 2),
-        "final weights": "equal",
-    }
-    record_property("fault", json.dumps(row))
+    record_property("fault", row_of(fault, tmp_path, ended_at, reports, lost))
+
+
+def assert_left(outcomes: Sequence[RankOutcome], folder: Path) -> int:
+    """All have left with the exit code of a preempted process, and one whole checkpoint; returns its step."""
+    for outcome in outcomes:
+        assert isinstance(outcome.error, SystemExit) and outcome.error.code == PREEMPTED, outcome.error
+    newest, problems = newest_whole(folder)
+    assert newest is not None and not problems and not (folder / SAVING).exists()
+    assert f"SIGTERM: {newest.name} is saved" in outcomes[0].log
+    return int(newest.name.split("-")[1])
+
+
+@pytest.mark.parametrize("fault", [mark(fault) for fault in TERMS])
+def test_sigterm_loses_no_step(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
+    """Also where some of the processes get it, or more than one comes."""
+    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90)
+    ended_at = time.time()
+    saved = assert_left(outcomes, tmp_path)
+    steps = saved - when(tmp_path)[1]
+    if fault.phase == "cache":
+        assert steps in (1, 2)
+    else:
+        is_late = fault.phase in BEHIND_THE_VOTE or (fault.phase == "all-reduce" and fault.entry == 2)
+        assert steps == 1 + is_late
+    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90)
+    assert_nothing_lost(reports, expected())
+    lost = saved - reports[0].resumed_step
+    assert lost == 0
+    record_property("fault", row_of(fault, tmp_path, ended_at, reports, lost))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("kind", "rank", "options"),
+    [("kill", 2, {"max_steps": IN_AN_EPOCH}), ("term", EVERYONE, {"max_steps": IN_AN_EPOCH}), ("term", 0, {})],
+    ids=["kill-within-an-epoch", "term-all-within-an-epoch", "term-rank0"],
+)
+def test_a_training_that_has_ended_is_not_gone_on_with(
+    kind: Any, rank: int, options: dict[str, int], tmp_path: Path, record_property: Recorder
+) -> None:
+    """Whatever happens behind the last step, another start of the job does nothing more."""
+    wanted = expected(**options)
+    fault = Fault(kind, rank, "end", wanted.steps - 1)
+    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, **options)
+    ended_at = time.time()
+    if kind == "kill":
+        assert_told(outcomes, fault)
+    else:
+        assert_signal_delivered(outcomes, rank)
+    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90, **options)
+    assert_nothing_lost(reports, wanted)
+    assert reports[0].resumed_step == wanted.steps
+    assert newest_whole(tmp_path) == (tmp_path / f"checkpoint-{wanted.steps}", [])
+    record_property("fault", row_of(fault, tmp_path, ended_at, reports, 0))
+
+
+def assert_signal_delivered(outcomes: Sequence[RankOutcome], rank: int) -> None:
+    """With nothing left to save, whoever got it ends by it, and the others end as ever; or all leave together."""
+    if all(isinstance(outcome.error, SystemExit) for outcome in outcomes):
+        assert {outcome.error.code for outcome in outcomes} == {PREEMPTED}  # type: ignore[union-attr]
+        return
+    for outcome in outcomes:
+        if rank in (outcome.rank, EVERYONE):
+            assert outcome.exitcode == -signal.SIGTERM
+        else:
+            assert outcome.error is None

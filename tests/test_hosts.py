@@ -1,6 +1,6 @@
 """Several hosts: network namespaces of one machine, joined by a bridge, with a launcher in each.
 
-Needs root. K lies inside a host, R across; a host may die, be cut off, or be slow.
+Needs root. K lies inside a host, R across; a host may die, be stopped, be cut off, or be slow.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from faults import Fault, Report
-from test_faults import expected
-from test_restarts import check, run_job
-from training_runs import assert_same_training
+from distributed import run_ranks
+from faults import STORE, Fault, train
+from test_faults import Recorder, assert_nothing_lost, expected
+from test_restarts import ROOT, assert_named, check, final_report, preempt, run_job
+from training_runs import WORLD, Outcome
 
 PORT = 29500
 """Of the rendezvous; namespaces have ports of their own."""
@@ -57,14 +56,34 @@ class Hosts:
     def run(self, host: int, *command: str) -> None:
         subprocess.run(["ip", "netns", "exec", self.names[host], *command], check=True, capture_output=True)
 
-    def launch(self, host: int, processes: int) -> list[str]:
+    def torchrun(self, processes: int) -> list[list[str]]:
+        """A command for each host, which starts so many processes on it."""
         return [
-            *("ip", "netns", "exec", self.names[host], "env", "GLOO_SOCKET_IFNAME=eth0"),
-            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}"),
-            *(f"--nproc_per_node={processes}", "--max_restarts=2", "--rdzv-backend=c10d", "--rdzv-id=test"),
-            *(f"--rdzv-endpoint={self.address(0)}:{PORT}", f"--rdzv-conf=is_host={int(host == 0)},join_timeout=60"),
-            f"--local-addr={self.address(host)}",
+            [
+                *self._inside(host),
+                *("torch.distributed.run", f"--nnodes={len(self.names)}", f"--nproc_per_node={processes}"),
+                *("--max_restarts=2", "--rdzv-backend=c10d", "--rdzv-id=test", f"--local-addr={self.address(host)}"),
+                f"--rdzv-endpoint={self.address(0)}:{PORT}",
+                f"--rdzv-conf=is_host={int(host == 0)},join_timeout=60",
+            ]
+            for host in range(len(self.names))
         ]
+
+    def accelerate(self, processes: int) -> list[list[str]]:
+        """Likewise, as `docs/multi_node.md` has it."""
+        return [
+            [
+                *self._inside(host),
+                *("accelerate.commands.launch", f"--config_file={ROOT / 'accelerate_configs/cpu_4.yaml'}"),
+                *(f"--num_machines={len(self.names)}", f"--num_processes={processes * len(self.names)}"),
+                *(f"--machine_rank={host}", f"--main_process_ip={self.address(0)}", f"--main_process_port={PORT}"),
+                "--max_restarts=2",
+            ]
+            for host in range(len(self.names))
+        ]
+
+    def _inside(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self.names[host], "env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m"]
 
 
 @pytest.fixture
@@ -94,36 +113,101 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
-@pytest.mark.parametrize(("hosts", "processes"), [(2, 2), (4, 1)], indirect=["hosts"], ids=["2x2", "4x1"])
-def test_several_hosts_train_as_one(hosts: Hosts, processes: int, tmp_path: Path) -> None:
-    (tmp_path / "fault").write_text("none")
-    commands = [hosts.launch(host, processes) for host in range(len(hosts.names))]
-    run_job(commands, tmp_path, Fault("kill", 0, "none", 0), timeout=200)
-    assert_same_training([torch.load(tmp_path / "final.pt", weights_only=False).outcome], expected())
+@pytest.mark.parametrize("hosts", [4], indirect=True)
+def test_several_hosts_train_as_one(hosts: Hosts, tmp_path: Path) -> None:
+    """The first layout has a stage on each."""
+    assert_trains(hosts.torchrun(1), tmp_path)
+
+
+def assert_trains(commands: list[list[str]], folder: Path) -> None:
+    """Without a fault."""
+    (folder / "fault").write_text("none")
+    run_job(commands, folder, Fault("kill", 0, "none", 0), timeout=250)
+    assert_nothing_lost([final_report(folder)], expected())
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)
-@pytest.mark.parametrize(
-    "fault", [Fault("kill", 3, "step", 4), Fault("kill", 0, "move", 5), Fault("stop", 2, "save", 5)]
-)
-def test_two_hosts_restart_once(
-    hosts: Hosts, fault: Fault, tmp_path: Path, record_property: Callable[[str, Any], None]
-) -> None:
-    output = run_job([hosts.launch(host, 2) for host in range(2)], tmp_path, fault, timeout=250)
+@pytest.mark.parametrize("fault", [Fault("kill", 3, "step", 4), Fault("stop", 2, "save", 5)])
+def test_two_hosts_restart_once(hosts: Hosts, fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
+    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=250)
+    assert_named(output, fault)
     check(tmp_path, output, fault, record_property, "torchrun, 2 hosts")
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_a_slow_host_changes_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "fault").write_text("none")
-    limit = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
-    subprocess.run(["ip", "netns", "exec", hosts.names[1], "tc", "qdisc", "add", "dev", "eth0", *limit], check=True)
-    run_job([hosts.launch(host, 2) for host in range(2)], tmp_path, Fault("kill", 0, "none", 0), timeout=250)
-    assert_same_training([torch.load(tmp_path / "final.pt", weights_only=False).outcome], expected())
+def test_accelerate_restarts_two_hosts_once(hosts: Hosts, tmp_path: Path, record_property: Recorder) -> None:
+    fault = Fault("kill", 0, "move", 5)
+    output = run_job(hosts.accelerate(2), tmp_path, fault, timeout=250)
+    assert_named(output, fault)
+    check(tmp_path, output, fault, record_property, "accelerate, 2 hosts")
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+def test_three_hosts_restart_once(hosts: Hosts, tmp_path: Path, record_property: Recorder) -> None:
+    """Of two processes each: three stages over two hosts, then two inside each of them, then one."""
+    fault = Fault("kill", 4, "step", 3)
+    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=280)
+    assert_named(output, fault)
+    check(tmp_path, output, fault, record_property, "torchrun, 3 hosts", expected(6))
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_a_host_that_is_cut_off_is_named_and_the_job_goes_on_when_it_is_back(hosts: Hosts, tmp_path: Path) -> None:
+def test_two_hosts_that_are_told_to_end_save_one_checkpoint(
+    hosts: Hosts, tmp_path: Path, record_property: Recorder
+) -> None:
+    preempt(hosts.torchrun(2), tmp_path, 250, record_property, "torchrun, 2 hosts")
+
+
+def in_the_order_of_two_hosts(rank: int, world_size: int, folder: str) -> Outcome:
+    """Each host meets its own samples again. (Here no store can be made.)"""
+    os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
+    return train(rank, world_size, folder).outcome
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_each_host_has_a_store_of_its_own_that_outlives_a_fault(
+    hosts: Hosts, tmp_path: Path, record_property: Recorder
+) -> None:
+    uncached = tmp_path / "uncached"
+    uncached.mkdir()
+    (uncached / STORE).write_text("not a folder")
+    wanted = run_ranks(in_the_order_of_two_hosts, WORLD, str(uncached))[0]
+    (tmp_path / STORE).mkdir()
+    fault = Fault("kill", 2, "step", 10)
+    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=250)
+    check(tmp_path, output, fault, record_property, "torchrun, 2 hosts, cache", wanted)
+    stores = [path for path in (tmp_path / STORE).iterdir() if path.is_dir()]
+    assert len(stores) == 2
+    for store in stores:
+        generations = {path.name[:3] for path in store.iterdir() if path.is_dir()}
+        assert "002" in generations, generations  # of two frozen layers
+        assert sum(path.stat().st_size for path in store.glob("002-*/*")) > 0
+    # of the epoch before the last, which the fault was in: what had been put was found by the next attempt
+    assert final_report(tmp_path).hit_rates[-1] > 0.85
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_a_slow_host_changes_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    limit = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
+    hosts.run(1, "tc", "qdisc", "add", "dev", "eth0", *limit)
+    assert_trains(hosts.torchrun(2), tmp_path)
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_a_host_that_stands_still_is_named_and_the_job_goes_on(
+    hosts: Hosts, tmp_path: Path, record_property: Recorder
+) -> None:
+    """Its launcher lives: it asks its processes to end, as the other one wants a new attempt, and kills after 30 s."""
+    fault = Fault("stop_host", 3, "step", 4)
+    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=280)
+    assert re.search(r"\[rank [01]\] rank [23].* could not be reached for", output)
+    check(tmp_path, output, fault, record_property, "torchrun, 2 hosts")
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_a_host_that_is_cut_off_is_named_and_the_job_goes_on_when_it_is_back(
+    hosts: Hosts, tmp_path: Path, record_property: Recorder
+) -> None:
     fault = Fault("cut", 3, "step", 4)
 
     def mend() -> None:
@@ -134,10 +218,9 @@ def test_a_host_that_is_cut_off_is_named_and_the_job_goes_on_when_it_is_back(hos
 
     mender = threading.Thread(target=mend, daemon=True)
     mender.start()
-    output = run_job([hosts.launch(host, 2) for host in range(2)], tmp_path, fault, timeout=280)
+    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=280)
     # each host says it of the other
     assert re.search(r"\[rank [01]\] rank [23].* could not be reached for", output)
     assert re.search(r"\[rank [23]\] rank [01].* could not be reached for", output)
-    report: Report = torch.load(tmp_path / "final.pt", weights_only=False)
-    assert_same_training([report.outcome], expected())
-    assert report.resumed_step == 4
+    check(tmp_path, output, fault, record_property, "torchrun, 2 hosts")
+    assert final_report(tmp_path).resumed_step == 4

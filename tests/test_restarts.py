@@ -1,4 +1,5 @@
-"""A job that a launcher starts again goes on by itself: one restart, the same final weights."""
+"""A job that a launcher starts again goes on by itself: one restart, the same final weights. One that its launcher was
+told to end (SIGTERM) goes on when it is started again."""
 
 from __future__ import annotations
 
@@ -7,16 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import Fault, Report
-from test_faults import expected, steps_lost
-from training_runs import assert_same_training
+from faults import EVERYONE, Fault, Report
+from test_faults import Recorder, assert_nothing_lost, expected, steps_lost, when
+from training_runs import Outcome
+
+from hf_pipetransformer.resilience.checkpoints import SAVING, newest_whole
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -51,13 +54,14 @@ def command(launcher: str, port: int) -> list[str]:
     return [sys.executable, *LAUNCHERS[launcher], *options]
 
 
-def run_job(commands: Sequence[list[str]], folder: Path, fault: Fault, timeout: float) -> str:
-    """Run launchers side by side, one for each host; returns what they printed."""
-    (folder / "log").mkdir()
+def run_job(commands: Sequence[list[str]], folder: Path, fault: Fault, timeout: float, succeeds: bool = True) -> str:
+    """Run launchers side by side, one for each host, all of which succeed, or none; returns what they printed."""
+    logs = folder / f"log{len(list(folder.glob('log*')))}"
+    logs.mkdir()
     job = [str(TESTS / "fault_job.py"), str(folder), fault.kind, str(fault.rank), fault.phase, str(fault.step)]
     jobs = []
     for number, launch in enumerate(commands):
-        with (folder / "log" / str(number)).open("w") as log:
+        with (logs / str(number)).open("w") as log:
             jobs.append(
                 subprocess.Popen(
                     launch + job, stdout=log, stderr=log, env=environment(), cwd=folder, start_new_session=True
@@ -69,27 +73,45 @@ def run_job(commands: Sequence[list[str]], folder: Path, fault: Fault, timeout: 
         for process in jobs:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    output = "".join(path.read_text() for path in sorted((folder / "log").iterdir()))
-    print(output)
-    assert codes == [0] * len(jobs)
+        output = "".join(path.read_text() for path in sorted(logs.iterdir()))
+        print(output)
+    assert [code == 0 for code in codes] == [succeeds] * len(jobs), codes
     return output
 
 
-def check(folder: Path, output: str, fault: Fault, record_property: Callable[[str, Any], None], how: str) -> None:
-    assert f"rank {fault.rank} " in output and f"in phase {fault.phase!r}" in output
-    attempts = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+def attempts_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+
+
+def final_report(folder: Path) -> Report:
+    report: Report = torch.load(folder / "final.pt", weights_only=False)
+    return report
+
+
+def check(
+    folder: Path, output: str, fault: Fault, record_property: Recorder, how: str, wanted: Outcome | None = None
+) -> None:
+    """One restart, nothing lost; a row for the table.
+
+    Args:
+        wanted: what all of it must end as; None: as one process.
+    """
+    attempts, report = attempts_of(folder), final_report(folder)
     # (where one host restarts because the other one does, its launcher does not count it)
     assert len(attempts) == 2 and attempts[0]["restarts"] == 0 and attempts[1]["restarts"] <= 1
-    report: Report = torch.load(folder / "final.pt", weights_only=False)
-    assert_same_training([report.outcome], expected())
-    happened_at, step = (float(number) for number in (folder / "fault").read_text().split())
-    lost = steps_lost(fault, int(step), report.resumed_step)
-    assert 0 <= lost <= 2
+    assert_nothing_lost([report], wanted or expected())
+    happened_at, step = when(folder)
+    if fault.kind in ("term", "preempt"):
+        assert f"SIGTERM: checkpoint-{report.resumed_step} is saved" in output
+        lost = 0
+    else:
+        lost = steps_lost(fault, step, report.resumed_step)
+        assert 0 <= lost <= 2
     last = attempts[-1]
     row = {
         "fault": f"{fault.kind}, {how}",
         "phase": fault.phase,
-        "rank": fault.rank,
+        "rank": "all" if fault.rank == EVERYONE else fault.rank,
         "restarts": len(attempts) - 1,
         "steps_lost": lost,
         "seconds_until_all_ended": round(last["started_at"] - happened_at, 2),
@@ -100,12 +122,47 @@ def check(folder: Path, output: str, fault: Fault, record_property: Callable[[st
     record_property("fault", json.dumps(row))
 
 
+def assert_named(output: str, fault: Fault) -> None:
+    assert f"rank {fault.rank} " in output and f"in phase {fault.phase!r}" in output
+
+
+def preempt(commands: Sequence[list[str]], folder: Path, timeout: float, record_property: Recorder, how: str) -> None:
+    """Let every launcher get SIGTERM, as from a scheduler, and start the job again."""
+    fault = Fault("preempt", EVERYONE, "step", 4)
+    output = run_job(commands, folder, fault, timeout, succeeds=False)
+    newest, problems = newest_whole(folder)
+    assert newest is not None and not problems and not (folder / SAVING).exists()
+    assert not (folder / "final.pt").exists()
+    run_job(commands, folder, fault, timeout)
+    assert newest.name == f"checkpoint-{final_report(folder).resumed_step}"
+    check(folder, output, fault, record_property, how)
+
+
 @pytest.mark.parametrize(
     "launcher", [pytest.param(name, marks=[] if name == "accelerate" else [pytest.mark.faults]) for name in LAUNCHERS]
 )
 def test_a_launcher_restarts_the_job_once(
-    launcher: str, tmp_path: Path, free_port: int, record_property: Callable[[str, Any], None]
+    launcher: str, tmp_path: Path, free_port: int, record_property: Recorder
 ) -> None:
     fault = FAULTS[launcher]
     output = run_job([command(launcher, free_port)], tmp_path, fault, timeout=200)
+    assert_named(output, fault)
     check(tmp_path, output, fault, record_property, launcher)
+
+
+@pytest.mark.faults
+def test_after_a_sigterm_to_one_process_the_launcher_restarts_the_job(
+    tmp_path: Path, free_port: int, record_property: Recorder
+) -> None:
+    """It knows of no exit code that means to come back later."""
+    fault = Fault("term", 2, "build", 5)
+    output = run_job([command("torchrun", free_port)], tmp_path, fault, timeout=200)
+    check(tmp_path, output, fault, record_property, "torchrun")
+
+
+@pytest.mark.faults
+def test_a_job_whose_launcher_is_told_to_end_goes_on_when_it_is_started_again(
+    tmp_path: Path, free_port: int, record_property: Recorder
+) -> None:
+    """(`test_hosts.py` has torchrun.)"""
+    preempt([command("accelerate", free_port)], tmp_path, 200, record_property, "accelerate")
