@@ -87,14 +87,15 @@ class Layouts:
     def again(self, facts: Mapping[str, Any], most_frozen: int) -> PipelinePlan | None:
         """The plan of which `facts_of` has told, in an earlier job.
 
-        None if something else is asked for now, or it freezes more than `most_frozen` layers.
+        None if something else is asked for now, it freezes more than `most_frozen` layers, or takes more memory than
+        there is now.
         """
         if facts["asked"] != self.facts_of(self.first)["asked"] or facts["num_frozen"] > most_frozen:
             return None
         bounds = tuple(facts["bounds"])
         if bounds[-1] != self.first.num_units:
             return None
-        return replace(
+        plan = replace(
             self.first,
             pipeline_parallel_size=len(bounds) - 1,
             data_parallel_size=self.first.world_size // (len(bounds) - 1),
@@ -102,6 +103,8 @@ class Layouts:
             num_frozen_layers=facts["num_frozen"],
             num_cached_layers=facts["num_cached"],
         )
+        fits = self._budget is None or largest_stage_bytes(plan) <= max(self._budget, largest_stage_bytes(self.first))
+        return plan if fits else None
 
 
 def time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -> ModelTimes | None:

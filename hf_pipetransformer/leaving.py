@@ -93,11 +93,13 @@ class LeavesAtSigterm(WholeCheckpoints):
         """
         if self._ask_for_what_is_owed():
             epoch, ignored = self.state.epoch, self._ignore_keys_for_eval
-            self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, ignored, 0.0)
+            with self._saving_all():  # as the checkpoint that it replaces
+                self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, ignored, 0.0)
             self.control.should_evaluate = self.control.should_save = False
 
     def _ask_for_what_is_owed(self) -> bool:
-        is_owed, self._owes_evaluation = self._owes_evaluation, False
+        is_owed = self._owes_evaluation and self.eval_dataset is not None  # this job may have none any more
+        self._owes_evaluation = False
         if is_owed:
             self.control.should_evaluate = True
             self.control.should_save = self.args.save_strategy != SaveStrategy.NO

@@ -339,7 +339,8 @@ class PipelinePreparation(Trainer):
         if self._timed is None or self._timed[0] is not pipeline:  # once, so that a second train() has the same plan
             few = rows[: min(self.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)]
             batch = self._collate(few, self._train_batches.collate_fn)
-            measured = self._what_is_measured(batch)
+            # the first process's: hosts may differ, and all are to come to the same plan
+            measured = self._processes.gather_objects(self._what_is_measured(batch))[0]
             times = self._processes.gather_objects(self._read_times(measured))[0]
             if times is None:
                 with self.compute_loss_context_manager():

@@ -61,7 +61,14 @@ logger = logging.getLogger(__name__)
 MOST_SHAPES_TO_TELL = 8
 """Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
 
-STEP_EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end")
+STEP_EVENTS = (
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_substep_end",
+    "on_step_end",
+    "on_log",
+)
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 

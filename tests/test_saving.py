@@ -472,6 +472,26 @@ def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, undisturbed
     assert "checkpoint-4 has the model only" in said.out + said.err
 
 
+def owed_with_models_only(rank: int, world_size: int, folder: str, evaluates: bool) -> list[int]:
+    """The steps that were evaluated by a job that goes on."""
+    run = replace(RUN, per_device=8).with_options(save_only_model=True, eval_strategy="steps", eval_steps=5)
+    trainer = pipeline_trainer(run, 2, folder)
+    trainer.add_callback(TermAt(4))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    trainer = pipeline_trainer(run if evaluates else run.with_options(eval_strategy="no"), 2, folder)
+    if not evaluates:
+        trainer.eval_dataset = None
+    trainer.train(resume_from_checkpoint=True)
+    return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_what_sigterm_saved_stays_whole_when_its_evaluation_is_made_up_for(evaluates: bool, tmp_path: Path) -> None:
+    assert run_ranks(owed_with_models_only, 2, str(tmp_path), evaluates) == [[5, 8] if evaluates else []] * 2
+    assert (tmp_path / "checkpoint-5" / "optimizer.pt").exists()
+
+
 def resume_with_more_callbacks(rank: int, world_size: int, folder: str) -> list[str]:
     run = replace(RUN, per_device=8).with_options(
         eval_strategy="steps", eval_steps=2, metric_for_best_model="loss", load_best_model_at_end=True
