@@ -105,7 +105,8 @@ def test_a_streams_layers_count_as_cached() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_under_autocast(num_stages: int) -> None:
-    run = RUNS["bert"].with_options(bf16=True)
+    # M is given: in bf16 another one, found by the clock, moves losses by more than the cache does
+    run = RUNS["bert"].with_options(bf16=True, num_microbatches=2 if num_stages > 1 else 1)
     stages = dict.fromkeys(range(4), num_stages)
     results, without = (run_ranks(cached, 2, run, stages, EPOCH_START, activation_cache=m) for m in ("on", "off"))
     assert_same_training([outcome for outcome, _ in results], without[0][0], tolerance=5e-3)

@@ -186,7 +186,8 @@ def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
     adapters = {layer for layer in range(4) for p in trained if f".{layer}." in p and "lora_" in p}
     assert adapters == {2, 3}
     for _, _, log in results:
-        assert [entry["num_frozen_layers"] for entry in log if "transform_seconds" in entry] == [1, 2]
+        frozen = [entry["num_frozen_layers"] for entry in log if "transform_seconds" in entry]
+        assert list(dict.fromkeys(frozen)) == [1, 2]  # with cached layers the measured times may ask for other stages
         hits = sum(entry.get("cache_hit_rate", 0) + entry.get("cache_older_hit_rate", 0) for entry in log)
         assert (hits > 0) == (cache == "on")
 
