@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,14 @@ def resumed(rank: int, world_size: int, folder: str, change: str) -> list[bool]:
         model = RUN.build_model()
         if is_changed and change == "attention":
             model.set_attn_implementation("eager")
-        trainer = pipeline_trainer(RUN.with_options(**options), 2, folder, model)
+        run = replace(RUN, per_device=RUN.per_device // 2) if is_changed and change == "rows" else RUN
+        trainer = pipeline_trainer(run.with_options(**options), 2, folder, model)
         if is_changed and change == "length":
             trainer.data_collator = PadTo32("causal-lm")
         trainer.train(resume_from_checkpoint=steps > 2)
     return timings
 
 
-@pytest.mark.parametrize("change", ["length", "checkpointing", "attention"])
+@pytest.mark.parametrize("change", ["rows", "length", "checkpointing", "attention"])
 def test_times_of_another_job_are_not_taken_over(change: str, tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, str(tmp_path), change) == [[True, False, True]] * 2
