@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -50,6 +51,8 @@ EARLY_STEPS = 16
 """After so many steps of the first epoch that reads, it is looked whether anything is found at all."""
 WORTH_LOADING = 0.9
 """Loading must take less than this share of the time that computing takes."""
+SLOW_EPOCHS = 2
+"""So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
 OTHER_WEIGHTS = "the frozen layers' weights have been changed"
@@ -126,13 +129,17 @@ class AutoCache:
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._digests: dict[str, str] = {}
         self._norms: list[float] = []  # of the frozen weights that are here
+        self._numbers: list[float] = []  # one of each of them
         self._boundary = 0  # that is filled
         self._steps = 0  # of this epoch
         self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
         self._writes = False  # what is put in this epoch will be read
         self._marked = time.monotonic()
         self._reads_first = False  # this epoch is the first one that reads
-        self._has_said_full = False
+        self._in_store = 0  # rows, when the last epoch ended
+        self._had_rows = False  # an earlier epoch has found what it looked for
+        self._slow_epochs = 0  # in a row
+        self._has_said_full = self._has_said_damaged = False
 
     @classmethod
     def make(
@@ -207,7 +214,8 @@ class AutoCache:
             self._mark_used()  # an earlier training may have made it
             self._publish()
             self._pipeline.use_cache(self.cache)
-        self._norms = self._norms_here()  # of what this process holds under the plan now in force
+        # of what this process holds under the plan now in force
+        self._norms, self._numbers = self._norms_here(), self._numbers_here()
 
     def go_on(self, num_cached: int) -> None:
         """Count layers as cached as the job did that is gone on with, where all nodes still have what they gave."""
@@ -215,7 +223,7 @@ class AutoCache:
         self.freeze(num_cached)
         has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
         if all(self._mesh.gather_objects(has_all)):
-            self.num_cached = num_cached
+            self.num_cached, self._had_rows = num_cached, True
 
     def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
         """Look back on the epoch that has ended, and decide for the one that begins.
@@ -241,17 +249,23 @@ class AutoCache:
             self._turn_off(NOTHING_KEPT)
         if not counts.rows:
             return None
-        if self.num_cached and counts.found < HARDLY_ANY * counts.rows:
-            self._turn_off(_changing(counts))
+        expected = counts.rows if self.num_cached else self._in_store
+        self._in_store = max(counts.found, counts.hits + counts.stored + counts.present, counts.older_stored)
+        self._slow_epochs = self._slow_epochs + 1 if self.num_cached and self._is_slow(counts) else 0
+        if expected >= HARDLY_ANY * counts.rows and counts.found < HARDLY_ANY * expected:
+            self._miss_all(counts)
+        elif self._slow_epochs >= SLOW_EPOCHS:
+            self._turn_off_as_slow(counts.load_seconds / counts.found)
         elif self.num_cached < self._boundary and not began_late and _is_filled(counts):
             self._count_as_cached()
         elif writes and report.is_full and len(self.cache.generations) > 1:
             # no room for two: what fewer layers gave makes way, and the next epoch fills the store from the start
-            self.num_cached = 0
+            self.num_cached = self._in_store = 0
             older = self.cache.forget(keep=1)
             self._publish()
             self._let_go(older)
             self.cache.go_on_writing()
+        self._had_rows |= counts.found >= HARDLY_ANY * counts.rows
         return report
 
     def begin_step(self) -> None:
@@ -277,6 +291,13 @@ class AutoCache:
                 "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", failure
             )
         counts = reduce(add, (counts for counts, *_ in everyone))
+        if counts.damaged and not self._has_said_damaged and self._mesh.rank == 0:
+            self._has_said_damaged = True
+            logger.warning(
+                "%d rows in the activation cache are damaged (its files have been changed or cut short): they are"
+                " computed again.",
+                counts.damaged,
+            )
         return EpochReport(counts, self._store.nbytes(), failure, any(is_full for *_, is_full in everyone))
 
     def _count_as_cached(self) -> None:
@@ -292,15 +313,47 @@ class AutoCache:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
         if self._seconds_per_row is None or not loading:
             return True
-        computing = sum(self._seconds_per_row[: self._boundary])
-        if max(loading) < WORTH_LOADING * computing:
+        if max(loading) < WORTH_LOADING * self._seconds_of_computing:
             return True
+        self._turn_off_as_slow(max(loading))
+        return False
+
+    def _is_slow(self, counts: CacheCounts) -> bool:
+        """Whether computing an epoch's rows would have been faster: a disk may be slower than what was tried."""
+        return (
+            not self._is_forced
+            and self._seconds_per_row is not None
+            and counts.load_seconds > self._seconds_of_computing * counts.found
+        )
+
+    @property
+    def _seconds_of_computing(self) -> float:
+        """A row's states where the frozen layers end."""
+        assert self._seconds_per_row is not None
+        return sum(self._seconds_per_row[: self._boundary])
+
+    def _turn_off_as_slow(self, loading: float) -> None:
         self._turn_off(
-            f"loading takes {1e3 * max(loading):.3g} ms a row, computing the {self._boundary} frozen layers"
-            f" {1e3 * computing:.3g} ms",
+            f"loading takes {1e3 * loading:.3g} ms a row, computing the {self._boundary} frozen layers"
+            f" {1e3 * self._seconds_of_computing:.3g} ms",
             may_pay_later=True,
         )
-        return False
+
+    def _miss_all(self, counts: CacheCounts) -> None:
+        """Hardly any row was found of those that are in the store: other inputs, or somebody has deleted it."""
+        if not self._had_rows:
+            self._turn_off(_changing(counts))
+            return
+        self._had_rows = False  # if none is found again, inputs do change
+        if not _is_filled(counts):
+            self.num_cached = 0
+        self.cache.go_on_writing()
+        if self._mesh.rank == 0:
+            logger.warning(
+                "The activation cache has lost its rows: of %d in this epoch %d were found. It is filled anew.",
+                counts.rows,
+                counts.found,
+            )
 
     def give_up(self, reason: str) -> None:
         """Keep nothing from now on, if it is not off already."""
@@ -329,7 +382,7 @@ class AutoCache:
         """Keep nothing from now on, or until more layers are frozen; delete it whoever uses it if it is wrong."""
         self.reason_off = reason
         self._may_pay_later = may_pay_later
-        self.num_cached = 0
+        self.num_cached = self._in_store = 0
         self.cache.write(False)
         self.cache.flush()
         generations = self.cache.forget(keep=0)
@@ -366,13 +419,27 @@ class AutoCache:
         self._pipeline.park_cached_layers()
         return all(self._mesh.gather_objects(hold))
 
+    def weights_look_same(self) -> bool:
+        """Whether one number of each frozen tensor is as it was: cheap enough for each step, where callbacks have one.
+
+        Not collective. Weights must not be parked.
+        """
+        return not self.is_on or self._numbers == self._numbers_here()
+
     def _norms_here(self) -> list[float]:
+        self._pipeline.weights.unpark()
+        mine = self._frozen_here()
+        return torch.stack(torch._foreach_norm(mine)).tolist() if mine else []
+
+    def _numbers_here(self) -> list[float]:
+        numbers = [t.reshape(-1)[t.numel() // 2].float() for t in self._frozen_here() if t.numel()]
+        return torch.stack(numbers).tolist() if numbers else []
+
+    def _frozen_here(self) -> list[torch.Tensor]:
         pipeline = self._pipeline
-        pipeline.weights.unpark()
         assert pipeline.stage is not None and pipeline.freezable is not None
         names = pipeline.freezable.frozen(self._boundary)
-        mine = [pipeline.stack.table[name].detach() for name in pipeline.stage.names if name in names]
-        return torch.stack(torch._foreach_norm(mine)).tolist() if mine else []
+        return [pipeline.stack.table[name].detach() for name in pipeline.stage.names if name in names]
 
     # ------------------------------------------------------------------------------------ names
     def _fingerprint(self, boundary: int) -> str:
@@ -495,14 +562,14 @@ def node_name() -> str:
 
 
 def size_limit(store: ActivationStore, max_gib: float | None) -> int:
-    """Bytes that the store may take: as given, and not more than the disk has; 0 where that cannot be found out."""
+    """Bytes that the store may take: as given, and not more than the disk has, where that can be found out."""
     try:
         folder = store.folder
         while not folder.exists():
             folder = folder.parent
         most = store.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
     except OSError:
-        return 0
+        most = sys.maxsize  # who writes will be told what is wrong with the folder
     return most if max_gib is None else int(min(max_gib * 2**30, most))
 
 

@@ -16,7 +16,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +35,12 @@ from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError
 from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
 from .model.frozen_prefix import FreezableLayers
-from .model.kv_slices import Windows
+from .model.kv_slices import SliceCache, Windows
 from .model.layer_stack import LayerStack, refuse_batch_statistics
 from .model.loss_scaling import LossReduction, with_distinct_labels
 from .model.loss_study import study_loss
-from .model.micro_batch import Batch, batch_rows, slice_rows
-from .model.slicing_study import study_slicing, telling_rows
+from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
+from .model.slicing_study import study_slicing, telling_rows, without_autocast
 from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
 from .pipeline.data import BatchSlice, NumberedBatches, seeded
@@ -124,9 +124,11 @@ class PipelinePreparation(Trainer):
 
     @property
     def _is_exact(self) -> bool:
-        return self.accelerator.mixed_precision == "no" and all(
-            p.dtype in (torch.float32, torch.float64) for p in self.model.parameters()
-        )
+        return self.accelerator.mixed_precision == "no" and self._has_exact_weights
+
+    @property
+    def _has_exact_weights(self) -> bool:
+        return all(p.dtype in (torch.float32, torch.float64) for p in self.model.parameters())
 
     # ------------------------------------------------------------------------------------ the model
     def _pipeline_for(self, rows: list[Any], collate_fn: Any) -> ElasticPipeline:
@@ -148,8 +150,9 @@ class PipelinePreparation(Trainer):
         if fits(sum(p.nbytes for p in self.model.parameters()), self.args.device):
             self.model.to(self.args.device)  # some kernels run there only
         sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
+        padded = self._padded_sample(rows, collate_fn)
         check_same_everywhere(mesh, self.model, sample)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), naming_long_rows(self.model, padded):
             freezable = None
             if self.args.uses_pipeline or self._freeze_callback is not None:
                 stack = LayerStack.discover(self.model, sample)
@@ -157,9 +160,7 @@ class PipelinePreparation(Trainer):
                     refuse_batch_statistics(self.model)
                 if self._freeze_callback is not None:
                     freezable = FreezableLayers.of(stack, sample)
-                self._unit_costs = measure_costs(
-                    stack, self._padded_sample(rows, collate_fn), freezable.never_frozen if freezable else ()
-                )
+                self._unit_costs = measure_costs(stack, padded, freezable.never_frozen if freezable else ())
             else:
                 stack = LayerStack.uncut(self.model, sample)
                 self._unit_costs = (cost_of_whole(stack),)
@@ -227,16 +228,20 @@ class PipelinePreparation(Trainer):
         few = [rows[i] for i in telling_rows(together)] if batch_rows(together) == len(rows) else rows[:SAMPLE_ROWS]
         sample = with_distinct_labels(self._collate(few, collate_fn), getattr(self.model, "config", None))
         num_items = max(self._reduction.count(sample), 1)
+        # what is wrong with a small gradient is less than half precision rounds; flash attention knows nothing else
+        needs_half = "flash" in str(getattr(getattr(self.model, "config", None), "_attn_implementation", None))
+        is_exact = self._has_exact_weights and not needs_half and self.accelerator.mixed_precision != "fp8"
         windows: Windows | None = None
         failure: Exception | None = None
         try:
-            windows = study_slicing(
-                pipeline.stack,
-                sample,
-                lambda part: self._part_of_loss(self.model, part, num_items),
-                loss_tolerance=1e-3 if self._is_exact else 1e-2,
-                gradient_tolerance=1e-3 if self._is_exact else 1e-1,
-            )
+            with without_autocast() if is_exact else nullcontext():
+                windows = study_slicing(
+                    pipeline.stack,
+                    sample,
+                    lambda part: self._part_of_loss(self.model, part, num_items),
+                    loss_tolerance=1e-3 if is_exact else 1e-2,
+                    gradient_tolerance=1e-3 if is_exact else 1e-1,
+                )
         except Exception as error:  # one process may be short of memory: the others are to hear of it
             failure = error
         mine = windows if failure is None else f"{type(failure).__name__}: {failure}"
@@ -285,7 +290,11 @@ class PipelinePreparation(Trainer):
         assert self.pipeline is not None
         with self._noting_exchanged_inputs(model, micro_batch):
             part = self._part_of_loss(model, micro_batch, self._num_items, counts=bool(self._slice.rows))
-        self._micro_losses.append(part.detach())
+        cache = micro_batch.get("past_key_values")
+        if self._micro_losses and isinstance(cache, SliceCache) and cache.get_seq_length():
+            self._micro_losses[-1] = self._micro_losses[-1] + part.detach()  # later tokens of the same rows
+        else:
+            self._micro_losses.append(part.detach())
         return part * (self.pipeline.num_replicas * self._loss_scale)
 
     @contextmanager

@@ -40,7 +40,7 @@ from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
 from .model.loss_study import raise_for_exchanged_inputs
-from .model.micro_batch import Batch
+from .model.micro_batch import Batch, naming_long_rows
 from .pipeline.agreement import check_same_size
 from .pipeline.data import KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
 from .pipeline.devices import fits
@@ -114,6 +114,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._auto_cache: AutoCache | None = None
         self._evaluated: KeysApart | None = None  # the loader of the evaluation that is under way
         self._met_other_inputs = False  # than those that the cache's keys are of, on some process
+        self._doubts_weights = False  # frozen ones, which a callback seems to have changed, on some process
+        self._watches_steps = False  # a callback of the user's
         self._shows_weights = False  # a callback may have got them, and so they are not off the device
         self._epoch_begins = False
         self._epochs_begun = 0
@@ -222,7 +224,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._layouts = self._make_layouts(pipeline, times)
         kept = self._recall()
         self._num_cached = self._epochs_begun = 0
-        self._met_other_inputs = self._exchanges_inputs = False
+        self._met_other_inputs = self._doubts_weights = self._exchanges_inputs = False
         self._auto_cache = self._make_auto_cache(pipeline, times) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
@@ -236,7 +238,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         plan = again or self._layouts.first
         if plan.num_frozen_layers < num_frozen:
             plan = self._plan_after_freezing(plan, num_frozen)
-        pipeline.parks &= not _watch_steps(self.callback_handler.callbacks)
+        self._watches_steps = _watch_steps(self.callback_handler.callbacks)
+        pipeline.parks &= not self._watches_steps
         pipeline.place(plan)
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
@@ -423,6 +426,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self._met_other_inputs:
             self._met_other_inputs = False
             cache.give_up(OTHER_INPUTS)
+        if self._doubts_weights:
+            self._doubts_weights = False
+            cache.check_weights()
         if self._shows_weights:
             self._shows_weights = False
             assert self.pipeline is not None
@@ -514,12 +520,17 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.accelerator.scaler is not None:
             # a scaler is set up by its first use, and the stages without the loss would not use it
             self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
-        keys = self._slice.keys if self._slice.rows and pipeline.cache is not None else None
+        # a callback may have changed frozen weights since the last step: then what is in the store is no longer theirs
+        doubts_weights = (
+            self._watches_steps and self._auto_cache is not None and not self._auto_cache.weights_look_same()
+        )
+        keys = self._slice.keys if self._slice.rows and pipeline.cache is not None and not doubts_weights else None
         batch = self._prepare_keyed(inputs, keys, self._slice.keyed)
         met_other_inputs = keys is not None and batch[KEYS_NAME] is not keys
         pipeline.prepare(batch)
         self._micro_losses.clear()
-        pipeline.step(batch)
+        with naming_long_rows(self.model, batch):
+            pipeline.step(batch)
         self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
         if empty_every is not None and self.state.global_step % empty_every == 0:
@@ -534,14 +545,15 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if pipeline.mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss = loss.float()
-            mine = (self._is_preempted, met_other_inputs, self._exchanges_inputs)
+            mine = (self._is_preempted, met_other_inputs, doubts_weights, self._exchanges_inputs)
             together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in mine)])
             dist.all_reduce(together)
             loss = together[0]
-            self._is_preempted, met_other_inputs, exchanges_inputs = (together[1:] > 0).tolist()
+            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs = (together[1:] > 0).tolist()
             if exchanges_inputs:
                 raise_for_exchanged_inputs(self.model)
         self._met_other_inputs |= met_other_inputs
+        self._doubts_weights |= doubts_weights
         PROGRESS.enter("callbacks")
         return loss
 
@@ -626,7 +638,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         pipeline = self.pipeline
         assert pipeline is not None and pipeline.stage is not None
         keys = self._evaluated.keys_of(inputs) if self._evaluated is not None and pipeline.cache is not None else None
-        with phase("prediction"):
+        with phase("prediction"), naming_long_rows(self.model, inputs):
             if pipeline.num_stages > 1:
                 keyed = dict(inputs) if keys is None else {**inputs, KEYS_NAME: keys}
                 prepare = lambda batch: self._prepare_keyed(batch, batch.pop(KEYS_NAME, None))  # noqa: E731

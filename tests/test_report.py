@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 from test_cli import run
 from test_plan import times_of, unit
 
+from hf_pipetransformer.pipeline.slice_choice import StepSeconds
 from hf_pipetransformer.planning.plan import MIB
 from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.slice_timeline import StageLatency, simulate_slices
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.planning.token_slicing import RowSlices
+from hf_pipetransformer.planning.token_slicing import RowSlices, SliceLatency
 from hf_pipetransformer.report import events, report, report_figures, run_recorder
-from hf_pipetransformer.report.report_data import Training, read_trainings, thinned
+from hf_pipetransformer.report.report_data import Training, read_trainings, thinned, timeline_of_slices
 
 UNITS = tuple(unit(k) for k in range(6))
 TIMES = times_of(6)
@@ -161,7 +164,7 @@ def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> 
     assert first.prediction is None  # it is one of whole rows
     page = page_of(tmp_path)
     assert "1 × (300 + 212)" in page.text and "500.0" in page.text
-    assert "such a step is not drawn" in page.text
+    assert "how long slices take is not known" in page.text and "step" not in page.figures
 
 
 def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
@@ -301,6 +304,39 @@ def test_the_step_is_that_of_the_simulation(tmp_path: Path) -> None:
     assert max(ends) == pytest.approx(1e3 * timeline.seconds)
     assert bars["waiting (bubble)"]["x"] == pytest.approx([1e3 * timeline.seconds] * 4)
     assert bars["gradients over replicas, optimizer"]["base"] == pytest.approx([1e3 * timeline.seconds] * 4)
+
+
+FROZEN = StageLatency(SliceLatency(1e-3, 1e-5, 1e-8, 1e-7, 64), SliceLatency(0.0, 0.0, 0.0, 0.0, 64))
+TRAINED = StageLatency(SliceLatency(1e-3, 1e-5, 1e-8, 1e-7, 64), SliceLatency(2e-3, 2e-5, 2e-8, 2e-7, 64))
+
+
+@pytest.mark.parametrize("stages", [[TRAINED] * 4, [FROZEN, TRAINED, TRAINED, TRAINED]], ids=["trained", "frozen"])
+@pytest.mark.parametrize("parts", [[[1, [300, 212]]], [[2, [200, 200, 112]], [2, [512]], [1, [256, 256]]]], ids=str)
+def test_the_step_of_slices_is_that_of_the_simulation(tmp_path: Path, stages: Any, parts: list[Any]) -> None:
+    rows = [RowSlices(count, tuple(lengths)) for count, lengths in parts]
+    seconds = StepSeconds.of(simulate_slices(stages, rows).seconds, stages)
+    run = Run(tmp_path).event("start", 0, 4).slices(0, [[1, [16]]], None).slices(0, parts, seconds)
+    run.slices(0, [[1, [99]]], StepSeconds.of(1.0, stages)).steps(0, 40, 0.2).usage(40, len(parts)).end(40)
+    (layout,) = the_training(tmp_path).layouts
+    cut = layout.timed_slices
+    assert cut is not None and cut["parts"] == parts and cut["replica"] == 0  # the largest that was timed
+    timeline = timeline_of_slices(cut)
+    assert timeline.seconds == pytest.approx(seconds, rel=1e-12)
+    count = sum(len(lengths) for _, lengths in parts)
+    assert len(timeline.spans) == count * (8 - stages.count(FROZEN))
+    for stage in range(4):
+        spans = [span for span in timeline.spans if span.stage == stage]
+        assert all(one.end <= other.start + 1e-12 for one, other in pairwise(spans))
+    page = page_of(tmp_path)
+    bars = {trace["name"]: trace for trace in page.figures["step"]["data"]}
+    assert len(bars["forward"]["x"]) == 4 * count and len(bars["backward"]["x"]) == len(timeline.spans) - 4 * count
+    names = ["0", "1"] if len(parts) == 1 else ["0.0", "0.1", "0.2", "1.0", "2.0", "2.1"]
+    assert sorted(bars["forward"]["text"]) == sorted(names * 4)
+    ends = [a + b for a, b in zip(bars["backward"]["base"], bars["backward"]["x"], strict=True)]
+    assert max(ends) == pytest.approx(1e3 * seconds)
+    assert bars["waiting (bubble)"]["x"] == pytest.approx([1e3 * seconds] * 4)
+    title = page.figures["step"]["layout"]["annotations"][0]["text"]
+    assert f"{sum(count for count, _ in parts)} × 512 tokens" in title and f"{1e3 * seconds:.3g} ms predicted" in title
 
 
 def test_cache_hits_or_why_there_are_none(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from sliced_models import CONFIGURATIONS, Padding, batch_for, build, loss_of
+from distributed import run_ranks_expecting_error
+from sliced_models import CONFIGURATIONS, LAYERS, Padding, batch_for, build, loss_of
 from torch import nn
+from training_runs import Run, pipeline_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_pipetransformer import UnsupportedModelError
@@ -218,6 +220,75 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_slices._LayerStates, "take_up", lose)
     with pytest.raises(UnsupportedModelError, match="gradient of"):
         study(build("llama"), batch_for("none"))
+
+
+def checkpointed(name: str) -> nn.Module:
+    model = build(name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Keys and values that come out otherwise the second time are refused."""
+    put = kv_slices._LayerStates.put
+    times: dict[tuple[int, int, int], int] = {}
+
+    def put_again(self: Any, which: int, new: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
+        key = (id(self), which, start)
+        times[key] = times.get(key, 0) + 1
+        return put(self, which, new * factor if times[key] == 2 else new, visible, start, stop)
+
+    monkeypatch.setattr(kv_slices._LayerStates, "put", put_again)
+    monkeypatch.setattr(slicing_study, "_with_labels_at", lambda *_: None)  # no other slices than those compared
+    model, batch = checkpointed("llama"), batch_for("none")
+    if factor == 1.0:
+        study(model, batch)
+        assert list(times.values()) == [2] * (LAYERS * 2 * 3)  # keys and values of three slices
+    else:
+        with pytest.raises(UnsupportedModelError, match="gradient of"):
+            study(model, batch)
+
+
+def test_dropout_stays_off_in_checkpointed_layers() -> None:
+    """OPT's layers ask themselves whether they are training."""
+    model = checkpointed("opt")
+    functions = [layer._gradient_checkpointing_func for layer in model.model.decoder.layers]
+    for layer in model.model.decoder.layers:
+        layer.dropout = 0.5
+    study(model, batch_for("none"))
+    assert all(module.training for module in model.modules())
+    assert [layer._gradient_checkpointing_func for layer in model.model.decoder.layers] == functions
+
+
+def losing_small_gradients(rank: int, world_size: int, **options: Any) -> None:
+    """What later tokens say of the keys and values of earlier ones is lost.
+
+    Attention matters so little in this model that the tolerance of half precision would let it pass.
+    """
+    kv_slices._LayerStates.take_up = lambda self, i, g, visible, start, stop: g[:, :, start - visible :]
+    run = Run("causal-lm", per_device=32, accumulation=1)
+    model = run.build_model()
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            parameter.data *= 1e-3
+    pipeline_trainer(run, "auto", model=model, token_slices=3, max_steps=1, **options).train()
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
+def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too(options: dict[str, Any]) -> None:
+    (error,) = run_ranks_expecting_error(losing_small_gradients, 1, **options)
+    assert isinstance(error, UnsupportedModelError) and "gradient of" in str(error)
+
+
+def test_without_autocast_nobody_gets_it() -> None:
+    cast = torch.autocast("cpu", torch.bfloat16)
+    one = torch.ones(2, 2)
+    with slicing_study.without_autocast(), cast:
+        assert (one @ one).dtype == torch.float32
+    with cast:
+        assert (one @ one).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_single_token_cannot_be_cut() -> None:

@@ -70,6 +70,8 @@ class CacheCounts:
     """Not put, because they were there already."""
     dropped: int = 0
     """Not written, because the writer was busy."""
+    damaged: int = 0
+    """In the store, but not as they were written: computed again."""
     load_seconds: float = 0.0
     """For all rows that were found."""
 
@@ -257,7 +259,9 @@ class ActivationCache:
                 continue
             began = time.perf_counter()
             states, places = layout.empty([spans[row] for row in missing], _tokens(batch), self._device.type == "cuda")
+            damaged = generation.reader.num_damaged
             hits = generation.reader.read_into([keys[row].digest for row in missing], places)
+            self.counts.damaged += generation.reader.num_damaged - damaged
             here = [position for position, hit in enumerate(hits) if hit]
             if here:
                 rows = [missing[position] for position in here]

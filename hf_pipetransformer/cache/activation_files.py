@@ -91,9 +91,13 @@ class GenerationFiles:
     Raises:
         OSError: The folder or the table cannot be opened.
         ValueError: `meta.json` is missing, damaged, or of another version.
+
+    Attributes:
+        num_damaged: entries that the table had, and that could not be read whole or had other bytes.
     """
 
     def __init__(self, path: Path, table_flags: int) -> None:
+        self.num_damaged = 0
         self._segments: dict[int, int] = {}
         self._closing = ExitStack()
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -149,11 +153,12 @@ class GenerationFiles:
         if record is None or record.nbytes != payload.nbytes:
             return False
         header = bytearray(HEADER_BYTES)
-        try:
+        is_whole = False
+        with suppress(OSError):
             done = transfer(os.preadv, self._segment(record.writer), [header, payload], record.offset)
-        except OSError:
-            return False
-        return done == HEADER_BYTES + payload.nbytes and header == entry_header(key, payload)
+            is_whole = done == HEADER_BYTES + payload.nbytes and header == entry_header(key, payload)
+        self.num_damaged += not is_whole
+        return is_whole
 
     def prefetch(self, key: bytes) -> None:
         """Ask the kernel to read an entry into the page cache, where the platform has a call for it."""

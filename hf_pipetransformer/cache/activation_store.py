@@ -78,14 +78,18 @@ class GenerationReader:
 
     What cannot be read, for whatever reason, is a miss. Works in children that were forked; a pickled copy opens the
     files for itself. One thread at a time.
+
+    Attributes:
+        num_damaged: entries that `read_into` found damaged.
     """
 
     def __init__(self, path: Path) -> None:
+        self.num_damaged = 0
         self._path = path
         self._files: GenerationFiles | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_path": self._path, "_files": None}  # descriptors mean nothing in another process
+        return {**self.__dict__, "_files": None}  # descriptors mean nothing in another process
 
     @property
     def facts(self) -> dict[str, Any] | None:
@@ -110,7 +114,10 @@ class GenerationReader:
         files = self._current_files()
         if files is None:
             return [False] * len(keys)
-        return [files.read_into(key, _flat(row)) for key, row in zip(keys, rows, strict=True)]
+        before = files.num_damaged
+        hits = [files.read_into(key, _flat(row)) for key, row in zip(keys, rows, strict=True)]
+        self.num_damaged += files.num_damaged - before
+        return hits
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the table has it. The entry is not read: it may still turn out to be damaged.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+
+from ..errors import PeerFailedError
 
 Batch = dict[str, Any]
 
@@ -34,6 +38,26 @@ def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
         return value
 
     return {key: part(value) for key, value in batch.items()}
+
+
+@contextmanager
+def naming_long_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, what a model raises for more tokens than it has positions says so. (Some models take more all the same.)
+
+    Raises:
+        ValueError: the model raised an error, and the batch's rows are longer than its configuration allows.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        most, tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None), batch.get("input_ids")
+        is_other = isinstance(error, (PeerFailedError, torch.OutOfMemoryError))
+        if is_other or most is None or not isinstance(tokens, torch.Tensor) or tokens.shape[1] <= most:
+            raise
+        raise ValueError(
+            f"The batch has rows of {tokens.shape[1]} tokens, and {type(model).__name__} takes {most}"
+            f" (max_position_embeddings): cut them, e.g. tokenizer(..., truncation=True, max_length={most})."
+        ) from error
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:

@@ -3,7 +3,7 @@
 What a layer keeps of earlier tokens beside keys and values cannot be read off a model, nor what a loss does with its
 labels. So a step in slices is compared with one without, where every process still holds the whole model:
 
-1. The loss and gradients of the rows as they are.
+1. The loss and gradients of the rows as they are. Gradient checkpointing computes layers again, as in training.
 2. The loss where only the first tokens of later slices have labels: the tokens before them must predict them. A loss
    that shifts labels itself loses these, which are too few to be noticed otherwise.
 
@@ -15,7 +15,8 @@ refused when they come).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -90,7 +91,8 @@ def study_slicing(
             if _looks_ahead(sample, loss_of):
                 raise UnsupportedModelError(model, "its tokens see later ones: its attention is not causal.", REMEDY)
             windows = replace(windows, separates_documents=_separates_documents(sample, loss_of))
-            _compare_gradients(stack, sample, loss_of, lengths, windows, loss_tolerance, gradient_tolerance)
+            with _checkpointing(model):
+                _compare_gradients(stack, sample, loss_of, lengths, windows, loss_tolerance, gradient_tolerance)
             edges = _with_labels_at(sample, list(accumulate(lengths))[:-1])
             if edges is not None:
                 with torch.no_grad():
@@ -101,6 +103,58 @@ def study_slicing(
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             parameter.grad = gradient
     return windows
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, `torch.autocast` does nothing.
+
+    Accelerate has put it around the model's forward, once for each trainer that the model has had, and a user may
+    have put it into the loss: none of them can be asked to leave it out.
+    """
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *_: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def _checkpointing(model: nn.Module) -> Iterator[None]:
+    """Inside, a model in evaluation mode uses gradient checkpointing as it does in training.
+
+    transformers checkpoints a layer that is `training`. Here it says so to whoever asks from outside; to its own code,
+    now and when it is computed again, it does not: no dropout comes with it.
+    """
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    before = [(layer, layer._gradient_checkpointing_func) for layer in layers if layer.gradient_checkpointing]
+    for layer, checkpoint in before:
+        layer._gradient_checkpointing_func = _in_evaluation_mode(layer, checkpoint)
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, checkpoint in before:
+            layer._gradient_checkpointing_func = checkpoint
+            layer.training = False
+
+
+def _in_evaluation_mode(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """What checkpoints the layer's forward, and runs it in evaluation mode."""
+
+    def call(forward: Callable[..., Any], *inputs: Any) -> Any:
+        def quiet(*again: Any) -> Any:
+            layer.training = False
+            try:
+                return forward(*again)
+            finally:
+                layer.training = True
+
+        return checkpoint(quiet, *inputs)
+
+    return call
 
 
 def _refuse_lost_checkpointing(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ TokenSlices = str | int | Sequence[int]
 Point = tuple[int, int, int, float, float]
 """Rows, tokens of a slice, tokens before it; seconds of its forward and backward."""
 
-OnPlan = Callable[[tuple[RowSlices, ...], float | None], None]
+OnPlan = Callable[[tuple[RowSlices, ...], "StepSeconds | None"], None]
 
 PROFILE_SECONDS = 5.0
 """For all profiles of a batch's shape together."""
@@ -51,8 +51,28 @@ LARGEST_ERROR = 0.15
 """Root mean square of the relative error up to which a fit is believed."""
 PROFILES = 3
 SHORTEST_SLICE = 16
-SURMOUNTABLE = (RuntimeError, MemoryError)
-"""Failures of a profile after which batches are cut by rows alone: out of memory, for one."""
+CPU_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""What torch says then, in a plain `RuntimeError`."""
+
+
+class SlowSlicesError(RuntimeError):
+    """There was no time to time enough slices."""
+
+
+class StepSeconds(float):
+    """Predicted seconds of forward and backward of a step, and what they follow from.
+
+    Attributes:
+        stages: latency of each stage.
+    """
+
+    stages: tuple[StageLatency, ...]
+
+    @classmethod
+    def of(cls, seconds: float, stages: Sequence[StageLatency]) -> StepSeconds:
+        one = cls(seconds)
+        one.stages = tuple(stages)
+        return one
 
 
 @dataclass(frozen=True)
@@ -130,7 +150,7 @@ class SliceChooser:
 
     def _best(
         self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch
-    ) -> tuple[tuple[RowSlices, ...], float | None]:
+    ) -> tuple[tuple[RowSlices, ...], StepSeconds | None]:
         rows, tokens = batch_rows(batch), sequence_length(batch)
         num_parts = self._num_parts(rows)
         if len(points_to_measure(rows, tokens)) < FEWEST_POINTS:
@@ -141,13 +161,14 @@ class SliceChooser:
             self._profiled = (max(rows, most_rows), max(tokens, most_tokens))
         if not self._latencies:
             return whole_rows(rows, tokens, num_parts), None
-        return choose_slices(self._latencies, rows, tokens, num_parts, chooses_parts=self._chooses_parts)
+        parts, seconds = choose_slices(self._latencies, rows, tokens, num_parts, chooses_parts=self._chooses_parts)
+        return parts, StepSeconds.of(seconds, self._latencies)
 
     def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[StageLatency]:
         """Everyone's latencies; nothing where they cannot be believed.
 
         Raises:
-            Exception: what a stage has raised, on all of them.
+            Exception: what a stage has raised, on all of them; not where it had too little memory or time.
         """
         whole(1)  # shapes go from stage to stage, and are no part of the profile
         began = time.perf_counter()
@@ -165,7 +186,7 @@ class SliceChooser:
             everyone = self._everyone(mine)
             failures = [one for one in everyone if isinstance(one, Exception)]
             for one in (failure, *failures):  # its own first, which knows where it comes from
-                if one is not None and not isinstance(one, SURMOUNTABLE):
+                if one is not None and not _is_surmountable(one):
                     raise one
             if failures:
                 why = str(failures[0])
@@ -193,12 +214,19 @@ def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
     return StageLatency(forward, backward), max(error, of_forward, of_backward)
 
 
+def _is_surmountable(error: Exception) -> bool:
+    """Whether batches can be cut by rows alone instead: it says nothing against the model, its loss or the device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, SlowSlicesError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_OUT_OF_MEMORY)
+
+
 def _portable(error: Exception) -> Exception:
     """The error, or one that says the same where it cannot travel between processes."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:  # whatever a class of errors does when it is made anew
-        kind = RuntimeError if isinstance(error, SURMOUNTABLE) else ValueError
+        kind = MemoryError if _is_surmountable(error) else ValueError
         return kind(f"{type(error).__name__}: {error}")
 
 
@@ -261,7 +289,7 @@ def measure_slices(
         (rows, length, context, forward seconds, backward seconds) for each size; 0 for a backward that there is not.
 
     Raises:
-        RuntimeError: there was time for less than half of the sizes.
+        SlowSlicesError: there was time for less than half of the sizes.
     """
     sizes = sorted(points_to_measure(batch_rows(batch), sequence_length(batch)), key=_cost)
     times: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
@@ -294,7 +322,7 @@ def measure_slices(
         for parameter, gradient in zip(stage.parameters(), before, strict=True):
             parameter.grad = gradient
     if len(times) < max(FEWEST_POINTS, len(sizes) / 2):
-        raise RuntimeError(
+        raise SlowSlicesError(
             f"in {PROFILE_SECONDS:g} seconds there was time for {len(times)} of {len(sizes)} sizes of slices"
         )
     return [

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from typing import Literal
 
+from .timeline import Span, Timeline
 from .token_slicing import MINIMAL_GAIN, RowSlices, SliceLatency, most_rows_of_part, plan_slices, whole_rows
 
 
@@ -70,7 +72,7 @@ def choose_slices(
         parts = plan_slices(together, rows, length, most_rows=most).parts
     else:
         parts = plan_slices(together, rows, length, num_parts=num_parts).parts
-    seconds, uncut = simulate_slices(stages, parts), simulate_slices(stages, whole)
+    seconds, uncut = simulate_slices(stages, parts).seconds, simulate_slices(stages, whole).seconds
     return (parts, seconds) if seconds < uncut * (1 - MINIMAL_GAIN) else (whole, uncut)
 
 
@@ -86,14 +88,16 @@ def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[SliceTa
     return tasks
 
 
-def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) -> float:
-    """Seconds of forward and backward of a step; messages take no time."""
-    k = len(stages)
-    work = [deque(tasks_of(stage, k, [len(part.lengths) for part in parts])) for stage in range(k)]
+def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) -> Timeline:
+    """Forward and backward of a step; messages take no time. What it calls micro-batches are slices, of all parts."""
+    k, counts = len(stages), [len(part.lengths) for part in parts]
+    first = list(accumulate(counts, initial=0))
+    work = [deque(tasks_of(stage, k, counts)) for stage in range(k)]
     forward = [seconds_of_slices(stage.forward, parts) for stage in stages]
     backward = [seconds_of_slices(stage.backward, parts) for stage in stages]
     done: dict[tuple[bool, int, int, int], float] = {}
     free = [0.0] * k
+    spans = []
     while any(work):
         for stage, tasks in enumerate(work):
             while tasks:
@@ -105,8 +109,11 @@ def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) 
                     break
                 start = max(free[stage], done[task.is_forward, source, task.part, task.slice] if has_source else 0.0)
                 free[stage] = done[task.is_forward, stage, task.part, task.slice] = start + seconds
+                if seconds > 0:
+                    kind: Literal["forward", "backward"] = "forward" if task.is_forward else "backward"
+                    spans.append(Span(stage, kind, first[task.part] + task.slice, start, free[stage]))
                 tasks.popleft()
-    return max(free)
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.stage, span.start))), max(free))
 
 
 def seconds_of_slices(latency: SliceLatency, parts: Sequence[RowSlices]) -> dict[tuple[int, int], float]:

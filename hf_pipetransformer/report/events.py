@@ -7,11 +7,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from ..cache.activation_cache import CacheCounts
 from ..pipeline.elastic_pipeline import WORTH_A_TRIAL, Transformation
+from ..pipeline.slice_choice import StepSeconds
 from ..planning.plan import PipelinePlan
 from ..planning.token_slicing import RowSlices
 
@@ -107,7 +109,7 @@ def record(
         "predicted": prediction_of(plan),
     }
     if slices is not None:
-        entry["slices"] = dict(slices)
+        entry["slices"] = {"replica": plan.replica_of(0), **slices}  # the main process tells; each replica has a plan
     if facts is not None:
         entry["facts"] = dict(facts)
     path = Path(folder) / FILE_NAME
@@ -120,13 +122,19 @@ def record(
 
 
 def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:
-    """How a batch is cut, in plain values: of each part of the batch its rows and the tokens of its slices."""
-    return {
+    """How a batch is cut, in plain values: of each part of the batch its rows and the tokens of its slices.
+
+    Where stages have been timed, also the "latencies" of each: the coefficients of its forward and its backward.
+    """
+    cut: dict[str, Any] = {
         "rows": sum(part.rows for part in parts),
         "tokens": sum(parts[0].lengths),
         "parts": [[part.rows, list(part.lengths)] for part in parts],
-        "predicted_seconds": None if seconds is None else round(seconds, 6),
+        "predicted_seconds": None if seconds is None else round(float(seconds), 6),
     }
+    if isinstance(seconds, StepSeconds):
+        cut["latencies"] = [[list(map(float, one)) for one in astuple(stage)] for stage in seconds.stages]
+    return cut
 
 
 def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:

@@ -22,6 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..planning.slice_timeline import StageLatency, simulate_slices
+from ..planning.timeline import Timeline
+from ..planning.token_slicing import RowSlices, SliceLatency
 from . import events, run_recorder
 
 STATE_NAME = "trainer_state.json"
@@ -93,6 +96,12 @@ class Layout:
             return None
         steps = self.event.get("predicted", {}).get("steps", [])
         return next((step for step in steps if step["num_microbatches"] == self.num_microbatches), None)
+
+    @property
+    def timed_slices(self) -> Line | None:
+        """Of the recorded batches that were cut along their tokens by a profile, the one with most tokens."""
+        timed = [cut for cut in self.slices if cut.get("latencies")]
+        return max(timed, key=lambda cut: cut["rows"] * cut["tokens"], default=None)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -333,6 +342,17 @@ def _logged(lines: Sequence[Line]) -> list[tuple[int, dict[str, float]]]:
             seen |= set(values)
             logs.append((int(line["global_step"]), values))
     return logs
+
+
+def timeline_of_slices(cut: Line) -> Timeline:
+    """The step that was predicted of a batch.
+
+    Args:
+        cut: a record of slices with its latencies.
+    """
+    parts = [RowSlices(rows, tuple(lengths)) for rows, lengths in cut["parts"]]
+    stages = [StageLatency(*(SliceLatency(*one) for one in stage)) for stage in cut["latencies"]]
+    return simulate_slices(stages, parts)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ..planning.plan import MIB
-from ..planning.timeline import simulate
-from .report_data import Layout, Training, thinned
+from ..planning.timeline import Timeline, simulate
+from .report_data import Layout, Training, thinned, timeline_of_slices
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 PALE = "#dbe5f1"
@@ -379,76 +379,124 @@ def _bars(by_layout: Sequence[Sequence[float]]) -> list[tuple[str, str, list[flo
 
 
 # ---------------------------------------------------------------------------------------- one step
+@dataclass(frozen=True)
+class _Step:
+    """A step of a layout that can be drawn.
+
+    Attributes:
+        layout: that it is one of.
+        timeline: of one pipeline.
+        unit: what passes through the stages.
+        names: of the units.
+        seconds: predicted.
+        seconds_at_end: in them after the pipeline, for the gradients over replicas and the optimizer.
+        batch: that it is predicted for, in words.
+    """
+
+    layout: Layout
+    timeline: Timeline
+    unit: str
+    names: list[str]
+    seconds: float
+    seconds_at_end: float = 0.0
+    batch: str = ""
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Step | None:
+        """None where nothing was predicted."""
+        prediction, cut = layout.prediction, layout.timed_slices
+        if cut is not None:
+            timeline, parts = timeline_of_slices(cut), cut["parts"]
+            names = [
+                f"{p}.{i}" if len(parts) > 1 else str(i) for p, part in enumerate(parts) for i in range(len(part[1]))
+            ]
+            return cls(
+                layout, timeline, "slice", names, timeline.seconds, batch=f"{cut['rows']} × {cut['tokens']:,} tokens"
+            )
+        if prediction is None:
+            return None
+        m = prediction["num_microbatches"]
+        timeline = simulate(prediction["forward"], prediction["backward"], m, layout.event["predicted"]["schedule"])
+        names = list(map(str, range(m)))
+        return cls(layout, timeline, "micro-batch", names, prediction["seconds"], prediction["end"])
+
+
 def draw_step(training: Training) -> Drawing:
     name, title = "step", "One step, as predicted"
-    layouts = [layout for layout in _distinct(training.layouts) if layout.prediction is not None]
-    if not layouts:
+    steps = [step for step in map(_Step.of, _distinct(training.layouts)) if step is not None]
+    if not steps:
         why = "The model's parts were not timed: "
         arguments = training.facts.get("arguments", {})
         if not training.layouts:
             why += "no layouts were recorded."
         elif any(layout.slices for layout in training.layouts):
-            why = "Batches were cut along their tokens, and such a step is not drawn: see the table of slices."
+            why = (
+                'Batches were cut along their tokens, and how long slices take is not known: token_slices="auto" times'
+                " them. How they were cut is in the table of slices."
+            )
         elif arguments.get("full_determinism"):
             why += "full_determinism forbids it."
         else:
             why += "there was one stage and nothing was frozen, they could not be, or the version was an earlier one."
         return Drawing(name, title, why, is_wide=True)
-    left_out = len(layouts) - MOST_LAYOUTS_DRAWN
-    layouts = layouts[:MOST_LAYOUTS_DRAWN]
-    titles = [_title_of_step(layout) for layout in layouts]
-    heights = [layout.num_stages + 0.6 for layout in layouts]
+    left_out = len(steps) - MOST_LAYOUTS_DRAWN
+    steps = steps[:MOST_LAYOUTS_DRAWN]
+    titles = [_title_of_step(step) for step in steps]
+    heights = [step.layout.num_stages + 0.6 for step in steps]
     figure = make_subplots(
-        rows=len(layouts),
+        rows=len(steps),
         shared_xaxes=True,
         subplot_titles=titles,
         row_heights=heights,
-        vertical_spacing=min(0.09, 0.4 / len(layouts)),
+        vertical_spacing=min(0.09, 0.4 / len(steps)),
     )
     _style(figure, "")
-    for row, layout in enumerate(layouts, 1):
-        _add_step(figure, layout, row, shows_legend=row == 1)
+    for row, step in enumerate(steps, 1):
+        _add_step(figure, step, row, shows_legend=row == 1)
     figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     figure.update_layout(
         barmode="overlay",
-        height=round(130 + 62 * len(layouts) + 30 * sum(heights)),
+        height=round(130 + 62 * len(steps) + 30 * sum(heights)),
         bargap=0.12,
         hovermode="closest",
         margin={"t": 64},
     )
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_xaxes(showticklabels=True, rangemode="tozero", showgrid=True)
-    figure.update_xaxes(title_text="milliseconds", row=len(layouts), col=1)
+    figure.update_xaxes(title_text="milliseconds", row=len(steps), col=1)
     words = [
         "Simulated from the times of the model's parts, measured before the training, on the slowest process;",
         "messages take no time in it. One pipeline of each layout, on one scale; all train the same global batch.",
     ]
+    if any(step.unit == "slice" for step in steps):
+        words.append(
+            "Where batches are cut along their tokens: the recorded batch with most of them, from what slices took on"
+            " the stages themselves, without reducing gradients over replicas and the optimizer; 1.2 is slice 2 of"
+            " part 1."
+        )
     if left_out > 0:
         words.append(f"{left_out} more layouts are not drawn.")
     return Drawing(name, title, " ".join(words), figure, is_wide=True)
 
 
-def _title_of_step(layout: Layout) -> str:
-    prediction = layout.prediction
-    assert prediction is not None
+def _title_of_step(step: _Step) -> str:
+    layout = step.layout
     head = f"<b>{layout.shape}</b>"
     if layout.num_frozen:
         head += f", {layout.num_frozen} of {layout.event['num_layers']} layers frozen"
     if layout.num_cached:
         head += f" ({layout.num_cached} cached)"
-    head += f": {1e3 * prediction['seconds']:.3g} ms predicted"
+    if step.batch:
+        head += f", {step.batch}"
+    head += f": {1e3 * step.seconds:.3g} ms predicted"
     if layout.steps:
         head += f", {1e3 * layout.seconds / layout.steps:.3g} ms measured on average"
     return head
 
 
-def _add_step(figure: go.Figure, layout: Layout, row: int, shows_legend: bool) -> None:
-    prediction = layout.prediction
-    assert prediction is not None
-    schedule = layout.event["predicted"]["schedule"]
-    m = prediction["num_microbatches"]
-    timeline = simulate(prediction["forward"], prediction["backward"], m, schedule)
-    stages = [f"stage {stage}" for stage in range(layout.num_stages)]
+def _add_step(figure: go.Figure, step: _Step, row: int, shows_legend: bool) -> None:
+    timeline = step.timeline
+    stages = [f"stage {stage}" for stage in range(step.layout.num_stages)]
 
     def add(label: str, color: str, **bars: Any) -> None:
         marker = {"color": color, "line": {"color": "white", "width": 1}, **bars.pop("marker", {})}
@@ -475,26 +523,27 @@ def _add_step(figure: go.Figure, layout: Layout, row: int, shows_legend: bool) -
     )
     for kind, color in (("forward", BLUE), ("backward", ORANGE)):
         spans = [span for span in timeline.spans if span.kind == kind]
+        names = [step.names[span.micro_batch] for span in spans]
         add(
             kind,
             color,
             base=[1e3 * span.start for span in spans],
             x=[1e3 * (span.end - span.start) for span in spans],
             y=[stages[span.stage] for span in spans],
-            text=[str(span.micro_batch) if m <= MOST_MICRO_BATCHES_NAMED else "" for span in spans],
+            text=[name if len(step.names) <= MOST_MICRO_BATCHES_NAMED else "" for name in names],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
             constraintext="none",
             textfont={"color": "white", "size": 10},
-            customdata=[span.micro_batch for span in spans],
-            hovertemplate=f"{kind} of micro-batch %{{customdata}}: %{{x:.3g}} ms<extra></extra>",
+            customdata=names,
+            hovertemplate=f"{kind} of {step.unit} %{{customdata}}: %{{x:.3g}} ms<extra></extra>",
         )
     add(
         "gradients over replicas, optimizer",
         GREY,
         base=[1e3 * timeline.seconds] * len(stages),
-        x=[1e3 * prediction["end"]] * len(stages),
+        x=[1e3 * step.seconds_at_end] * len(stages),
         y=stages,
         hovertemplate="gradients over replicas, and the optimizer, in the slowest stage: %{x:.3g} ms<extra></extra>",
     )
