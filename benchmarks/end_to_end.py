@@ -8,7 +8,8 @@ All variants run one after the other in the same processes, with the same data, 
 next seed and the next alpha:
 
     a    transformers.Trainer under DDP
-    b    K stages to the end                                       M settled on the first steps
+    b    K stages to the end                                       M settled on the first steps; once for each K of
+                                                                   `--static_stages`
     c    layers freeze                                             elastic=False, no cache
     d    layers freeze, the others are divided anew among K
          stages, and what frozen layers give is kept               elastic=False
@@ -20,7 +21,7 @@ next seed and the next alpha:
 
 What is compared is the time of the epochs (without evaluation), the metric at the end, and the efficiency: the
 speed-up over (a), divided by what the counted FLOPs of the training would allow (an active layer 3, a frozen one 1, a
-cached one 0 times its forward; the head always 3).
+cached one 0 times its forward; the head always 3). A speed-up over (b) is one over the fastest (b) of the same seed.
 
 "wall_seconds", shown beside it, are those of the whole `train()`: the epochs and what comes before and after them,
 that is finding the layers, timing them, the probe of the cache and cutting the model, then putting it together again.
@@ -28,6 +29,12 @@ They hold neither loading model and data nor the evaluation at the end.
 
 Every result is written as soon as it is there. What `--output` has already, from a run with the same task, model,
 data, options and sources of the library, is not run again.
+
+With `--from_config` weights are random, in the shape of the model's configuration: then only times say something. On
+one GPU, where there is no pipeline:
+
+    accelerate launch --config_file accelerate_configs/gpu_1.yaml benchmarks/end_to_end.py --task sst2 --model FOLDER \
+        --data FOLDER --from_config --bf16 --variants a g --output results.json
 """
 
 from __future__ import annotations
@@ -57,6 +64,7 @@ from transformers.utils import logging as transformers_logging
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.planning.plan import step_flops
+from hf_pipetransformer.report.events import FILE_NAME as EVENTS_FILE
 
 FREEZES: dict[str, Any] = {"freeze_policy": "alpha"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -69,12 +77,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "g": {**FREEZES, "pipeline_parallel_size": 1},
 }
 DDP, STATIC, ALL = "a", "b", "f"
+TABLE_WIDTH = 150  # where the output is no terminal
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--task", choices=["sst2", "squad", "digits"], required=True)
     parser.add_argument("--model", help="folder or name of a pretrained encoder; digits need none")
+    parser.add_argument("--from_config", action="store_true", help="random weights; the tokenizer is the model's own")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision, whatever accelerate's file says")
     parser.add_argument("--data", type=Path, help="folder with train.jsonl and validation.jsonl; digits need none")
     parser.add_argument("--samples", type=int, default=2048, help="of the training file, chosen at random")
     parser.add_argument("--epochs", type=int, default=10)
@@ -83,11 +94,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--alpha", type=Fraction, default=Fraction(1, 3), help="such as 1/3")
     parser.add_argument("--alphas", nargs="*", type=Fraction, default=[], help="more of them, for variant f alone")
     parser.add_argument("--stages", type=int, default=0, help="K at the start; 0: one for each process")
+    parser.add_argument(
+        "--static_stages", type=int, nargs="+", help="numbers K for variant b; default: --stages alone"
+    )
     parser.add_argument("--batch", type=int, default=32, help="rows of the global batch")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     options = parser.parse_args()
     if options.task != "digits" and not (options.model and options.data):
         parser.error(f"--task {options.task} needs --model and --data")
+    if options.task == "digits" and options.from_config:
+        parser.error("--from_config is for models that are given; those of --task digits have random weights")
     return options
 
 
@@ -119,7 +135,10 @@ class Meter(TrainerCallback):
         return self.flops_unfrozen / self.flops if self.flops else 1.0
 
 
-def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, task: Task) -> dict[str, Any]:
+def run(
+    variant: str, seed: int, alpha: Fraction, stages: int, options: argparse.Namespace, task: Task
+) -> dict[str, Any]:
+    """Train once, with K = `stages` at the start. Collective over all processes."""
     world = PartialState().num_processes
     set_seed(seed)
     model = task.build_model()
@@ -134,6 +153,7 @@ def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, t
             "disable_tqdm": True,
             "logging_strategy": "epoch",
             "seed": seed,
+            "bf16": options.bf16,
             **task.options,
         }
         trainer_class: type[Trainer] = Trainer
@@ -142,10 +162,11 @@ def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, t
             arguments = TrainingArguments(**common, use_cpu=not torch.accelerator.is_available())
         else:
             trainer_class = PipeTransformerTrainer
-            stages = options.stages or world
             arguments = PipeTransformerTrainingArguments(
                 **{**common, "pipeline_parallel_size": stages, "freeze_alpha": float(alpha), **VARIANTS[variant]}
             )
+        if task.compute_loss is not None:
+            trainer_class = type(trainer_class.__name__, (trainer_class,), {"compute_loss": task.compute_loss})
         meter = Meter()
         trainer = trainer_class(
             model=model,
@@ -161,17 +182,22 @@ def run(variant: str, seed: int, alpha: Fraction, options: argparse.Namespace, t
         trainer.train()
         wall_seconds = time.perf_counter() - began
         history = trainer.state.log_history
+        events = Path(folder, EVENTS_FILE)
+        scores = trainer.evaluate()
         return {
             "variant": variant,
             "seed": seed,
             "alpha": str(alpha),
+            "stages": stages,
             "seconds": sum(meter.seconds),
             "epoch_seconds": meter.seconds,
             "wall_seconds": wall_seconds,
-            "metric": trainer.evaluate()[f"eval_{task.metric}"],
+            "metric": scores[f"eval_{task.metric}"],
+            "scores": scores,
             "allowed": meter.allowed,
             "loss": [entry["loss"] for entry in history if "loss" in entry],
             "changes": [entry for entry in history if "transform_seconds" in entry],
+            "events": [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else [],
             "cache": [entry for entry in history if "cache_hit_rate" in entry],
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
@@ -194,28 +220,44 @@ def main() -> None:
                 f"{options.output} has results of another run, which differs in {other}: give another file."
             )
     state.wait_for_everyone()  # all have read it
-    alpha_of = {variant: Fraction(0) if variant in (DDP, STATIC) else options.alpha for variant in VARIANTS}
-    wanted = [(variant, seed, alpha_of[variant]) for seed in options.seeds for variant in options.variants]
-    wanted += [(ALL, seed, alpha) for seed in options.seeds for alpha in options.alphas]
-    done = {(r["variant"], r["seed"], r["alpha"]) for r in results}
-    for variant, seed, alpha in wanted:
-        if (variant, seed, str(alpha)) in done:
+    done = {(r["variant"], r["seed"], r["alpha"], r["stages"]) for r in results}
+    for variant, seed, alpha, stages in runs_of(options, state.num_processes):
+        if (variant, seed, str(alpha), stages) in done:
             continue
-        done.add((variant, seed, str(alpha)))
-        results.append(run(variant, seed, alpha, options, make_task(options, seed)))
+        done.add((variant, seed, str(alpha), stages))
+        results.append(run(variant, seed, alpha, stages, options, make_task(options, seed)))
         if state.is_main_process:
             write(options.output, common, results)
-            print({k: results[-1][k] for k in ("variant", "seed", "alpha", "seconds", "metric")}, flush=True)
+            print({k: results[-1][k] for k in ("variant", "stages", "seed", "alpha", "seconds", "metric")}, flush=True)
     if state.is_main_process:
-        Console().print(summary(results, options, state.num_processes))
+        console = Console(width=max(TABLE_WIDTH, Console().width))
+        console.print(summary(results, options, state.num_processes))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def runs_of(options: argparse.Namespace, processes: int) -> list[tuple[str, int, Fraction, int]]:
+    """What is asked for, in turn: variant, seed, alpha, and K at the start."""
+    k = options.stages or processes
+    wrong = [n for n in options.static_stages or [] if n < 2 or processes % n]
+    if wrong:
+        raise ValueError(f"--static_stages has {wrong}, but {processes} processes need divisors of theirs above 1.")
+    stages_of: dict[str, list[int]] = {DDP: [1], STATIC: options.static_stages or [k], "g": [1]}
+    alpha_of = {DDP: Fraction(0), STATIC: Fraction(0)}
+    wanted = [
+        (variant, seed, alpha_of.get(variant, options.alpha), stages)
+        for seed in options.seeds
+        for variant in options.variants
+        for stages in stages_of.get(variant, [k])
+    ]
+    return wanted + [(ALL, seed, alpha, k) for seed in options.seeds for alpha in options.alphas]
 
 
 def make_task(options: argparse.Namespace, seed: int) -> Task:
     if options.task == "digits":
         return digits(seed)
-    return {"sst2": sst2, "squad": squad}[options.task](options.model, options.data, options.samples, seed)
+    make = {"sst2": sst2, "squad": squad}[options.task]
+    return make(options.model, options.data, options.samples, seed, options.from_config)
 
 
 def write(output: Path, common: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -225,7 +267,7 @@ def write(output: Path, common: dict[str, Any], results: list[dict[str, Any]]) -
 
 def facts(options: argparse.Namespace, processes: int) -> dict[str, Any]:
     """What all results of a file have in common."""
-    varied = ("model", "data", "output", "seeds", "variants", "alpha", "alphas")
+    varied = ("model", "data", "output", "seeds", "variants", "static_stages", "alpha", "alphas")
     return {
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "accelerate")},
@@ -247,24 +289,31 @@ def checksum_of(folder: Path) -> str:
 
 
 def summary(results: list[dict[str, Any]], options: argparse.Namespace, processes: int) -> Table:
-    """A line for each variant and alpha: means over the seeds, of times each against (a) and (b) of its own seed."""
+    """A line for each variant, K and alpha: means over the seeds, of times each against (a) and (b) of its own seed.
+
+    Of several (b) the fastest counts.
+    """
     table = Table(title=f"{options.task}, {options.epochs} epochs, {processes} processes")
-    columns = ("variant", "alpha", "seeds", "training s", "(a) / it", "(b) / it", "FLOPs allow", "efficiency")
+    columns = ("variant", "K", "alpha", "seeds", "training s", "(a) / it", "(b) / it", "FLOPs allow", "efficiency")
     for column in (*columns, "wall s", "(a)'s wall / it", "metric"):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    base = {(r["variant"], r["seed"]): r for r in results if r["variant"] in (DDP, STATIC)}
 
     def speed_ups(group: list[dict[str, Any]], over: str, kind: str) -> list[float]:
-        return [base[over, r["seed"]][kind] / r[kind] for r in group if (over, r["seed"]) in base]
+        base: dict[int, float] = {}
+        for r in results:
+            if r["variant"] == over:
+                base[r["seed"]] = min(r[kind], base.get(r["seed"], r[kind]))
+        return [base[r["seed"]] / r[kind] for r in group if r["seed"] in base]
 
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for result in results:
-        groups.setdefault((result["variant"], result["alpha"]), []).append(result)
-    for (variant, alpha), group in groups.items():
+        groups.setdefault((result["variant"], result["stages"], result["alpha"]), []).append(result)
+    for (variant, stages, alpha), group in groups.items():
         over_ddp = speed_ups(group, DDP, "seconds")
         allowed = statistics.fmean(r["allowed"] for r in group)
         table.add_row(
             variant,
+            str(stages),
             alpha if variant not in (DDP, STATIC) else "",
             str(len(group)),
             spread([r["seconds"] for r in group], 1),

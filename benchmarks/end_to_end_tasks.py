@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     ViTConfig,
     ViTForImageClassification,
-    default_data_collator,
 )
 
 Rows = list[dict[str, Any]]
@@ -35,19 +36,21 @@ class Task:
         collate: makes a batch of them.
         compute_metrics: of a validation set.
         metric: name of the one that is reported.
+        compute_loss: the trainer's method, where the model's own loss is not used.
         options: arguments of the training, besides those that all tasks share.
     """
 
     build_model: Callable[[], nn.Module]
-    train: Rows
-    validation: Rows
+    train: Any
+    validation: Any
     collate: Callable[[Rows], dict[str, Any]]
     compute_metrics: Callable[[Any], dict[str, float]]
     metric: str
+    compute_loss: Callable[..., Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def sst2(model: str, folder: Path, samples: int, seed: int) -> Task:
+def sst2(model: str, folder: Path, samples: int, seed: int, from_config: bool = False) -> Task:
     """Sentences: `train.jsonl` and `validation.jsonl` with "sentence" and "label"."""
     tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -57,51 +60,59 @@ def sst2(model: str, folder: Path, samples: int, seed: int) -> Task:
         return [{"input_ids": ids, "label": line["label"]} for ids, line in zip(encoded, lines, strict=True)]
 
     return Task(
-        lambda: AutoModelForSequenceClassification.from_pretrained(model, num_labels=2),
+        lambda: _load(AutoModelForSequenceClassification, model, from_config, num_labels=2),
         rows("train.jsonl", samples),
         rows("validation.jsonl", None),
         DataCollatorWithPadding(tokenizer),
         _accuracy,
         "accuracy",
-        {"learning_rate": 5e-5},
+        options={"learning_rate": 5e-5},
     )
 
 
-SQUAD_TOKENS = 192
+SQUAD_TOKENS, SQUAD_SHARED = 192, 64
+"""Of a window, and those that neighbouring windows share."""
 
 
-def squad(model: str, folder: Path, samples: int, seed: int) -> Task:
-    """Questions: `train.jsonl` and `validation.jsonl` as SQuAD has them; those answered in the first 192 tokens.
+def squad(model: str, folder: Path, samples: int, seed: int, from_config: bool = False) -> Task:
+    """Questions: `train.jsonl` and `validation.jsonl` with SQuAD 1.1's columns, as `recipes/run_qa.py` trains on them.
 
-    The metric is F1 over the tokens of the answer's span, which is a little stricter than F1 over its words. Nothing
-    is cached, since the model's own loss reads padding.
+    Texts are cut into overlapping windows, padding is left out of the loss, so that what frozen layers give may be
+    cached, and the metric is SQuAD's own F1, in percent, over the words of the best answer. Questions without any, as
+    SQuAD 2.0 has them, are left out.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    sys.path.append(str(Path(__file__).parent.parent / "recipes"))
+    from datasets import Dataset
 
-    def rows(name: str, most: int | None) -> Rows:
-        found: Rows = []
-        for line in _lines(folder / name, None, seed):
-            start = line["answers"]["answer_start"][0]
-            stop = start + len(line["answers"]["text"][0])
-            encoded = tokenizer(
-                line["question"],
-                line["context"],
-                truncation="only_second",
-                max_length=SQUAD_TOKENS,
-                padding="max_length",  # a softmax over positions: its length must not depend on the batch
-            )
-            first, last = encoded.char_to_token(start, 1), encoded.char_to_token(stop - 1, 1)
-            if first is not None and last is not None:
-                found.append({**encoded, "start_positions": first, "end_positions": last})
-        return found[:most]
+    from answers import choose_answer, squad_metrics
+    from run_qa import DataTrainingArguments, PaddingMaskedTrainer, answer_all, make_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    files = {f"{name}_file": str(folder / f"{name}.jsonl") for name in ("train", "validation")}
+    settings = DataTrainingArguments(
+        **files, max_seq_length=SQUAD_TOKENS, doc_stride=SQUAD_SHARED, pad_to_max_length=False, mask_padding=True
+    )
+
+    def read(name: str, most: int | None) -> tuple[Dataset, Dataset]:
+        lines = [line for line in _lines(folder / f"{name}.jsonl", None, seed) if line["answers"]["text"]]
+        questions = Dataset.from_list(lines[:most])
+        return questions, make_windows(questions, tokenizer, settings, f"Cutting {name}")
+
+    questions, windows = read("validation", None)
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        found = answer_all(questions, windows, prediction.predictions, settings.rules)
+        chosen = [choose_answer(found[str(question["id"])], settings.rules) for question in questions]
+        return squad_metrics(chosen, [question["answers"]["text"] for question in questions])
 
     return Task(
-        lambda: AutoModelForQuestionAnswering.from_pretrained(model),
-        rows("train.jsonl", samples),
-        rows("validation.jsonl", None),
-        default_data_collator,
-        _span_f1,
-        "span F1",
+        lambda: _load(AutoModelForQuestionAnswering, model, from_config),
+        read("train", samples)[1].remove_columns(["example", "offsets"]),
+        windows,
+        DataCollatorWithPadding(tokenizer),
+        compute_metrics,
+        "f1",
+        PaddingMaskedTrainer.compute_loss,
         {"learning_rate": 1e-4},
     )
 
@@ -140,7 +151,7 @@ def digits(seed: int) -> Task:
         collate,
         _accuracy,
         "accuracy",
-        {"learning_rate": 1e-3, "warmup_steps": 45},
+        options={"learning_rate": 1e-3, "warmup_steps": 45},
     )
 
 
@@ -155,10 +166,8 @@ def _accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def _span_f1(prediction: Any) -> dict[str, float]:
-    starts, ends = (logits.argmax(-1) for logits in prediction.predictions[:2])
-    scores = []
-    for start, end, first, last in zip(starts, ends, *prediction.label_ids, strict=True):
-        shared = min(end, last) - max(start, first) + 1
-        scores.append(2 * shared / (end - start + 1 + last - first + 1) if shared > 0 else 0.0)
-    return {"span F1": float(np.mean(scores))}
+def _load(cls: Any, model: str, from_config: bool, **changes: Any) -> nn.Module:
+    """A model of its weights, or of its shape alone."""
+    if from_config:
+        return cls.from_config(AutoConfig.from_pretrained(model, **changes))
+    return cls.from_pretrained(model, **changes)

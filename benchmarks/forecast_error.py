@@ -11,7 +11,7 @@ other in the same processes:
     round 2    profile   DDP   K = 1   ...
 
 DDP is the stock Trainer, which a forecast takes for K = 1. A pipeline with frozen layers has no cache; the rows of f
-alone have K = 1.
+alone have K = 1. Sequences are not cut along their tokens in any row.
 
 A row's error is predicted over measured step, less 1; what counts is the median over the rounds. Prediction and
 measurement of a round lie a minute apart, so the machine should have nothing else to do.

@@ -30,7 +30,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ SCORE_PASSES = 18
 """Reads and writes of the scores, forward and backward: product, scale, mask, softmax, dropout, product."""
 CONTEXT_PASSES = 5
 """Over the earlier keys and values: appended to, and their gradients summed."""
-TABLE_WIDTH = 120  # where the output is no terminal
+TABLE_WIDTH = 132  # where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,10 @@ def predict(setting: Setting, granularity: int) -> dict[str, Any]:
     """Both steps of a setting, by the model."""
     latency = stage_latency(setting, V100)
     stages = [latency] * setting.stages
-    whole, sliced = gpipe(stages, setting.rows), plan_slices(stages, setting.rows, LENGTH, granularity=granularity)
+    whole = gpipe(stages, setting.rows)
+    began = time.process_time()
+    sliced = plan_slices(stages, setting.rows, LENGTH, granularity=granularity)
+    planning_seconds = time.process_time() - began
     reduce = all_reduce_seconds(setting, V100)
     without, with_slices = whole.seconds + reduce, sliced.seconds + reduce
     return {
@@ -204,6 +209,7 @@ def predict(setting: Setting, granularity: int) -> dict[str, Any]:
         "micro_batches": described(whole),
         "slices": described(sliced),
         "num_slices": sliced.num_slices,
+        "planning_seconds": planning_seconds,
     }
 
 
@@ -232,6 +238,7 @@ def main() -> None:
         "model gains",
         "flat",
         "slices",
+        "plan ms",
     )
     for column in columns:
         table.add_column(column, justify="right")
@@ -247,15 +254,18 @@ def main() -> None:
             f"{row['speed_up']:.2f}",
             str(row["latency"]["flat_tokens"]),
             str(row["num_slices"]),
+            f"{1e3 * row['planning_seconds']:.0f}",
         )
     console = Console(width=max(TABLE_WIDTH, Console().width))
     console.print(table)
-    console.print("rows: of a replica; flat: fewer tokens than these take as long; slices: of all rows. In full:")
+    console.print("rows: of a replica; flat: fewer tokens than these take as long; slices: of all rows;")
+    console.print("plan ms: CPU time of the planner that finds them. In full:")
     for row in rows:
         console.print(f"({row['setting']['number']})  without  {row['micro_batches']}", highlight=False)
         console.print(f"     with     {row['slices']}", highlight=False)
     if arguments.output is not None:
-        facts = {"granularity": arguments.granularity, "device": asdict(V100), "settings": rows}
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        facts = {"date": date, "granularity": arguments.granularity, "device": asdict(V100), "settings": rows}
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(facts, indent=2) + "\n")
 

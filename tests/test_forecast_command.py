@@ -101,6 +101,8 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--seq", "513"], 2, "seq is 513, but BertForSequenceClassification has 512 positions"),
         (["--device", "abacus"], 2, "device='abacus' is not in the table, which has v100-16g"),
         (["--profile", "cpu", "--device", "l4"], 2, "device is 'l4', but profile='cpu' times the model on this"),
+        (["--profile", "cpu", "--efficiency", "0.3"], 2, "efficiency is 0.3, but profile='cpu' times the model"),
+        (["--profile", "cuda", "--efficiency", "0.3"], 2, "efficiency is 0.3, but profile='cuda' times the model"),
         (["--profile", "guess"], 2, "profile is 'guess', but must be one of analytic, cpu, cuda"),
         (["--alpha", "1"], 2, "freeze_alpha=1.0"),
         (["--freeze-schedule", "{1: 2}"], 2, "freeze_schedule is '{1: 2}', which is no JSON"),

@@ -74,11 +74,13 @@ class Request:
                 "token_slices is 'auto', but needs several stages, and pipeline_parallel_size is 1: raise it, or set"
                 " token_slices='off'."
             )
-        if self.device is not None and self.profile != "analytic":
-            raise ValueError(
-                f"device is {self.device!r}, but profile={self.profile!r} times the model on this machine: leave out"
-                " one of them."
-            )
+        for name in ("device", "efficiency"):  # of the table alone
+            value = getattr(self, name)
+            if value is not None and self.profile != "analytic":
+                raise ValueError(
+                    f"{name} is {value!r}, but profile={self.profile!r} times the model on this machine: leave out one"
+                    " of them."
+                )
         if self.seq < 1:
             raise ValueError(f"seq is {self.seq}, but must be at least 1.")
         for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
