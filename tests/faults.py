@@ -26,6 +26,7 @@ from hf_pipetransformer.resilience.progress import PROGRESS
 
 Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut", "stop_host", "term", "terms", "preempt"]
 
+HANGS: tuple[Kind, ...] = ("hang", "busy")
 EVERYONE = -1
 """In place of a rank: it happens to all of them."""
 
@@ -57,8 +58,17 @@ RUN = Run(epochs=3).with_options(
 
 A step has two global batches (`gradient_accumulation_steps`).
 """
+CACHED_RUN = replace(RUN, epochs=5)
+CACHED_FREEZES = {2: 1, 8: 2}
+COUNTED = {6: 1, 12: 2}
+"""Steps done -> layers that count as cached in `CACHED_RUN`, which freezes by `CACHED_FREEZES`: a whole epoch lies
+between. At the second freeze, where layers move and two stages become one, the first counts as cached already."""
 STORE = "store"
 """Whatever is there in a job's folder under this name is its `activation_cache_dir`: it caches, for five epochs."""
+
+WATCHDOG_TIMEOUT = 2
+DDP_TIMEOUT = 60
+DDP_TIMEOUT_WITH_A_HANG = 12
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class Fault:
         phase: where.
         step: number of steps done.
         entry: how often the phase has been entered since then.
+        caches: it happens in `CACHED_RUN`.
     """
 
     kind: Kind
@@ -80,6 +91,7 @@ class Fault:
     phase: str
     step: int
     entry: int = 1
+    caches: bool = False
 
 
 @dataclass
@@ -92,6 +104,7 @@ class Report:
         first_step_at: when the first new step was done, or the training's end if all were, by `time.time`.
         evaluations: the steps after which there was one, those before the fault included.
         hit_rates: of the cache, in each epoch but the last.
+        cached: layers that counted as cached when it went on.
     """
 
     outcome: Outcome
@@ -99,13 +112,14 @@ class Report:
     first_step_at: float
     evaluations: list[int]
     hit_rates: list[float]
+    cached: int
 
 
 class FaultInjector:
     """Lets a fault happen in this process, once."""
 
-    def __init__(self, fault: Fault, folder: Path) -> None:
-        self._fault, self._folder = fault, folder
+    def __init__(self, fault: Fault, folder: Path, trainer: PipeTransformerTrainer) -> None:
+        self._fault, self._folder, self._trainer = fault, folder, trainer
         self._entries = 0
         self._has_happened = False
         PROGRESS.on_enter = self.look
@@ -128,7 +142,7 @@ class FaultInjector:
             return
         self._has_happened = True
         with suppress(FileExistsError), (self._folder / "fault").open("x") as file:  # of several, the first
-            file.write(f"{time.time()} {step}")
+            file.write(f"{time.time()} {step} {cached_layers(self._trainer)}")
         getattr(self, f"_{self._fault.kind}")()
 
     def _kill(self) -> None:
@@ -175,12 +189,19 @@ class FaultInjector:
         self._kill()
 
 
+def cached_layers(trainer: PipeTransformerTrainer) -> int:
+    """That count as cached, by the plan in force."""
+    pipeline = trainer.pipeline
+    return pipeline.current_plan.num_cached_layers if pipeline is not None and pipeline.is_placed else 0
+
+
 class _FirstStep(TrainerCallback):
-    def __init__(self) -> None:
-        self.resumed, self.at = -1, 0.0
+    def __init__(self, trainer: PipeTransformerTrainer) -> None:
+        self._trainer = trainer
+        self.resumed, self.cached, self.at = -1, 0, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.resumed = state.global_step
+        self.resumed, self.cached = state.global_step, cached_layers(self._trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.at = self.at or time.time()
@@ -194,13 +215,15 @@ def global_rows(world_size: int) -> int:
 
 
 def trainer_with_fault(
-    folder: str, rank: int, world_size: int, fault: Fault | None, max_steps: int = -1
+    folder: str, rank: int, world_size: int, fault: Fault | None, max_steps: int = -1, caches: bool = False
 ) -> PipeTransformerTrainer:
     """An elastic training: as many stages as processes, up to four, then two, then one."""
     store = Path(folder, STORE)
     # the next attempt goes on with what the one that was killed has put
     goes_on = (fault is not None and fault.phase == "cache") or Path(folder, "activation_cache").exists()
-    run = replace(RUN, epochs=5) if store.exists() else RUN.with_options(max_steps=max_steps)
+    run = CACHED_RUN if caches or store.exists() else RUN.with_options(max_steps=max_steps)
+    if caches:
+        activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
     trainer = pipeline_trainer(
         replace(run, per_device=global_rows(world_size) // world_size),
         _stages(SHRINK[0], world_size),
@@ -208,15 +231,15 @@ def trainer_with_fault(
         freeze_policy="schedule",
         freeze_strategy="steps",
         freeze_steps=1,
-        freeze_schedule=MID_EPOCH,
-        activation_cache="on" if goes_on or store.exists() else "off",
+        freeze_schedule=CACHED_FREEZES if caches else MID_EPOCH,
+        activation_cache="on" if caches or goes_on or store.exists() else "off",
         activation_cache_dir=str(store) if store.exists() else None,
-        watchdog_timeout=2,
-        ddp_timeout=12 if fault is not None and fault.kind in ("hang", "busy") else 60,
+        watchdog_timeout=WATCHDOG_TIMEOUT,
+        ddp_timeout=DDP_TIMEOUT_WITH_A_HANG if fault is not None and fault.kind in HANGS else DDP_TIMEOUT,
     )
     stages_by_frozen(trainer, {frozen: _stages(stages, world_size) for frozen, stages in SHRINK.items()})
     if fault is not None and fault.rank in (rank, EVERYONE):
-        FaultInjector(fault, Path(folder))
+        FaultInjector(fault, Path(folder), trainer)
     return trainer
 
 
@@ -224,10 +247,12 @@ def _stages(most: int, world_size: int) -> int:
     return max(stages for stages in range(1, most + 1) if world_size % stages == 0)
 
 
-def train(rank: int, world_size: int, folder: str, fault: Fault | None = None, max_steps: int = -1) -> Report:
+def train(
+    rank: int, world_size: int, folder: str, fault: Fault | None = None, max_steps: int = -1, caches: bool = False
+) -> Report:
     """Train, or go on with what has been trained."""
-    trainer = trainer_with_fault(folder, rank, world_size, fault, max_steps)
-    first = _FirstStep()
+    trainer = trainer_with_fault(folder, rank, world_size, fault, max_steps, caches)
+    first = _FirstStep(trainer)
     trainer.add_callback(first)
     outcome = outcome_of(trainer, resume_from_checkpoint="last")
     log = trainer.state.log_history
@@ -237,4 +262,5 @@ def train(rank: int, world_size: int, folder: str, fault: Fault | None = None, m
         first.at,
         [entry["step"] for entry in log if "eval_loss" in entry],
         [entry["cache_hit_rate"] + entry["cache_older_hit_rate"] for entry in log if "cache_hit_rate" in entry],
+        first.cached,
     )

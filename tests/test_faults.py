@@ -18,7 +18,21 @@ from typing import Any
 
 import pytest
 from distributed import RankDiedError, RankOutcome, RankTimeoutError, launch_ranks, run_ranks
-from faults import EVERYONE, PHASES, RUN, Fault, Report, global_rows, train
+from faults import (
+    CACHED_FREEZES,
+    CACHED_RUN,
+    COUNTED,
+    DDP_TIMEOUT_WITH_A_HANG,
+    EVERYONE,
+    HANGS,
+    PHASES,
+    RUN,
+    WATCHDOG_TIMEOUT,
+    Fault,
+    Report,
+    global_rows,
+    train,
+)
 from test_elastic import MID_EPOCH, reference
 from training_runs import WORLD, Outcome, assert_same_training
 
@@ -30,20 +44,28 @@ from hf_pipetransformer.resilience.watchdog import EXIT_CODE
 Recorder = Callable[[str, Any], None]
 
 STEP_OF = dict(PHASES)
-PATIENT = ("start", "adapt", "log", "evaluation", "save", "publish", "end")
-"""Phases in which a process may take as long as `ddp_timeout`."""
+PATIENT = ("start", "save", "end")
+"""Some of the phases in which a process may take as long as `ddp_timeout`."""
 AFTER_THE_STEP = ("log", "evaluation", "prediction", "save", "publish", "end")
 """Phases in which a step is done that is not yet counted."""
 
+RANK_0_ONLY = ("adapt", "freeze", "drop", "build", "log")
+"""Phases in which no other rank is killed: for its peers a neighbouring phase is the same."""
+
 FAULTS = [
-    *(Fault("kill", rank, phase, step) for phase, step in PHASES for rank in (0, 2)),
+    *(Fault("kill", 0, phase, step) for phase, step in PHASES),
+    *(Fault("kill", 2, phase, step) for phase, step in PHASES if phase not in RANK_0_ONLY),
     *(Fault("stop", rank, phase, STEP_OF[phase]) for rank, phase in enumerate(("step", "move", "save", "update"))),
     *(Fault("stop", 3 - rank, phase, STEP_OF[phase]) for rank, phase in enumerate(("data", "build", "log", "end"))),
     *(Fault("hang", rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase in ("data", "step")),
-    *(Fault("hang", rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase in PATIENT[::2]),
+    *(Fault("hang", rank % 4, phase, step) for rank, (phase, step) in enumerate(PHASES) if phase in PATIENT),
     *(Fault("busy", 1, phase, STEP_OF[phase]) for phase in ("step", "prediction")),
     *(Fault("raise", 3 - rank % 4, *PHASES[rank]) for rank in (*range(1, 14, 2), 16)),  # each second phase
-    *(Fault("corrupt", 0, phase, STEP_OF[phase]) for phase in ("step", "move", "prediction")),
+    *(Fault("corrupt", 0, phase, STEP_OF[phase]) for phase in ("step", "prediction")),
+    Fault("kill", 2, "move", 8, caches=True),
+    Fault("kill", 1, "build", 8, caches=True),
+    Fault("kill", 0, "evaluation", 14, caches=True),
+    Fault("stop", 3, "step", 7, caches=True),
 ]
 WHO = (2, EVERYONE, 0)
 TERMS = [
@@ -52,34 +74,43 @@ TERMS = [
     Fault("term", 3, "all-reduce", 4, entry=2),  # behind its vote
     Fault("terms", 1, "step", 4),
     Fault("terms", EVERYONE, "move", 5),
+    Fault("term", 2, "build", 8, caches=True),
+    Fault("term", EVERYONE, "evaluation", 8, caches=True),
 ]
 """(At "end" no step is left to save after.)"""
 BEHIND_THE_VOTE = (*AFTER_THE_STEP, "update")
 """Phases in which a SIGTERM comes too late for the vote of the step under way. Of "cache" nobody knows."""
 
 FEW = {
-    ("kill", 2, "step"),
-    ("kill", 0, "move"),
-    ("stop", 0, "step"),
-    ("hang", 3, "step"),
-    ("raise", 2, "build"),
-    ("terms", EVERYONE, "move"),
+    Fault("kill", 2, "step", 4),
+    Fault("kill", 0, "move", 5),
+    Fault("kill", 2, "move", 8, caches=True),
+    Fault("stop", 0, "step", 4),
+    Fault("hang", 3, "step", 4),
+    Fault("raise", 2, "build", 5),
+    Fault("terms", EVERYONE, "move", 5),
 }
+assert {*FAULTS, *TERMS} >= FEW
 IN_AN_EPOCH = 8
 """A number of steps that ends a training inside an epoch."""
 
 
 @cache
-def expected(world_size: int = WORLD, max_steps: int = -1) -> Outcome:
+def expected(world_size: int = WORLD, max_steps: int = -1, caches: bool = False) -> Outcome:
     """Of one process, with the batches of so many."""
-    run = replace(RUN, per_device=global_rows(world_size) // WORLD)
+    run, freezes = (CACHED_RUN, CACHED_FREEZES) if caches else (RUN, MID_EPOCH)
+    run = replace(run, per_device=global_rows(world_size) // WORLD)
     run = run.with_options(eval_strategy="no", save_strategy="no", max_steps=max_steps)
-    return run_ranks(reference, 1, run, MID_EPOCH)[0]
+    return run_ranks(reference, 1, run, freezes)[0]
+
+
+def wanted_of(fault: Fault) -> Outcome:
+    return expected(caches=True) if fault.caches else expected()
 
 
 def when(folder: Path) -> tuple[float, int]:
     """When the fault happened, and the number of steps that were done."""
-    at, step = (folder / "fault").read_text().split()
+    at, step, _ = (folder / "fault").read_text().split()
     return float(at), int(step)
 
 
@@ -96,10 +127,29 @@ def assert_nothing_lost(reports: Sequence[Report], wanted: Outcome) -> None:
         assert report.evaluations == sorted({*range(3, steps + 1, 3), steps})
 
 
+def counted(steps: int) -> int:
+    """Layers that count as cached from so many steps on."""
+    return max((count for since, count in COUNTED.items() if since <= steps), default=0)
+
+
+def assert_cached(folder: Path, reports: Sequence[Report]) -> None:
+    """Layers counted as cached when the fault happened, and at once when the checkpoint was gone on with."""
+    _, step, cached = (folder / "fault").read_text().split()
+    assert int(cached) == counted(int(step)) > 0
+    for report in reports:
+        assert report.cached == counted(report.resumed_step - 1)  # it was written before the plan of the next step
+
+
+def seconds_to_notice(fault: Fault) -> int:
+    """That a process stands still; `docs/resuming.md` says when."""
+    is_paced = fault.kind == "stop" or fault.phase == "step"
+    return WATCHDOG_TIMEOUT if is_paced else DDP_TIMEOUT_WITH_A_HANG
+
+
 def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
     happened_at, _ = when(folder)
-    row = {
-        "fault": fault.kind,
+    row: dict[str, Any] = {
+        "fault": f"{fault.kind}, cached" if fault.caches else fault.kind,
         "phase": fault.phase,
         "rank": "all" if fault.rank == EVERYONE else fault.rank,
         "steps_lost": lost,
@@ -107,14 +157,17 @@ def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report
         "seconds_to_recover": round(max(report.first_step_at for report in reports) - happened_at, 2),
         "final weights": "equal",
     }
+    if fault.kind in ("stop", *HANGS):
+        row["seconds_to_notice"] = seconds_to_notice(fault)
     return json.dumps(row)
 
 
 def mark(fault: Fault) -> Any:
-    marks = [] if (fault.kind, fault.rank, fault.phase) in FEW else [pytest.mark.faults]
+    marks = [] if fault in FEW else [pytest.mark.faults]
     who = "all" if fault.rank == EVERYONE else f"rank{fault.rank}"
     again = f"-{fault.entry}" if fault.entry > 1 else ""
-    return pytest.param(fault, marks=marks, id=f"{fault.kind}-{who}-{fault.phase}{again}")
+    cached = "-cached" if fault.caches else ""
+    return pytest.param(fault, marks=marks, id=f"{fault.kind}-{who}-{fault.phase}{again}{cached}")
 
 
 def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
@@ -134,11 +187,13 @@ def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", [mark(fault) for fault in FAULTS])
 def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
-    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90)
+    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, caches=fault.caches)
     ended_at = time.time()
     assert_told(outcomes, fault)
-    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90)
-    assert_nothing_lost(reports, expected())
+    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90, caches=fault.caches)
+    assert_nothing_lost(reports, wanted_of(fault))
+    if fault.caches:
+        assert_cached(tmp_path, reports)
     lost = steps_lost(fault, when(tmp_path)[1], reports[0].resumed_step)
     assert 0 <= lost <= (4 if fault.kind == "corrupt" else 2)  # a checkpoint every second step
     record_property("fault", row_of(fault, tmp_path, ended_at, reports, lost))
@@ -157,7 +212,7 @@ def assert_left(outcomes: Sequence[RankOutcome], folder: Path) -> int:
 @pytest.mark.parametrize("fault", [mark(fault) for fault in TERMS])
 def test_sigterm_loses_no_step(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
     """Also where some of the processes get it, or more than one comes."""
-    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90)
+    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, caches=fault.caches)
     ended_at = time.time()
     saved = assert_left(outcomes, tmp_path)
     steps = saved - when(tmp_path)[1]
@@ -166,8 +221,10 @@ def test_sigterm_loses_no_step(fault: Fault, tmp_path: Path, record_property: Re
     else:
         is_late = fault.phase in BEHIND_THE_VOTE or (fault.phase == "all-reduce" and fault.entry == 2)
         assert steps == 1 + is_late
-    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90)
-    assert_nothing_lost(reports, expected())
+    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90, caches=fault.caches)
+    assert_nothing_lost(reports, wanted_of(fault))
+    if fault.caches:
+        assert_cached(tmp_path, reports)
     lost = saved - reports[0].resumed_step
     assert lost == 0
     record_property("fault", row_of(fault, tmp_path, ended_at, reports, lost))

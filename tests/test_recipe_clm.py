@@ -72,6 +72,28 @@ def test_own_files(tmp_path: Path) -> None:
     assert set(splits["train"]["text"]) == {"one line", "another"}
 
 
+@pytest.mark.parametrize("has_validation", [True, False])
+def test_texts_from_the_hub(has_validation: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WikiText has three splits, and many empty lines; C4 has more columns."""
+    lines = Dataset.from_dict({"id": list(range(40)), "text": ["", " = A title = \n"] * 20})
+    splits = {"train": lines, "validation": lines.select(range(8)), "test": lines.select(range(4))}
+    asked: list[Any] = []
+
+    def load_dataset(*names: str | None, **options: Any) -> DatasetDict:
+        asked.append((names, options))
+        return DatasetDict({name: split for name, split in splits.items() if has_validation or name == "train"})
+
+    monkeypatch.setattr(run_clm, "load_dataset", load_dataset)
+    data_args = arguments(
+        generated_data=None, dataset_name="wiki", dataset_config_name="raw" if has_validation else None
+    )
+    found = run_clm.load_texts(data_args, 0, "here")
+    assert asked == [(("wiki", "raw" if has_validation else None), {"cache_dir": "here"})]
+    sizes = {"train": 20, "validation": 4, "test": 2} if has_validation else {"train": 19, "validation": 1}
+    assert {name: len(split) for name, split in found.items()} == sizes
+    assert all(split.column_names == ["text"] for split in found.values())
+
+
 def test_user_errors() -> None:
     with pytest.raises(ValueError, match="got none"):
         run_clm.DataTrainingArguments()
@@ -159,19 +181,27 @@ def run(rank: int, world_size: int, folder: str, *more: str) -> dict[str, float]
     )
 
 
-def test_packed_blocks_from_end_to_end(tmp_path: Path) -> None:
+def test_packed_blocks_from_end_to_end_whole_and_in_slices(tmp_path: Path) -> None:
     """Batches and blocks are all full, so the perplexity is that of the mean loss."""
-    results, _ = run_ranks(run, 2, str(tmp_path))
-    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
-    assert (tmp_path / "tokenizer.json").is_file() and (tmp_path / "model.safetensors").is_file()
+    results: dict[str, dict[str, float]] = {}
+    for token_slices in ("off", "3"):
+        folder = tmp_path / token_slices
+        more = ("--token_slices", token_slices, "--learning_rate", "1e-2")
+        results[token_slices], _ = run_ranks(run, 2, str(folder), *more)
+        assert (folder / "tokenizer.json").is_file() and (folder / "model.safetensors").is_file()
+    whole, sliced = results["off"], results["3"]
+    assert whole["eval_perplexity"] == pytest.approx(math.exp(whole["eval_loss"]), rel=1e-4)
+    for name in ("train_loss", "eval_loss"):
+        assert sliced[name] == pytest.approx(whole[name], abs=1e-4)
+    assert cuts_of(tmp_path / "off") == []
+    (cut,) = cuts_of(tmp_path / "3")
+    assert cut["tokens"] == 16 and all(lengths == [6, 5, 5] for _, lengths in cut["parts"])
 
 
-def test_slices_along_the_tokens_from_end_to_end(tmp_path: Path) -> None:
-    results, _ = run_ranks(run, 2, str(tmp_path), "--token_slices", "auto")
-    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
-    events = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
-    cuts = [event["slices"] for event in events if event["event"] == "slices"]
-    assert cuts and all(cut["tokens"] == 16 for cut in cuts)
+def cuts_of(folder: Path) -> list[dict[str, Any]]:
+    """How batches were cut along their tokens, as recorded."""
+    events = [json.loads(line) for line in (folder / "pipeline_events.jsonl").read_text().splitlines()]
+    return [event["slices"] for event in events if event["event"] == "slices"]
 
 
 def test_padded_lines_with_adapters_from_end_to_end(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,22 @@ def accuracy_of_saved(folder: Path) -> float:
     return float(np.mean(found.numpy() == rows["label"][:]))
 
 
-def test_fixed_transforms_hit_the_cache_and_random_ones_do_not(tmp_path: Path) -> None:
+def reasons_off(folder: Path) -> list[str]:
+    """Why there was no cache any more at the end, as recorded."""
+    lines = [json.loads(line) for line in (folder / "pipeline_metrics.jsonl").read_text().splitlines()]
+    return [line["reason"] for line in lines if line["kind"] == "cache_off"]
+
+
+def test_fixed_transforms_hit_the_cache_and_random_ones_turn_it_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (results, rates), _ = run_ranks(run, 2, str(tmp_path / "fixed"))
     assert results["eval_samples"] == 20
     assert results["eval_accuracy"] == pytest.approx(accuracy_of_saved(tmp_path / "fixed"))
     assert rates[-1] > 0.9
+    assert reasons_off(tmp_path / "fixed") == []
     (_, rates), _ = run_ranks(run, 2, str(tmp_path / "random"), "--augment")
     assert max(rates) < 0.1
+    (reason,) = reasons_off(tmp_path / "random")
+    assert "of 64 rows 0 were found; the inputs of a sample change from epoch to epoch" in reason
+    assert f"The activation cache is off: {reason}." in capsys.readouterr().out  # what the processes print, too

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import string
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from distributed import run_ranks
 
 pytest.importorskip("datasets")
 
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 import answers
 import generated_questions
@@ -153,6 +154,55 @@ def test_offline_scores_go_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     scores = answers.load_scores(allows_no_answer=False)
     assert scores({"b": "yes", "a": "no"}, {"a": ["no"], "b": ["no"]}) == {"exact_match": 50.0, "f1": 50.0}
+
+
+def online_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """`evaluate.load(name)` gives what the official script does, and more; returns what it is asked to compute."""
+    asked: list[dict] = []
+
+    def compute(predictions: list[dict], references: list[dict]) -> dict[str, float]:
+        asked.extend([*predictions, *references])
+        truths = {row["id"]: row["answers"]["text"] for row in references}
+        of_script = official_2 if name == "squad_v2" else official_1
+        scores = of_script([row["prediction_text"] for row in predictions], [truths[row["id"]] for row in predictions])
+        return {**scores, "total": len(predictions), "best_f1": 100.0, "best_f1_thresh": 0.0}
+
+    def load(wanted: str) -> SimpleNamespace:
+        if wanted != name:
+            raise ConnectionError(wanted)
+        return SimpleNamespace(compute=compute)
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=load))
+    return asked
+
+
+@pytest.mark.parametrize("name", ["squad", "squad_v2"])
+def test_scores_of_evaluate_have_the_names_and_values_of_the_local_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allows_no_answer = name == "squad_v2"
+    given = {"b": "yes", "a": "the year 1066"}
+    truths = {"a": ["1066", "in 1066"], "b": [] if allows_no_answer else ["no"]}
+    local = answers.load_scores(allows_no_answer)(given, truths)
+    asked = online_scores(name, monkeypatch)
+    assert answers.load_scores(allows_no_answer)(given, truths) == pytest.approx(local)
+    extra = {"no_answer_probability": 0.0} if allows_no_answer else {}
+    assert asked == [
+        {"id": "a", "prediction_text": "the year 1066", **extra},
+        {"id": "b", "prediction_text": "yes", **extra},
+        {"id": "a", "answers": {"text": ["1066", "in 1066"], "answer_start": [0, 0]}},
+        {"id": "b", "answers": {"text": truths["b"], "answer_start": [0] * len(truths["b"])}},
+    ]
+
+
+def test_scores_are_computed_here_where_evaluate_cannot_load_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    online_scores("another", monkeypatch)
+    scores = answers.load_scores(allows_no_answer=False)
+    assert "evaluate.load('squad') failed" in caplog.text
+    assert scores({"a": "no"}, {"a": ["no"]}) == {"exact_match": 100.0, "f1": 100.0}
 
 
 # ------------------------------------------------------------------------------------------ the choice of answers
@@ -313,6 +363,35 @@ def test_only_the_questions_that_are_used_are_checked(tmp_path: Path) -> None:
     assert run_qa.questions_of("test", splits, data_args).column_names == ["id", "context", "question"]
     with pytest.raises(ValueError, match="1 of the 1 questions of the validation data have no answer"):
         run_qa.questions_of("validation", splits, data_args)
+
+
+@pytest.mark.parametrize("with_unanswerable", [False, True])
+def test_questions_from_the_hub(with_unanswerable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In SQuAD's columns; sets that have test data have its answers, too, or none."""
+    rows = generated_questions.generate_questions(30, 30, 0, with_unanswerable)
+    hub = DatasetDict({name: Dataset.from_list([{"title": "T", **row} for row in rows[name]]) for name in rows})
+    hub["test"] = hub["validation"]
+    asked: list[object] = []
+
+    def load_dataset(*names: object, **options: object) -> DatasetDict:
+        asked.append((names, options))
+        return hub
+
+    monkeypatch.setattr(run_qa, "load_dataset", load_dataset)
+    options = {"generated_data": None, "dataset_name": "squad", "dataset_config_name": "plain_text"}
+    data_args = arguments(**options, version_2_with_negative=with_unanswerable)
+    splits = run_qa.load_questions(data_args, 0, "here")
+    assert asked == [(("squad", "plain_text"), {"cache_dir": "here"})]
+    tokenizer = build_tokenizer(64, more_words=generated_questions.QUESTION_WORDS)
+    for name in ("train", "validation"):
+        windows = run_qa.make_windows(run_qa.questions_of(name, splits, data_args), tokenizer, data_args, name)
+        assert set(windows["example"]) == set(range(30)) and "title" not in windows.column_names
+        answered = {row["example"] for row in windows if row["end_positions"] > 0}
+        assert answered == {i for i, row in enumerate(rows[name]) if row["answers"]["text"]}
+    assert run_qa.questions_of("test", splits, data_args).column_names == ["title", "id", "context", "question"]
+    if with_unanswerable:
+        with pytest.raises(ValueError, match="of the 30 questions of the train data have no answer"):
+            run_qa.questions_of("train", splits, arguments(**options))
 
 
 def test_padding_on_the_left_is_not_masked() -> None:

@@ -4,7 +4,9 @@ import importlib
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +17,8 @@ import generated_data
 import metrics
 
 pytest.importorskip("datasets")
-pytest.importorskip("evaluate")
 
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 # ---------------------------------------------------------------- generated data
 
@@ -169,6 +170,26 @@ def test_offline_tasks_use_local_metrics(task, names, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     metric = metrics.load_metric(task, is_regression=task == "stsb")
     assert set(metric(np.array([0, 1, 1]), np.array([0, 1, 0]))) == names
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_tasks_use_evaluate_where_it_is_reachable(is_reachable, monkeypatch, caplog):
+    def load(*names):
+        if not is_reachable:
+            raise ConnectionError("no route")
+        return SimpleNamespace(compute=lambda **given: {"names": names, **given})
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=load))
+    metric = metrics.load_metric("mrpc", is_regression=False)
+    predictions, references = np.array([1, 1, 0, 1]), np.array([1, 0, 0, 1])
+    if is_reachable:
+        expected = {"names": ("glue", "mrpc"), "predictions": predictions, "references": references}
+        assert metric(predictions, references) == expected  # the same arrays
+    else:
+        assert "evaluate.load('glue', 'mrpc') failed (no route)" in caplog.text
+        assert metric is metrics.paraphrase_metrics
+    assert metrics.load_metric(None, is_regression=False) is metrics.accuracy_metrics  # data of one's own
 
 
 # ---------------------------------------------------------------- run_glue
@@ -528,8 +549,8 @@ def apply(rank, world_size, folder, *more):
     )
 
 
-def predictions_of(folder, name="out"):
-    lines = (folder / name / "predictions_test.tsv").read_text().splitlines()[1:]
+def predictions_of(folder, name="out", split="test"):
+    lines = (folder / name / f"predictions_{split}.tsv").read_text().splitlines()[1:]
     return [line.split("\t")[1] for line in lines]
 
 
@@ -580,3 +601,88 @@ def test_numbers_from_end_to_end(tmp_path):
     assert results["eval_loss"] == pytest.approx(np.mean((predictions - references) ** 2), rel=1e-3)
     mean = (results["eval_pearson"] + results["eval_spearmanr"]) / 2
     assert results["eval_combined_score"] == pytest.approx(mean, nan_ok=True)
+
+
+# ---------------------------------------------------------------- GLUE's tasks, as they are on the hub
+
+NLI = ("entailment", "neutral", "contradiction")
+HUB_TASKS = {  # text columns, labels, sets of validation and of test data
+    "stsb": (("sentence1", "sentence2"), (), ("",)),
+    "mnli": (("premise", "hypothesis"), NLI, ("_matched", "_mismatched")),
+    "wnli": (("sentence1", "sentence2"), ("not_entailment", "entailment"), ("",)),
+}
+
+
+def task_on_the_hub(task):
+    """In its columns and types; test data has the sentences of the validation data, and -1 for labels."""
+    columns, names, sets = HUB_TASKS[task]
+    label = ClassLabel(names=list(names)) if names else Value("float32")
+    features = {**dict.fromkeys(columns, Value("string")), "label": label, "idx": Value("int32")}
+
+    def split(begin, labels=None):
+        texts = SENTENCES["train"]["sentence"][begin : begin + 6]
+        labels = labels or [number % len(names) if names else 0.9 * number for number in range(begin, begin + 6)]
+        rows = dict(zip(columns, (texts, texts[::-1]), strict=True))
+        return Dataset.from_dict({**rows, "label": labels, "idx": list(range(6))}, features=Features(features))
+
+    splits = {"train": split(0)}
+    for number, name in enumerate(sets, 1):
+        splits |= {f"validation{name}": split(6 * number), f"test{name}": split(6 * number, [-1] * 6)}
+    return DatasetDict(splits)
+
+
+def apply_to_tasks(rank, world_size, folder):
+    """A model without training on each task."""
+    generated_data.build_tokenizer(32).save_pretrained(f"{folder}/tokenizer")
+    asked = []
+
+    def load_dataset(path, task, cache_dir):
+        asked.append((path, task, cache_dir))
+        return task_on_the_hub(task)
+
+    run_glue.load_dataset = load_dataset
+    overrides = "num_hidden_layers=2,hidden_size=16,num_attention_heads=2,intermediate_size=32"
+    results = {
+        task: run_glue.main(
+            f"--task_name {task} --tokenizer_name {folder}/tokenizer --config_overrides {overrides} --cache_dir here"
+            f" --output_dir {folder}/{task} --do_eval --do_predict --report_to none".split()
+        )
+        for task in HUB_TASKS
+    }
+    return asked, results
+
+
+def test_tasks_from_the_hub(tmp_path):
+    """Each set of validation data has metrics of its own, and what is predicted for its sentences gives them, too."""
+    ((asked, results),) = run_ranks(apply_to_tasks, 1, str(tmp_path))
+    assert asked == [("nyu-mll/glue", task, "here") for task in HUB_TASKS]
+    for task, (_, names, sets) in HUB_TASKS.items():
+        for name in sets:
+            labels = np.array(task_on_the_hub(task)[f"validation{name}"]["label"])
+            found = predictions_of(tmp_path, task, f"test{name}")
+            if names:
+                accuracy = np.mean([names.index(text) == label for text, label in zip(found, labels, strict=True)])
+                assert results[task][f"eval_accuracy{name}"] == pytest.approx(accuracy)
+            else:
+                numbers = np.array([float(text) for text in found])
+                loss = np.mean((numbers - labels) ** 2)
+                assert results[task][f"eval_loss{name}"] == pytest.approx(loss, rel=1e-2)
+                assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= results[task].keys()
+    assert not {"eval_accuracy", "eval_loss"} & results["mnli"].keys()
+
+
+@pytest.mark.parametrize("task", HUB_TASKS)
+def test_tasks_from_the_hub_are_tokenized_with_their_labels(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_glue, "load_dataset", lambda *_, **__: task_on_the_hub(task))
+    data_args = run_glue.DataTrainingArguments(task_name=task)
+    data = run_glue.load_task_data(data_args, seed=0)
+    columns, names, sets = HUB_TASKS[task]
+    assert (data.text_columns, data.label_names, data.is_regression) == (columns, names, not names)
+    training_args = run_glue.PipeTransformerTrainingArguments(str(tmp_path), report_to="none")
+    splits = run_glue.tokenize(data, generated_data.build_tokenizer(32), data_args, training_args)
+    inputs = {"input_ids", "attention_mask"}
+    assert set(splits["train"].column_names) == {*inputs, "label"}
+    assert splits["train"]["label"][:] == task_on_the_hub(task)["train"]["label"][:]
+    assert run_glue.split_names("validation", splits) == [f"validation{name}" for name in sets]
+    for name in run_glue.split_names("test", splits):
+        assert set(splits[name].column_names) == inputs

@@ -80,6 +80,13 @@ def test_what_excludes_a_pipeline(options: dict[str, Any]) -> None:
     assert "pipeline_parallel_size=2" in message
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_checkpoints_at_a_step_of_each_process(stages: int) -> None:
+    """The stock Trainer's own way to leave at SIGTERM."""
+    message = refused(build, 2, stages, enable_jit_checkpoint=True)
+    assert "enable_jit_checkpoint=True" in message and "Unset it" in message and "SIGTERM" in message
+
+
 def switched_on_by_the_launcher(rank: int, world_size: int) -> None:
     pipeline_trainer(RUN, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import multiprocessing
@@ -29,7 +30,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from hf_pipetransformer import PipeTransformerTrainingArguments, preparation, saving
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import checkpoints, watchdog
-from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, newest_whole
+from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, STATE, newest_whole
 from hf_pipetransformer.resilience.preemption import EXIT_CODE, StopSignal
 from hf_pipetransformer.resilience.progress import PROGRESS
 from hf_pipetransformer.saving import PipelineState
@@ -187,17 +188,98 @@ def train_on_a_full_disk(rank: int, world_size: int, folder: str, what: str) -> 
     train_some(rank, world_size, folder, 2)
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "scheduler", "rng_state_1"])
-def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
-    what: str, tmp_path: Path, undisturbed: Outcome
-) -> None:
-    errors = run_ranks_expecting_error(train_on_a_full_disk, 2, str(tmp_path), what, timeout=60)
+def assert_told_and_resumed(errors: list[BaseException], folder: Path, undisturbed: Outcome) -> None:
+    """All processes say that the second checkpoint is not there, and the next job goes on from the first."""
     assert len(errors) == 2
     for error in errors:
         assert isinstance(error, OSError)
         assert "checkpoint-4 could not be saved" in str(error) and "No space left" in str(error)
         assert "checkpoint-2 is the newest whole" in str(error)
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-2"
+    assert newest_whole(folder) == (folder / "checkpoint-2", []) and not (folder / SAVING).exists()
+    assert_same_training(run_ranks(resume, 2, str(folder), 2), undisturbed)
+    assert newest_whole(folder) == (folder / "checkpoint-8", [])
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "scheduler", "rng_state_1"])
+def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
+    what: str, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    errors = run_ranks_expecting_error(train_on_a_full_disk, 2, str(tmp_path), what, timeout=60)
+    assert_told_and_resumed(errors, tmp_path, undisturbed)
+
+
+ROOM = 20
+"""Characters of a file for which there is room when the disk is full: what stands there is no JSON."""
+
+
+def train_with_little_room(rank: int, world_size: int, folder: str, name: str, count: int) -> None:
+    """For the second checkpoint's file of that name, when it is opened for the `count`-th time."""
+    opened = 0
+
+    def with_little_room(opens: Any) -> Any:
+        def open_(path: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal opened
+            file = opens(path, *args, **kwargs)
+            if Path(str(path)).name == name and "checkpoint-4" in str(path) and "w" in file.mode:
+                opened += 1
+                if opened == count:
+                    file.write = until_full(file.write)
+            return file
+
+        return open_
+
+    # `Path.write_text` calls `Path.open`, which does not call the other one
+    builtins.open = with_little_room(open)
+    Path.open = with_little_room(Path.open)  # type: ignore[method-assign]
+    train_some(rank, world_size, folder, 2)
+
+
+def until_full(write: Any) -> Any:
+    room = ROOM
+
+    def write_some(text: str) -> int:
+        nonlocal room
+        write(text[:room])
+        room -= len(text)
+        if room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(text)
+
+    return write_some
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [(STATE, 1), (STATE, 2), (preparation.TIMES, 1), (MANIFEST, 1)],
+    ids=["state", "state-with-its-name", "times", "manifest"],
+)
+def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
+    name: str, count: int, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """The stock Trainer writes the state; with the final name of the best checkpoint it is written once more."""
+    errors = run_ranks_expecting_error(train_with_little_room, 2, str(tmp_path), name, count, timeout=60)
+    assert all("rank 0: OSError" in str(error) for error in errors)
+    assert_told_and_resumed(errors, tmp_path, undisturbed)
+
+
+def killed_on_a_full_disk(rank: int, world_size: int, folder: str) -> None:
+    """Before anybody has tidied up."""
+    if rank == 0:
+        saving.forget_unfinished = lambda folder: (  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL) if list(Path(folder, SAVING).glob("*/*.json")) else None
+        )
+    train_with_little_room(rank, world_size, folder, MANIFEST, 1)
+
+
+def test_half_a_manifest_is_not_taken_for_a_whole_one(tmp_path: Path, undisturbed: Outcome) -> None:
+    outcomes = launch_ranks(killed_on_a_full_disk, 2, str(tmp_path), timeout=60)
+    assert isinstance(outcomes[0].error, RankDiedError) and outcomes[1].error is not None
+    unfinished = tmp_path / SAVING / "checkpoint-4"
+    assert (unfinished / MANIFEST).stat().st_size == ROOM
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    unfinished.rename(tmp_path / "checkpoint-4")  # as somebody might who looks for what is left
+    newest, (problem,) = newest_whole(tmp_path)
+    assert newest == tmp_path / "checkpoint-2" and f"checkpoint-4: {MANIFEST} cannot be read" in problem
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
 

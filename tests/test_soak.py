@@ -5,6 +5,7 @@
 
 Losses and weights must be those of one process that trains undisturbed. What a process holds of the system must be in
 the late window what it was in the early one. The last freeze comes before both, so that nothing is let go in between.
+A shorter one caches what layers have frozen; there they count as cached before both windows, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,32 +30,96 @@ from training_runs import WORLD, Outcome, Run, largest_difference, outcome_of, p
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.planner import make_plan
 
 RANKS = 2
-STEPS = 2000
-SAVED_EVERY = EVALUATED_EVERY = 100
-LOOKED_EVERY = 50
-WARM_UP = 300
-EARLY = range(600, 1001)
-LATE = range(1600, 2001)
 
-FREEZES = {210: 1, 450: 2}
-"""Steps done -> frozen layers."""
-CHANGES = (50, 130, 210, 290, 370, 450, 530, 610, 690, 770, 905, 1003, 1101, 1201, 1333, 1450, 1610, 1730, 1850, 1930)
-"""Steps done when two stages become one, or one becomes two; some at the end of an epoch, a save or an evaluation."""
 
-# An epoch has 63 steps, the last of them with 11 rows. With this learning rate the loss falls over the whole run; with
-# a larger one it would soon be so small that nothing could make it differ.
-RUN = Run(samples=1003, accumulation=1).with_options(max_steps=STEPS, learning_rate=1e-4)
+@dataclass(frozen=True)
+class Course:
+    """A training, and what happens when.
 
-MOST_GROWTH = 5 * 2**18
-"""Bytes of resident memory, between the means of the windows: 1,000 steps, 11 changes, 10 saves and 10 evaluations.
+    Attributes:
+        samples: of an epoch.
+        steps: of the training.
+        freezes: steps done -> frozen layers.
+        changes: steps done when two stages become one, or one becomes two; some at the end of an epoch, a save or an
+            evaluation.
+        saved_every: steps between two saves, and two evaluations.
+        looked_every: steps between two looks at what a process holds, at most.
+        warm_up: steps after which no descriptor, thread, group or mapping is added.
+        early: steps of the first window.
+        late: steps of the last one.
+        most_growth: bytes of resident memory, between the means of the windows.
+        counted: steps done -> layers that count as cached; empty: nothing is cached.
+    """
 
-About half of it is seen. 1.7 MiB or more would be, if 1 KiB were kept in each step, or the weights and the optimizer
-state of this model (116 KiB) in each change.
+    samples: int
+    steps: int
+    freezes: dict[int, int]
+    changes: tuple[int, ...]
+    saved_every: int
+    looked_every: int
+    warm_up: int
+    early: range
+    late: range
+    most_growth: int
+    counted: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Run:
+        """The last step of an epoch has 11 rows.
+
+        With this learning rate the loss falls over the whole run; with a larger one it would soon be so small that
+        nothing could make it differ.
+        """
+        options = {"max_steps": self.steps, "learning_rate": 1e-4}
+        return Run(samples=self.samples, accumulation=1).with_options(**options)
+
+
+LONG = Course(
+    samples=1003,
+    steps=2000,
+    freezes={210: 1, 450: 2},
+    changes=(
+        *(50, 130, 210, 290, 370, 450, 530, 610, 690, 770),
+        *(905, 1003, 1101, 1201, 1333, 1450, 1610, 1730, 1850, 1930),
+    ),
+    saved_every=100,
+    looked_every=50,
+    warm_up=300,
+    early=range(600, 1001),
+    late=range(1600, 2001),
+    most_growth=5 * 2**18,
+)
+"""An epoch has 63 steps. Between the windows are 1,000 steps, 11 changes, 10 saves and 10 evaluations.
+
+About half of `most_growth` is seen. 1.7 MiB or more would be, if 1 KiB were kept in each step, or the weights and the
+optimizer state of this model (116 KiB) in each change.
 """
+CACHED = Course(
+    samples=251,
+    steps=300,
+    freezes={10: 1, 40: 2},
+    changes=(
+        *(10, 21, 32, 40, 53, 64, 75, 87, 96, 107, 118, 129),
+        *(140, 150, 163, 176, 187, 200, 212, 224, 235, 250, 261, 273, 288),
+    ),
+    saved_every=50,
+    looked_every=10,
+    warm_up=125,
+    early=range(130, 181),
+    late=range(250, 301),
+    most_growth=5 * 2**19,
+    counted={32: 1, 64: 2},
+)
+"""An epoch has 16 steps. What layers give is put for a whole epoch; they count as cached from the next one on.
+
+About half of `most_growth` is seen between the windows, with and without a cache: so early it has not settled.
+"""
+
 LOSS_TOLERANCE = 1e-5
 """Of each step. Rows that are divided among replicas and micro-batches are summed in another order, in float32; with a
 ten times larger learning rate 5e-6 is seen, and 3e-6 in the weights."""
@@ -112,14 +177,17 @@ def _open_descriptors() -> int:
 
 
 class Lookout(TrainerCallback):
-    """Notes now and then what the process holds."""
+    """Notes now and then what the process holds.
 
-    def __init__(self, trainer: PipeTransformerTrainer) -> None:
-        self.trainer = trainer
+    Also behind the first step of each layout: more tensors come when batches of other shapes do.
+    """
+
+    def __init__(self, trainer: PipeTransformerTrainer, course: Course) -> None:
+        self.trainer, self.course = trainer, course
         self.seen: list[Holdings] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % LOOKED_EVERY == 0:
+        if state.global_step % self.course.looked_every == 0 or state.global_step - 1 in self.course.changes:
             pipeline = self.trainer.pipeline
             assert pipeline is not None
             self.seen.append(Holdings.now(state.global_step, pipeline.num_stages))
@@ -132,18 +200,20 @@ class Soaked:
     Attributes:
         outcome: of the training, with the loss of every step.
         seen: what it held, in the order of steps.
-        layouts: (steps done, stages, frozen layers) of every transformation.
+        layouts: (steps done, stages, frozen layers, cached layers) of every transformation.
         evaluations: how many there were.
+        hit_rates: of the cache, in each epoch but the last.
     """
 
     outcome: Outcome
     seen: list[Holdings]
-    layouts: list[tuple[int, int, int]]
+    layouts: list[tuple[int, int, int, int]]
     evaluations: int
+    hit_rates: list[float]
 
 
-def alternate(trainer: PipeTransformerTrainer) -> None:
-    """Go over from two stages to one and back after the steps of `CHANGES`, whether a layer freezes there or not."""
+def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
+    """Go over from two stages to one and back after these steps, whether a layer freezes there or not."""
 
     def other_plan(plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
         return make_plan(
@@ -154,45 +224,43 @@ def alternate(trainer: PipeTransformerTrainer) -> None:
             rows_per_device=trainer.args.per_device_train_batch_size,
             memory_budget_bytes=None,
             num_frozen_layers=num_frozen,
+            num_cached_layers=trainer._num_cached,
         )
 
     adapt = trainer._adapt
-    to_come = [step for step in CHANGES if step not in FREEZES]
+    to_come = [*changes]
 
     def adapt_and_change() -> None:
-        adapt()
-        pipeline, batches = trainer.pipeline, trainer._train_batches
-        assert pipeline is not None and batches is not None
         if to_come and to_come[0] == trainer.state.global_step:
             to_come.pop(0)
-            plan = pipeline.current_plan
-            change = pipeline.transform(other_plan(plan, plan.num_frozen_layers))
-            batches.reslice(pipeline.num_replicas, pipeline.replica_index)
-            trainer._tell(change)
+            trainer._num_cached = -1  # as if it had changed: a plan is made
+        adapt()
 
     trainer._plan_after_freezing = other_plan  # type: ignore[method-assign]
     trainer._adapt = adapt_and_change  # type: ignore[method-assign]
 
 
-def soak(rank: int, world_size: int, folder: str) -> Soaked:
+def soak(rank: int, world_size: int, course: Course, folder: str) -> Soaked:
+    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
+    run = course.run
     trainer = pipeline_trainer(
-        replace(RUN, per_device=RUN.per_device * WORLD // world_size),
+        replace(run, per_device=run.per_device * WORLD // world_size),
         world_size,
         folder,
         freeze_policy="schedule",
         freeze_strategy="steps",
         freeze_steps=1,
-        freeze_schedule=FREEZES,
-        activation_cache="off",
-        logging_steps=SAVED_EVERY,  # of every step it would grow, as under the stock Trainer
+        freeze_schedule=course.freezes,
+        activation_cache="on" if course.counted else "off",
+        logging_steps=course.saved_every,  # of every step it would grow, as under the stock Trainer
         save_strategy="steps",
-        save_steps=SAVED_EVERY,
+        save_steps=course.saved_every,
         save_total_limit=2,
         eval_strategy="steps",
-        eval_steps=EVALUATED_EVERY,
+        eval_steps=course.saved_every,
     )
-    alternate(trainer)
-    lookout = Lookout(trainer)
+    alternate(trainer, course.changes)
+    lookout = Lookout(trainer, course)
     trainer.add_callback(lookout)
     losses: list[float] = []
     training_step = trainer.training_step
@@ -210,8 +278,9 @@ def soak(rank: int, world_size: int, folder: str) -> Soaked:
     return Soaked(
         outcome,
         lookout.seen,
-        [(c["step"], c["pipeline_parallel_size"], c["num_frozen_layers"]) for c in changes],
+        [(c["step"], c["pipeline_parallel_size"], c["num_frozen_layers"], c["num_cached_layers"]) for c in changes],
         sum("eval_loss" in entry for entry in log),
+        [entry["cache_hit_rate"] for entry in log if "cache_hit_rate" in entry],
     )
 
 
@@ -219,33 +288,35 @@ def within(seen: Sequence[Holdings], window: range) -> list[Holdings]:
     return [holdings for holdings in seen if holdings.step in window]
 
 
-def growth_of_memory(seen: Sequence[Holdings]) -> float:
-    early, late = (mean(held.resident_bytes for held in within(seen, window)) for window in (EARLY, LATE))
+def growth_of_memory(course: Course, seen: Sequence[Holdings]) -> float:
+    windows = (course.early, course.late)
+    early, late = (mean(held.resident_bytes for held in within(seen, window)) for window in windows)
     return late - early
 
 
-def figures(seen: Sequence[Holdings]) -> dict[str, Any]:
+def figures(course: Course, seen: Sequence[Holdings]) -> dict[str, Any]:
     """For the record: means and largest values in both windows."""
     row: dict[str, Any] = {}
-    for name, window in (("early", EARLY), ("late", LATE)):
+    for name, window in (("early", course.early), ("late", course.late)):
         held = within(seen, window)
         row[f"{name}_MiB"] = round(mean(h.resident_bytes for h in held) / 2**20, 2)
         for what in ("descriptors", "threads", "groups", "shared", "tensors"):
             row[f"{name}_{what}"] = max(getattr(h, what) for h in held)
-    return {**row, "growth_MiB": round(growth_of_memory(seen) / 2**20, 2)}
+    return {**row, "growth_MiB": round(growth_of_memory(course, seen) / 2**20, 2)}
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("course", [LONG, CACHED], ids=["uncached", "cached"])
 def test_a_long_training_loses_nothing_and_keeps_nothing(
-    tmp_path: Path, record_property: Callable[[str, Any], None]
+    course: Course, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
-    """2,000 steps, 20 transformations, 20 saves, 20 evaluations; three minutes on two free cores."""
+    """2,000 steps, 20 transformations, 20 saves, 20 evaluations; three minutes on two free cores. With a cache 300."""
     began = time.perf_counter()
     folder = tmp_path / "soak"
-    ranks: list[Soaked] = run_ranks(soak, RANKS, str(folder), timeout=900)
+    ranks: list[Soaked] = run_ranks(soak, RANKS, course, str(folder), timeout=900)
     seconds = time.perf_counter() - began
-    expected: Outcome = run_ranks(reference, 1, RUN, FREEZES, timeout=300)[0]
+    expected: Outcome = run_ranks(reference, 1, course.run, course.freezes, timeout=300)[0]
 
     loss_differences = [
         max(abs(a - b) for a, b in zip(soaked.outcome.losses, expected.losses, strict=True)) for soaked in ranks
@@ -256,38 +327,47 @@ def test_a_long_training_loses_nothing_and_keeps_nothing(
         json.dumps(
             {
                 "seconds": round(seconds),
+                "cached_layers": [*course.counted.values()],
                 "loss_difference": max(loss_differences),
                 "weight_difference": max(weight_differences)[0],
                 "first_and_last_loss": [expected.losses[0], expected.losses[-1]],
-                "ranks": [figures(soaked.seen) for soaked in ranks],
+                "ranks": [figures(course, soaked.seen) for soaked in ranks],
             }
         ),
     )
 
     layouts = [
-        (step, 2 if number % 2 else 1, sum(done <= step for done in FREEZES)) for number, step in enumerate(CHANGES)
+        (
+            step,
+            2 if number % 2 else 1,
+            *(sum(done <= step for done in table) for table in (course.freezes, course.counted)),
+        )
+        for number, step in enumerate(course.changes)
     ]
     for soaked in ranks:
-        assert soaked.outcome.steps == expected.steps == STEPS
+        assert soaked.outcome.steps == expected.steps == course.steps
         assert soaked.layouts == layouts
-        assert soaked.evaluations == STEPS // EVALUATED_EVERY
+        assert soaked.evaluations == course.steps // course.saved_every
+        if course.counted:
+            assert min(soaked.hit_rates[-10:]) > 0.95  # of the epochs from the last freeze's second one on
     assert max(loss_differences) <= LOSS_TOLERANCE
     assert max(weight_differences)[0] <= WEIGHT_TOLERANCE, max(weight_differences)[1]
     checkpoints = {path.name for path in folder.iterdir() if path.is_dir()}
-    assert checkpoints == {f"checkpoint-{STEPS - SAVED_EVERY}", f"checkpoint-{STEPS}"}
+    assert checkpoints == {f"checkpoint-{course.steps - course.saved_every}", f"checkpoint-{course.steps}"}
 
     for rank, soaked in enumerate(ranks):
-        assert_nothing_piles_up(rank, soaked.seen)
+        assert_nothing_piles_up(rank, course, soaked.seen)
 
 
-def assert_nothing_piles_up(rank: int, seen: Sequence[Holdings]) -> None:
+def assert_nothing_piles_up(rank: int, course: Course, seen: Sequence[Holdings]) -> None:
     """After the warm-up no descriptor, thread, group or mapping is added, and memory stays where it is."""
-    first, *later = [held for held in seen if held.step >= WARM_UP]
+    first, *later = [held for held in seen if held.step >= course.warm_up]
     for what in ("descriptors", "threads", "groups", "shared"):
         counts = [getattr(held, what) for held in later]
-        assert max(counts) <= getattr(first, what), f"rank {rank}: {what} after step {WARM_UP}: {counts}"
+        assert max(counts) <= getattr(first, what), f"rank {rank}: {what} after step {course.warm_up}: {counts}"
     for stages in (1, RANKS):
-        early, late = ([h.tensors for h in within(seen, w) if h.stages == stages] for w in (EARLY, LATE))
+        windows = (course.early, course.late)
+        early, late = ([h.tensors for h in within(seen, w) if h.stages == stages] for w in windows)
         assert min(late) <= min(early), f"rank {rank}, {stages} stages: tensors went from {early} to {late}"
-    growth = growth_of_memory(seen)
-    assert growth <= MOST_GROWTH, f"rank {rank}: {growth / 2**20:.2f} MiB more"
+    growth = growth_of_memory(course, seen)
+    assert growth <= course.most_growth, f"rank {rank}: {growth / 2**20:.2f} MiB more"

@@ -28,6 +28,7 @@ from hf_pipetransformer.model.token_slices import SlicedSequence, check_updates,
 ATTENTIONS = ("sdpa", "eager")
 PADDINGS = ("none", "right padding", "left padding")
 NOT_PACKED = ("opt", "llama4_text")  # OPT gives its masks no positions; chunks have no mask of a whole row
+REENTRANT = ("llama", "gemma2")  # these with both kinds of gradient checkpointing
 
 
 @pytest.mark.parametrize(("name", "attention"), [(n, a) for n in CONFIGURATIONS for a in ATTENTIONS[n in NO_SDPA :]])
@@ -74,14 +75,26 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "reentrant"), [*((name, False) for name in CONFIGURATIONS), ("llama", True), ("gemma2", True)]
+    ("name", "attention", "reentrant"),
+    [
+        (name, attention, reentrant)
+        for name in CONFIGURATIONS
+        for attention in ATTENTIONS[name in NO_SDPA :]
+        for reentrant in ((False, True) if name in REENTRANT else (False,))
+    ],
 )
-def test_gradient_checkpointing_keeps_the_states(name: str, reentrant: bool, updates: list[int]) -> None:
-    model, batch = build(name), batch_for("right padding")
-    expected = step(model, batch)
+def test_gradient_checkpointing_keeps_the_states(
+    name: str, attention: str, reentrant: bool, updates: list[int]
+) -> None:
+    model = build(name, attention)
+    paddings = [padding for padding in (*PADDINGS, "packed") if padding != "packed" or name not in NOT_PACKED]
+    expected = {padding: step(model, batch_for(padding)) for padding in paddings}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    assert_same_step(step_in_slices(model, batch, SLICES), expected)
-    assert len(updates) == 2 * LAYERS * len(SLICES)  # each slice was computed again
+    for padding in paddings:
+        batch, lengths = batch_for(padding), SLICES if padding == "right padding" else (16, TOKENS - 16)
+        updates.clear()
+        assert_same_step(step_in_slices(model, batch, lengths), expected[padding])
+        assert len(updates) == 2 * LAYERS * len(lengths)  # each slice was computed again
     with_flags = {n: m.__dict__.get("gradient_checkpointing") for n, m in model.named_modules()}
     with running_slices(model, batch):
         pass

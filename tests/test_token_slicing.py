@@ -223,6 +223,36 @@ def test_granularity_leaves_128_units_at_most(length: int, granularity: int) -> 
     assert all(n % granularity == 0 for n in plan.parts[0].lengths[:-1])
 
 
+@pytest.mark.parametrize("are_equal", [True, False])
+@pytest.mark.parametrize("num_stages", [2, 24, 96])
+def test_a_plan_is_found_after_few_runs_of_the_dynamic_program(
+    num_stages: int, are_equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the time of a plan goes by; 50 ms are wanted, and docs/benchmarks.md has what was measured.
+
+    The paper runs it for each time that a slice may take, up to 8,256 here; and each time is asked for once.
+    """
+    limits: list[int] = []
+    looked_up: list[int] = []
+    cut_rows, seconds_of = token_slicing._cut_rows, SliceLatency.seconds
+
+    def cut(table: np.ndarray, some: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        limits.append(len(some))
+        return cut_rows(table, some)
+
+    def seconds(self: SliceLatency, rows: int, length: int | np.ndarray, context: int | np.ndarray) -> object:
+        looked_up.append(np.size(length))
+        return seconds_of(self, rows, length, context)
+
+    monkeypatch.setattr(token_slicing, "_cut_rows", cut)
+    monkeypatch.setattr(SliceLatency, "seconds", seconds)
+    stages = [USUAL if are_equal else replace(USUAL, fixed=(1 + k / 100) * USUAL.fixed) for k in range(num_stages)]
+    plan_slices(stages, 1, 2048, granularity=16)
+    assert len(limits) <= 8 and sum(limits) <= 128  # 4 to 5, with 41 to 73 together
+    slices = 128 * 129 // 2 + 1  # of the units, and the whole row
+    assert sum(looked_up) == num_stages + (1 if are_equal else num_stages) * slices
+
+
 def test_the_plan_does_not_depend_on_the_unit_of_measure() -> None:
     milli = SliceLatency(*(2**10 * c for c in (4e-4, 4e-6, 1e-9, 2e-8)), flat_tokens=256)
     assert plan_slices([milli] * 8, 6, 1000).parts == plan_slices([USUAL] * 8, 6, 1000).parts
