@@ -64,9 +64,10 @@ def test_a_full_store_costs_time_only_and_is_said_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def gib_for_one_generation() -> float:
+def gib_for_one_generation(tmp_path_factory: pytest.TempPathFactory) -> float:
     """Room for what a layer gives, and a little more."""
-    unlimited = run_ranks(cached, WORLD, Run(epochs=3), SHRINK, {3: 1})
+    folder = str(tmp_path_factory.mktemp("unlimited"))
+    unlimited = run_ranks(cached, WORLD, Run(epochs=3), SHRINK, {3: 1}, folder=folder)
     return 1.3 * float(unlimited[0][1][-1]["cache_bytes"]) / 2**30
 
 

@@ -15,8 +15,8 @@ import torch
 from distributed import run_ranks
 from model_zoo import MODELS
 from safetensors.torch import load_file
-from test_auto_cache import train_some as train_some_cached
 from test_auto_cache import trainer_of
+from test_store_troubles import train_some as train_some_cached
 from training_data import PadCollator, TrainingData
 from training_runs import (
     WORLD,
