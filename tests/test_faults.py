@@ -39,7 +39,7 @@ from training_runs import WORLD, Outcome, assert_same_training
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience.checkpoints import SAVING, newest_whole
 from hf_pipetransformer.resilience.preemption import EXIT_CODE as PREEMPTED
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE
+from hf_pipetransformer.resilience.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
 
 Recorder = Callable[[str, Any], None]
 
@@ -140,10 +140,11 @@ def assert_cached(folder: Path, reports: Sequence[Report]) -> None:
         assert report.cached == counted(report.resumed_step - 1)  # it was written before the plan of the next step
 
 
-def seconds_to_notice(fault: Fault) -> int:
+def seconds_to_notice(fault: Fault) -> float:
     """That a process stands still; `docs/resuming.md` says when."""
-    is_paced = fault.kind == "stop" or fault.phase == "step"
-    return WATCHDOG_TIMEOUT if is_paced else DDP_TIMEOUT_WITH_A_HANG
+    if fault.kind == "stop" or fault.phase == "step":
+        return WATCHDOG_TIMEOUT
+    return DDP_TIMEOUT_WITH_A_HANG + SECONDS_FOR_A_VERDICT  # the others' collectives fail at the same time
 
 
 def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
