@@ -66,15 +66,14 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 from hf_pipetransformer.planning.plan import step_flops
 from hf_pipetransformer.report.events import FILE_NAME as EVENTS_FILE
 
-FREEZES: dict[str, Any] = {"freeze_policy": "alpha"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "a": {},
     "b": {},
-    "c": {**FREEZES, "elastic": False, "activation_cache": "off"},
-    "d": {**FREEZES, "elastic": False},
-    "e": {**FREEZES, "activation_cache": "off"},
-    "f": FREEZES,
-    "g": {**FREEZES, "pipeline_parallel_size": 1},
+    "c": {"elastic": False, "activation_cache": "off"},
+    "d": {"elastic": False},
+    "e": {"activation_cache": "off"},
+    "f": {},
+    "g": {"pipeline_parallel_size": 1},
 }
 DDP, STATIC, ALL = "a", "b", "f"
 TABLE_WIDTH = 150  # where the output is no terminal
@@ -93,6 +92,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--alpha", type=Fraction, default=Fraction(1, 3), help="such as 1/3")
     parser.add_argument("--alphas", nargs="*", type=Fraction, default=[], help="more of them, for variant f alone")
+    parser.add_argument(
+        "--freeze_schedule",
+        type=json.loads,
+        help='in place of alpha, such as \'{"5": 2, "7": 4}\': so many layers after so many epochs',
+    )
     parser.add_argument("--stages", type=int, default=0, help="K at the start; 0: one for each process")
     parser.add_argument(
         "--static_stages", type=int, nargs="+", help="numbers K for variant b; default: --stages alone"
@@ -104,6 +108,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--task {options.task} needs --model and --data")
     if options.task == "digits" and options.from_config:
         parser.error("--from_config is for models that are given; those of --task digits have random weights")
+    if options.freeze_schedule and options.alphas:
+        parser.error("--alphas has no meaning with --freeze_schedule")
     return options
 
 
@@ -163,7 +169,12 @@ def run(
         else:
             trainer_class = PipeTransformerTrainer
             arguments = PipeTransformerTrainingArguments(
-                **{**common, "pipeline_parallel_size": stages, "freeze_alpha": float(alpha), **VARIANTS[variant]}
+                **{
+                    **common,
+                    "pipeline_parallel_size": stages,
+                    **freezing(variant, alpha, options),
+                    **VARIANTS[variant],
+                }
             )
         if task.compute_loss is not None:
             trainer_class = type(trainer_class.__name__, (trainer_class,), {"compute_loss": task.compute_loss})
@@ -201,6 +212,15 @@ def run(
             "cache": [entry for entry in history if "cache_hit_rate" in entry],
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
+
+
+def freezing(variant: str, alpha: Fraction, options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of a pipeline's training."""
+    if variant == STATIC:
+        return {}
+    if options.freeze_schedule:
+        return {"freeze_policy": "schedule", "freeze_schedule": options.freeze_schedule}
+    return {"freeze_policy": "alpha", "freeze_alpha": float(alpha)}
 
 
 def main() -> None:
@@ -314,7 +334,7 @@ def summary(results: list[dict[str, Any]], options: argparse.Namespace, processe
         table.add_row(
             variant,
             str(stages),
-            alpha if variant not in (DDP, STATIC) else "",
+            "" if variant in (DDP, STATIC) or options.freeze_schedule else alpha,
             str(len(group)),
             spread([r["seconds"] for r in group], 1),
             spread(over_ddp, 2),

@@ -372,10 +372,10 @@ def test_equal_stages_take_what_the_planner_says() -> None:
 
 def test_frozen_layers_in_slices() -> None:
     """A stage of frozen layers alone waits for no gradients; shares are those of the slices' own time."""
-    epoch = cut(policy=SchedulePolicy({1: 6})).epochs[1]
+    epoch = cut(policy=SchedulePolicy({1: 4})).epochs[1]
     assert epoch.sliced is not None and epoch.step_seconds < epoch.uncut_step_seconds
     assert sum(epoch.shares.values()) == pytest.approx(1)
-    assert 4 * 6 <= epoch.shares["frozen layers"] * epoch.step_seconds * 4 < 1.2 * 4 * 6
+    assert 4 * 4 <= epoch.shares["frozen layers"] * epoch.step_seconds * 4 < 1.2 * 4 * 4
     assert min(epoch.shares.values()) >= 0
 
 
@@ -385,8 +385,8 @@ def test_many_rows_stay_whole() -> None:
     epoch = result.epochs[0]
     assert epoch.step_seconds == epoch.uncut_step_seconds == epoch.prediction.seconds
     text = as_text(result, "title", ())
-    assert f"token slices gain nothing here: {epoch.num_microbatches} micro-batches fill the pipeline" in text
-    assert "Set token_slices='off': nothing is gained" in advice(result)
+    assert f"token slices gain too little here: {epoch.num_microbatches} micro-batches fill the pipeline" in text
+    assert "Set token_slices='off': too little is gained" in advice(result)
 
 
 def test_one_stage_is_untouched() -> None:
@@ -407,7 +407,9 @@ def test_rows_too_short_to_be_cut(tokens: int) -> None:
     course = job(4, 1, batch_rows=4, pipeline_parallel_size=4, token_slices="auto")
     result = forecast(course, short, slicing_machine())
     assert result.epochs[0].sliced is None
-    assert "with 4 micro-batches devices wait 43% of the time, but slices are no faster" in as_text(result, "", ())
+    assert "with 4 micro-batches devices wait 43% of the time, and slices would not save 15%" in as_text(
+        result, "", ()
+    )
 
 
 def test_rows_are_cut_as_asked_for() -> None:

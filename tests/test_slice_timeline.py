@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hf_pipetransformer.planning.slice_timeline import (
+    LEAST_GAIN_OF_CUTS,
     SliceTask,
     StageLatency,
     choose_slices,
@@ -91,3 +92,13 @@ def test_rows_alone_may_be_cut_into_other_parts() -> None:
     assert (
         choose_slices(stages, 5, 16, 5, chooses_parts=True)[0] == one_by_one
     )  # no more rows at once are known to fit
+
+
+@pytest.mark.parametrize(("k", "rows", "is_cut"), [(2, 1, True), (4, 4, True), (2, 4, False), (4, 16, False)])
+def test_sequences_are_cut_where_micro_batches_run_out(k: int, rows: int, is_cut: bool) -> None:
+    """Two stages wait a fifth of the time with four rows, and half of it with one."""
+    stages = [latency(0.02, 1e-3)] * k
+    parts, seconds = choose_slices(stages, rows, 1024, rows, chooses_parts=True)
+    uncut = simulate_slices(stages, whole_rows(rows, 1024, rows)).seconds
+    assert (max(len(part.lengths) for part in parts) > 1) is is_cut
+    assert seconds < uncut * (1 - LEAST_GAIN_OF_CUTS) if is_cut else seconds == uncut

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..planning.plan import align
 from ..planning.planner import largest_stage_bytes
+from ..planning.slice_timeline import LEAST_GAIN_OF_CUTS
 from ..planning.token_slicing import MINIMAL_GAIN, RowSlices
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start
 
@@ -108,7 +109,7 @@ def _about_slices(result: Forecast) -> list[str]:
             f" {result.seconds / off:.2f} times as fast."
         )
     elif not any(epoch.sliced for epoch in result.epochs):
-        sentences.append("Set token_slices='off': nothing is gained by cutting sequences here.")
+        sentences.append("Set token_slices='off': too little is gained by cutting sequences here.")
     return sentences
 
 
@@ -219,9 +220,10 @@ def _cut_of(epoch: Epoch) -> str:
         reason = (
             f"{m} micro-batches fill the pipeline"
             if waiting <= FULL_PIPELINE
-            else f"with {m} micro-batches devices wait {waiting:.0%} of the time, but slices are no faster"
+            else f"with {m} micro-batches devices wait {waiting:.0%} of the time, and slices would not save"
+            f" {LEAST_GAIN_OF_CUTS:.0%}"
         )
-        return f"token slices gain nothing here: {reason}"
+        return f"token slices gain too little here: {reason}"
     gain = epoch.uncut_step_seconds / epoch.step_seconds
     return (
         f"{describe_parts(epoch.sliced.parts)}; ×{gain:.2f} over {epoch.prediction.num_microbatches} micro-batches"

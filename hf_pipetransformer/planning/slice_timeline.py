@@ -18,7 +18,18 @@ from itertools import accumulate, chain
 from typing import Literal
 
 from .timeline import Span, Timeline
-from .token_slicing import MINIMAL_GAIN, RowSlices, SliceLatency, most_rows_of_part, plan_slices, whole_rows
+from .token_slicing import (
+    MINIMAL_GAIN,
+    RowSlices,
+    SliceLatency,
+    most_rows_of_part,
+    plan_slices,
+    whole_rows,
+)
+
+LEAST_GAIN_OF_CUTS = 0.15
+"""Share of a step that cutting sequences must promise over cutting rows alone: a prediction may be off by as much, and
+where two stages wait for a fifth of a step, as with four micro-batches, short slices do not save more than that."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +63,10 @@ class StageLatency:
 def choose_slices(
     stages: Sequence[StageLatency], rows: int, length: int, num_parts: int, *, chooses_parts: bool
 ) -> tuple[tuple[RowSlices, ...], float]:
-    """How to cut a batch, by `plan_slices`; into equal parts of whole rows where that gains less than `MINIMAL_GAIN`.
+    """How to cut a batch, by `plan_slices`; sequences stay whole where cutting them gains too little.
 
-    Which one is faster a simulation tells: the dynamic program takes forward and backward together.
+    Which one is faster a simulation tells: the dynamic program takes forward and backward together. Other parts of
+    whole rows must gain `MINIMAL_GAIN`, cut sequences `LEAST_GAIN_OF_CUTS`.
 
     Args:
         stages: latency of each stage. `[K]`
@@ -66,14 +78,17 @@ def choose_slices(
     Returns:
         The parts, and predicted seconds of forward and backward of a step.
     """
-    together, whole = [stage.both for stage in stages], whole_rows(rows, length, num_parts)
-    if chooses_parts:
-        most = most_rows_of_part(rows, num_parts, len(stages))
-        parts = plan_slices(together, rows, length, most_rows=most).parts
-    else:
-        parts = plan_slices(together, rows, length, num_parts=num_parts).parts
-    seconds, uncut = simulate_slices(stages, parts).seconds, simulate_slices(stages, whole).seconds
-    return (parts, seconds) if seconds < uncut * (1 - MINIMAL_GAIN) else (whole, uncut)
+
+    together, most = [stage.both for stage in stages], most_rows_of_part(rows, num_parts, len(stages))
+    limit = {"most_rows": most} if chooses_parts else {"num_parts": num_parts}
+    best = whole_rows(rows, length, num_parts)
+    best_seconds = simulate_slices(stages, best).seconds
+    for granularity, least_gain in ((length, MINIMAL_GAIN), (None, LEAST_GAIN_OF_CUTS)):  # sequences whole, then cut
+        parts = plan_slices(together, rows, length, granularity=granularity, **limit).parts
+        seconds = simulate_slices(stages, parts).seconds
+        if seconds < best_seconds * (1 - least_gain):
+            best, best_seconds = parts, seconds
+    return best, best_seconds
 
 
 def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[SliceTask]:
