@@ -362,7 +362,7 @@ def reference(case: Case, processes: int, frozen_after: dict[int, int]) -> Outco
 
 
 def verdict_on(case: Case, processes: int) -> list[str]:
-    """ "refused", "trained" or "froze"; with the latter "other stages" and "read cache" where it came to that.
+    """ "refused", "no whole batch", "trained" or "froze", the latter with "other stages" and "read cache" where it was so.
 
     Raises:
         AssertionError: the training hung, failed otherwise or on some ranks only, or learnt something else.
@@ -375,7 +375,7 @@ def verdict_on(case: Case, processes: int) -> list[str]:
     first = values[0]
     for value in values:
         assert largest_difference(value.weights, first.weights)[0] == 0.0, case
-        assert value.losses and torch.tensor(value.losses).isfinite().all(), case
+        assert bool(value.losses) is (value.steps > 0) and torch.tensor(value.losses).isfinite().all(), case
         assert all(weight.isfinite().all() for weight in value.weights.values()), case
         assert value.notes["frozen_after"] == first.notes["frozen_after"], case
         assert value.notes["frozen"] == max(value.notes["frozen_after"].values(), default=0), case
@@ -383,6 +383,8 @@ def verdict_on(case: Case, processes: int) -> list[str]:
     is_rounded = read_cache and case.own.get("activation_cache_dtype") == "bf16"
     expected = reference(case, processes, first.notes["frozen_after"])
     _assert_same(case, processes, first, expected, ROUNDED_TOLERANCE if is_rounded else TOLERANCE)
+    if not first.steps:
+        return ["no whole batch"]
     if not first.notes["frozen"]:
         return ["trained"]
     verdicts = {"froze": True, "other stages": len({*first.notes["stages"]}) > 1, "read cache": read_cache}
