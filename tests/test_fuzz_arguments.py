@@ -362,7 +362,7 @@ def reference(case: Case, processes: int, frozen_after: dict[int, int]) -> Outco
 
 
 def verdict_on(case: Case, processes: int) -> list[str]:
-    """ "refused", "no whole batch", "trained" or "froze", the latter with "other stages" and "read cache" where it was so.
+    """ "refused", "no whole batch", "trained" or "froze"; then "other stages" and "read cache" where it came to that.
 
     Raises:
         AssertionError: the training hung, failed otherwise or on some ranks only, or learnt something else.
