@@ -129,7 +129,7 @@ def digits(seed: int) -> Task:
     ]
     config = ViTConfig(
         image_size=8,
-        patch_size=1,
+        patch_size=2,
         num_channels=1,
         hidden_size=128,
         intermediate_size=512,

@@ -88,6 +88,24 @@ TASKS = {
     "text to spectrogram": "MODEL_FOR_TEXT_TO_SPECTROGRAM",
     "text to waveform": "MODEL_FOR_TEXT_TO_WAVEFORM",
     "time series": "MODEL_FOR_TIME_SERIES_PREDICTION",
+    "time series classification": "MODEL_FOR_TIME_SERIES_CLASSIFICATION",
+    "time series regression": "MODEL_FOR_TIME_SERIES_REGRESSION",
+    "speech recognition (RNN-T)": "MODEL_FOR_RNNT",
+    "speech recognition (TDT)": "MODEL_FOR_TDT",
+    "causal image modelling": "MODEL_FOR_CAUSAL_IMAGE_MODELING",
+    "image to image": "MODEL_FOR_IMAGE_TO_IMAGE",
+    "image matting": "MODEL_FOR_IMAGE_MATTING",
+    "image segmentation": "MODEL_FOR_IMAGE_SEGMENTATION",
+    "mask generation": "MODEL_FOR_MASK_GENERATION",
+    "normal estimation": "MODEL_FOR_NORMAL_ESTIMATION",
+    "pointmap estimation": "MODEL_FOR_POINTMAP_ESTIMATION",
+    "pose estimation": "MODEL_FOR_POSE_ESTIMATION",
+    "keypoint detection": "MODEL_FOR_KEYPOINT_DETECTION",
+    "keypoint matching": "MODEL_FOR_KEYPOINT_MATCHING",
+    "retrieval": "MODEL_FOR_RETRIEVAL",
+    "decisions": "MODEL_FOR_DECISION",
+    "table recognition": "MODEL_FOR_TABLE_RECOGNITION",
+    "text recognition": "MODEL_FOR_TEXT_RECOGNITION",
 }
 """Group in the table -> transformers' mapping. A class that stands in several counts with the first."""
 
@@ -434,8 +452,8 @@ when training starts.
 
 LEFT_OUT = """## Left out
 
-Classes that stand in none of the mappings above, but in one of these, were not looked at: bare models and backbones,
-which have no loss, and less common tasks.
+Classes that stand in one of these mappings alone were not looked at: bare models, backbones, encoders and codecs,
+which have no head and no loss. Those with a head on top are in the tables above.
 
 """
 README_BEGINS, README_ENDS = "<!-- supported models -->\n\n", "\n<!-- end of supported models -->\n"
