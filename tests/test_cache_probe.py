@@ -139,7 +139,9 @@ def test_accepted(name):
     assert [verdict.reason for verdict in verdicts] == [None] * len(verdicts)
     for verdict in verdicts:
         assert max(verdict.errors.values()) < FLOAT32_TOLERANCE
-        assert all(verdict.errors[check] == 0 for check in ("padding", "loss", "ignored") if check in verdict.errors)
+        # with other padding, an expert gets another number of tokens, and rounds otherwise
+        exact = ("ignored",) if name == "mixtral" else ("padding", "loss", "ignored")
+        assert all(verdict.errors[check] == 0 for check in exact if check in verdict.errors)
 
 
 @pytest.mark.parametrize("name", ["bert-classification", "modernbert", "gpt2", "llama", "opt", "mixtral", "vit"])
