@@ -36,7 +36,7 @@ test: $(STAMP) ## Run the tests (no network, no GPU)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 test-faults: $(STAMP) ## Break processes and hosts in every phase, fuzz the arguments, run for long (about 20 minutes)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m faults --timeout 1200
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m faults --timeout 1200
 
 style: $(STAMP) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff format $(CODE)
