@@ -415,7 +415,7 @@ class AutoCache:
     # ------------------------------------------------------------------------------------ weights
     def weights_hold(self) -> bool:
         """Whether the frozen weights are what they were when they froze: a callback may have put others there."""
-        hold = self._norms == self._norms_here()
+        hold = (self._norms, self._numbers) == (self._norms_here(), self._numbers_here())
         self._pipeline.park_cached_layers()
         return all(self._mesh.gather_objects(hold))
 
@@ -428,8 +428,12 @@ class AutoCache:
 
     def _norms_here(self) -> list[float]:
         self._pipeline.weights.unpark()
-        mine = self._frozen_here()
-        return torch.stack(torch._foreach_norm(mine)).tolist() if mine else []
+        # of 16-bit numbers, in which norms of weights that are alike would be equal, in float32
+        norms = [
+            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).double()
+            for t in self._frozen_here()
+        ]
+        return torch.stack(norms).tolist() if norms else []
 
     def _numbers_here(self) -> list[float]:
         numbers = [t.reshape(-1)[t.numel() // 2].float() for t in self._frozen_here() if t.numel()]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
+"""What torch and the libraries below it say then, most of them in a plain `RuntimeError`."""
+
 
 class UnsupportedModelError(ValueError):
     """The model cannot be run as a pipeline.
@@ -26,3 +31,13 @@ class PeerFailedError(RuntimeError):
 
     Nothing can be repaired inside the process. Start the job again with `resume_from_checkpoint="last"`.
     """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this process had too little memory on a device or the host, which says nothing against the model."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, PeerFailedError) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(words in text for words in OUT_OF_MEMORY)

@@ -410,7 +410,6 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             new = self._plan_after_freezing(plan, num_frozen)
             if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
                 pipeline.plan = new  # the same work at the same place, or none
-                pipeline.park_cached_layers()
                 self._record("cache", new)
             else:
                 change = pipeline.transform(new)
@@ -418,6 +417,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 self._tell(change)
             if cache is not None:
                 cache.freeze(num_frozen)
+            pipeline.park_cached_layers()
         if proposal is not None:
             assert callback is not None
             callback.confirm(num_frozen)
@@ -426,14 +426,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self._met_other_inputs:
             self._met_other_inputs = False
             cache.give_up(OTHER_INPUTS)
-        if self._doubts_weights:
-            self._doubts_weights = False
-            cache.check_weights()
-        if self._shows_weights:
-            self._shows_weights = False
-            assert self.pipeline is not None
-            self.pipeline.park_cached_layers()
+        may_have_changed = self._doubts_weights or self._shows_weights
+        self._doubts_weights = self._shows_weights = False
         if not self._epoch_begins:
+            if may_have_changed:
+                cache.check_weights()
             cache.begin_step()
             return
         self._epoch_begins = False
@@ -527,9 +524,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         keys = self._slice.keys if self._slice.rows and pipeline.cache is not None and not doubts_weights else None
         batch = self._prepare_keyed(inputs, keys, self._slice.keyed)
         met_other_inputs = keys is not None and batch[KEYS_NAME] is not keys
-        pipeline.prepare(batch)
-        self._micro_losses.clear()
         with naming_long_rows(self.model, batch):
+            pipeline.prepare(batch)
+            self._micro_losses.clear()
             pipeline.step(batch)
         self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
@@ -638,17 +635,18 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         pipeline = self.pipeline
         assert pipeline is not None and pipeline.stage is not None
         keys = self._evaluated.keys_of(inputs) if self._evaluated is not None and pipeline.cache is not None else None
-        with phase("prediction"), naming_long_rows(self.model, inputs):
+        with phase("prediction"):
             if pipeline.num_stages > 1:
                 keyed = dict(inputs) if keys is None else {**inputs, KEYS_NAME: keys}
                 prepare = lambda batch: self._prepare_keyed(batch, batch.pop(KEYS_NAME, None))  # noqa: E731
                 return pipeline.predict(keyed, prepare, lambda batch: stock(self.model, batch))
-            if keys is None:
-                return stock(self.model, inputs)
-            # `stock` prepares them: here they only go to the device
-            moved = {**super()._prepare_inputs(inputs), KEYS_NAME: keys}
-            with pipeline.stage.running_to_the_end([], moved) as batch:
-                return stock(self.model, batch)
+            with naming_long_rows(self.model, inputs):
+                if keys is None:
+                    return stock(self.model, inputs)
+                # `stock` prepares them: here they only go to the device
+                moved = {**super()._prepare_inputs(inputs), KEYS_NAME: keys}
+                with pipeline.stage.running_to_the_end([], moved) as batch:
+                    return stock(self.model, batch)
 
     # ------------------------------------------------------------------------------------ saving and loading
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

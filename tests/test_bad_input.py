@@ -10,7 +10,7 @@ import pytest
 import torch
 from distributed import RankDiedError, RankTimeoutError, launch_ranks, run_ranks
 from torch import nn
-from training_data import PadCollator, TrainingData
+from training_data import Kind, PadCollator, TrainingData
 from training_runs import Outcome, Run, outcome_of
 from transformers import Trainer, TrainingArguments
 
@@ -22,9 +22,8 @@ PROCESSES = 2
 SECONDS = 60
 LATE = 22
 """A sample behind those that are looked at before the first step."""
-KIND: Literal["text-classification"] = "text-classification"
 MARK = 61  # a token of no other sample
-LENGTH = 50  # tokens, where the model has 40 positions
+LENGTH = 50  # tokens, where the models have 40 positions
 
 How = Literal["marked", "raises", "long"]
 
@@ -32,9 +31,9 @@ How = Literal["marked", "raises", "long"]
 class BadData(TrainingData):
     """Samples of which one is marked, cannot be read, or is too long."""
 
-    def __init__(self, size: int, at: int | None, how: How) -> None:
-        super().__init__(KIND, size)
-        self.at, self.how = at, how
+    def __init__(self, case: Case) -> None:
+        super().__init__(case.kind, case.samples)
+        self.at, self.how, self.tokens = case.at, case.how, case.tokens
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
@@ -43,7 +42,8 @@ class BadData(TrainingData):
         if self.how == "raises":
             raise LookupError(f"row {index} cannot be read")
         words = sample["input_ids"]
-        return {**sample, "input_ids": [MARK, *words[1:]] if self.how == "marked" else (words * LENGTH)[:LENGTH]}
+        words = [MARK, *words[1:]] if self.how == "marked" else (words * self.tokens)[: self.tokens]
+        return {**sample, "input_ids": words, **({"labels": words} if self.kind == "causal-lm" else {})}
 
 
 class NanLoss:
@@ -84,17 +84,23 @@ class Case:
     """A training with something bad in it.
 
     Attributes:
+        kind: of model and samples.
+        model: by its name in the zoo; None: the kind's own.
         samples: in the training set.
         at: index of the bad one.
         how: it is bad.
+        tokens: of the bad one, if it is long.
         trainer: a mixin with a user's overrides.
         evaluated: samples in the evaluation set.
         options: of the arguments.
     """
 
+    kind: Kind = "text-classification"
+    model: str | None = None
     samples: int = 12
     at: int | None = None
     how: How = "marked"
+    tokens: int = LENGTH
     trainer: type | None = None
     evaluated: int = 4
     options: dict[str, Any] = field(default_factory=dict)
@@ -118,11 +124,11 @@ def train(rank: int, world_size: int, case: Case, stages: int | None, processes:
     if case.trainer is not None:
         cls = type(case.trainer.__name__, (case.trainer, cls), {})
     trainer = cls(
-        model=Run(KIND).build_model(),
+        model=Run(case.kind, case.model).build_model(),
         args=arguments,
-        train_dataset=BadData(case.samples, case.at, case.how),
-        eval_dataset=TrainingData(KIND, case.evaluated, seed=9),
-        data_collator=PadCollator(KIND),
+        train_dataset=BadData(case),
+        eval_dataset=TrainingData(case.kind, case.evaluated, seed=9),
+        data_collator=PadCollator(case.kind),
     )
     outcome = outcome_of(trainer)
     outcome.metrics = trainer.evaluate()
@@ -245,10 +251,15 @@ def test_longer_than_the_model_allows_from_the_first_sample_on(stages: int) -> N
 @both
 def test_longer_than_the_model_allows_later(stages: int) -> None:
     """Those that run the row see it: one of two replicas; all stages, as each looks positions up."""
-    errors = errors_of(Case(24, at=LATE, how="long"), stages)
+    errors = errors_of(Case(samples=24, at=LATE, how="long"), stages)
     own, other = sorted(errors, key=lambda error: isinstance(error, PeerFailedError))
     assert type(own) is ValueError and "rows of 50 tokens" in str(own) and "takes 40" in str(own)
     assert str(own) in str(other)
+
+
+def test_longer_than_the_model_allows_where_slices_are_timed_on_it() -> None:
+    case = Case("causal-lm", "gpt2", 24, at=LATE, how="long", tokens=400, options={"token_slices": "auto"})
+    assert_one_failed(errors_of(case, 2), ValueError, "rows of 400 tokens, and GPT2LMHeadModel takes 40")
 
 
 @both
@@ -260,14 +271,14 @@ def test_unreadable_from_the_first_sample_on(stages: int, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_on_one_process(workers: int) -> None:
-    case = Case(24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
+    case = Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
     assert_one_failed(errors_of(case, 1), LookupError, f"row {LATE} cannot be read")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_on_both_processes(workers: int) -> None:
     """The stages of one pipeline read the same rows."""
-    case = Case(24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
+    case = Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
     assert_same_error(errors_of(case, 2), LookupError, f"row {LATE} cannot be read")
 
 

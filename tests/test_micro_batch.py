@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from transformers import BertConfig, LlamaConfig, PreTrainedConfig, RobertaConfig
 
-from hf_pipetransformer.model.micro_batch import batch_rows, shape_signature, slice_rows, split_batch
+from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.model.micro_batch import (
+    batch_rows,
+    naming_long_rows,
+    shape_signature,
+    slice_rows,
+    split_batch,
+)
 
 
 def mixed_batch(rows: int = 4, length: int = 3) -> dict:
@@ -85,3 +94,47 @@ def test_what_changes_shapes_inside_the_model_changes_the_signature(change):
 
 def test_a_signature_can_be_a_key_whatever_the_batch_holds():
     hash(shape_signature({**mixed_batch(), "options": {"a": 1}, "array": torch.zeros(2).numpy()}))
+
+
+class Model(nn.Module):
+    """What is asked about positions."""
+
+    def __init__(self, config: PreTrainedConfig, *tables: nn.Embedding) -> None:
+        super().__init__()
+        self.config, self.tables = config, nn.ModuleList(tables)
+
+
+BERT = Model(BertConfig(max_position_embeddings=40), nn.Embedding(90, 2, padding_idx=0), nn.Embedding(40, 2))
+ROBERTA = Model(RobertaConfig(max_position_embeddings=42), nn.Embedding(90, 2), nn.Embedding(42, 2, padding_idx=1))
+LLAMA = Model(LlamaConfig(max_position_embeddings=40), nn.Embedding(90, 2))
+ROWS = {"input_ids": torch.zeros(2, 41, dtype=torch.long)}
+DOCUMENTS = {"input_ids": torch.zeros(1, 41, dtype=torch.long), "position_ids": torch.arange(41)[None] % 30}
+
+
+@pytest.mark.parametrize("model", [BERT, ROBERTA])
+@pytest.mark.parametrize("error", [IndexError, RuntimeError])
+def test_rows_beyond_the_table_of_positions_are_named(model, error):
+    words = r"rows of 41 tokens, and Model takes 40 .*max_length=40\). It failed with \w+: no place"
+    with pytest.raises(ValueError, match=words), naming_long_rows(model, ROWS):
+        raise error("no place")
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "error"),
+    [
+        (BERT, {"input_ids": torch.zeros(2, 40)}, IndexError("no place")),
+        (BERT, {"input_ids": torch.zeros(50)}, IndexError("no place")),
+        (BERT, {"pixel_values": torch.zeros(2, 3)}, RuntimeError("no place")),
+        (BERT, DOCUMENTS, IndexError("no place")),
+        (BERT, ROWS, TypeError("no place")),
+        (BERT, ROWS, PeerFailedError("no place")),
+        (BERT, ROWS, RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+        (BERT, ROWS, torch.OutOfMemoryError("CUDA out of memory")),
+        (LLAMA, ROWS, RuntimeError("no place")),
+        (nn.Linear(1, 1), ROWS, RuntimeError("no place")),
+    ],
+)
+def test_other_errors_are_left_alone(model, batch, error):
+    with pytest.raises(type(error)) as raised, naming_long_rows(model, batch):
+        raise error
+    assert raised.value is error

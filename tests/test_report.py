@@ -155,6 +155,14 @@ def test_the_prediction_is_that_of_the_micro_batches_in_use(tmp_path: Path) -> N
     assert the_training(tmp_path).layouts[0].prediction is None
 
 
+def test_rows_that_auto_could_not_cut_further_are_not_called_cut(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 4, arguments={"token_slices": "auto"}).slices(0, [[1, [512]]], None).usage(
+        80, 4
+    ).end(80)
+    page = page_of(tmp_path)
+    assert "could not be told" in page.text and "cut along their tokens, and" not in page.text
+
+
 def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> None:
     run = Run(tmp_path).event("start", 0, 4).slices(0, [[1, [300, 212]]], 0.5).steps(0, 40, 0.2)
     run.event("transform", 40, 2, 2).slices(40, [[1, [512]], [1, [512]]], None).steps(40, 80, 0.1).usage(80, 4).end(80)

@@ -142,6 +142,7 @@ def test_a_profile_that_fits_nothing_is_repeated_and_then_not_believed(
         torch.OutOfMemoryError("not enough memory for 4 GiB"),
         MemoryError("not enough memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory: you tried ..."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: not enough memory"),
         pytest.param(None, id="of the CPU"),
     ],
     ids=lambda error: type(error).__name__,

@@ -161,7 +161,8 @@ class Epoch:
         prediction: of a step, without loading; its sequences whole.
         load_seconds: of a step.
         num_steps: of it.
-        sliced: of a step as the dynamic program cuts it; None where that is hardly faster, or not asked for.
+        sliced: of a step as the dynamic program cuts it; None where it cuts no sequence, which must save enough, or
+            is not asked for.
     """
 
     number: int

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, is_out_of_memory
 from .ghosts import ParameterTable, evaluation_mode, make_ghost, reachable_leaves
 from .layer_range import Carry, LayerRangeRunner, Unit, tensors_of
 
@@ -183,9 +183,9 @@ def _refusing_what_fails(model: nn.Module) -> Iterator[None]:
     """
     try:
         yield
-    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
+            raise
         raise UnsupportedModelError(
             model,
             f"run one layer at a time it fails ({type(error).__name__}: {error}), where the whole model does not (do"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import PeerFailedError
+from ..errors import PeerFailedError, is_out_of_memory
 
 Batch = dict[str, Any]
+
+MOST_UNUSED_POSITIONS = 2
+"""At the begin of a table of positions, beyond `max_position_embeddings`: OPT's and BART's."""
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
@@ -42,22 +45,45 @@ def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
 
 @contextmanager
 def naming_long_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, what a model raises for more tokens than it has positions says so. (Some models take more all the same.)
+    """Inside, what a model raises for more tokens than it has positions says so.
 
     Raises:
-        ValueError: the model raised an error, and the batch's rows are longer than its configuration allows.
+        ValueError: the model raised an error, and the batch's rows are longer than its table of positions.
     """
     try:
         yield
     except (RuntimeError, IndexError) as error:
-        most, tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None), batch.get("input_ids")
-        is_other = isinstance(error, (PeerFailedError, torch.OutOfMemoryError))
-        if is_other or most is None or not isinstance(tokens, torch.Tensor) or tokens.shape[1] <= most:
+        most, tokens = _most_tokens(model), _most_tokens_in(batch)
+        if isinstance(error, PeerFailedError) or is_out_of_memory(error) or most is None or tokens <= most:
             raise
         raise ValueError(
-            f"The batch has rows of {tokens.shape[1]} tokens, and {type(model).__name__} takes {most}"
-            f" (max_position_embeddings): cut them, e.g. tokenizer(..., truncation=True, max_length={most})."
+            f"The batch has rows of {tokens} tokens, and {type(model).__name__} takes {most}"
+            " (max_position_embeddings): cut them, e.g. tokenizer(..., truncation=True,"
+            f" max_length={most}). It failed with {type(error).__name__}: {error}"
         ) from error
+
+
+def _most_tokens(model: nn.Module) -> int | None:
+    """Of a row, by the table of positions; None where there is none: rotary positions are computed for any number."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and 0 <= module.num_embeddings - most <= MOST_UNUSED_POSITIONS:
+            # RoBERTa counts from behind the id of padding on, within the table
+            is_within = module.num_embeddings == most and module.padding_idx is not None
+            return most - (module.padding_idx or 0) - 1 if is_within else most
+    return None
+
+
+def _most_tokens_in(batch: Mapping[str, Any]) -> int:
+    """Of a row's documents, where its positions tell them apart."""
+    tokens, positions = batch.get("input_ids"), batch.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.numel():
+        with suppress(RuntimeError):  # a device on which a kernel has failed answers nothing more
+            return int(positions.max()) + 1
+        return 0
+    return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:

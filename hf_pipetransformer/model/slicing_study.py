@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, is_out_of_memory
 from .ghosts import evaluation_mode
 from .kv_slices import Windows, attention_windows
 from .layer_stack import LayerStack
@@ -225,9 +225,9 @@ def _losses_in_slices(
                 part = sequence.slice(number)
                 losses.append(loss_of(part))
                 check_updates(model, part["past_key_values"], stack.num_units)
-    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
+            raise
         raise UnsupportedModelError(
             model,
             f"in slices of {lengths} tokens it fails ({type(error).__name__}: {error}), where the whole sequence does"
@@ -277,9 +277,9 @@ def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | Non
 
     try:
         same, own, foreign = (loss_with_others(rows) for rows in (slice(0), slice(1), slice(1, None)))
-    except (MemoryError, torch.OutOfMemoryError):  # says nothing of the model
-        raise
-    except Exception:  # whatever a model says to positions, or to these words
+    except Exception as error:  # whatever a model says to positions, or to these words
+        if is_out_of_memory(error):
+            raise
         return None
     if not all(map(math.isfinite, (same, own, foreign))):
         return None

@@ -23,7 +23,7 @@ from ..cache.activation_cache import ActivationCache
 from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
-from ..model.micro_batch import Batch
+from ..model.micro_batch import Batch, naming_long_rows
 from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
 from ..resilience.progress import PROGRESS, phase
@@ -590,11 +590,12 @@ class ElasticPipeline(nn.Module):
         results: list[Any] = []
         for rows in self._gather_in_pipeline(batch):
             values = self._receive_values(stage) if self.stage_index > 0 else []
-            if self.stage_index < last:
-                pending += self._send_values(stage, stage.carry_on(values, prepare(rows)))
-            else:
-                with stage.running_to_the_end(values, rows) as inputs:
-                    results.append(head(inputs))
+            with naming_long_rows(self.model, rows):
+                if self.stage_index < last:
+                    pending += self._send_values(stage, stage.carry_on(values, prepare(rows)))
+                else:
+                    with stage.running_to_the_end(values, rows) as inputs:
+                        results.append(head(inputs))
         # only now: gloo's send waits for its receiver, and before this all were busy handing on
         if self.stage_index < last:
             mine = self._receive_tree(last)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..errors import is_out_of_memory
 from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.token_slices import SlicedSequence, Windows, first_tokens, running_slices, sequence_length
@@ -51,8 +52,6 @@ LARGEST_ERROR = 0.15
 """Root mean square of the relative error up to which a fit is believed."""
 PROFILES = 3
 SHORTEST_SLICE = 16
-CPU_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""What torch says then, in a plain `RuntimeError`."""
 
 
 class SlowSlicesError(RuntimeError):
@@ -216,9 +215,7 @@ def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
 
 def _is_surmountable(error: Exception) -> bool:
     """Whether batches can be cut by rows alone instead: it says nothing against the model, its loss or the device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, SlowSlicesError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_OUT_OF_MEMORY)
+    return isinstance(error, SlowSlicesError) or is_out_of_memory(error)
 
 
 def _portable(error: Exception) -> Exception:

@@ -78,12 +78,15 @@ def choose_slices(
     Returns:
         The parts, and predicted seconds of forward and backward of a step.
     """
-
-    together, most = [stage.both for stage in stages], most_rows_of_part(rows, num_parts, len(stages))
-    limit = {"most_rows": most} if chooses_parts else {"num_parts": num_parts}
+    together = [stage.both for stage in stages]
     best = whole_rows(rows, length, num_parts)
     best_seconds = simulate_slices(stages, best).seconds
-    for granularity, least_gain in ((length, MINIMAL_GAIN), (None, LEAST_GAIN_OF_CUTS)):  # sequences whole, then cut
+    whole, cut = (length, MINIMAL_GAIN), (None, LEAST_GAIN_OF_CUTS)
+    if chooses_parts:
+        limit, ways = {"most_rows": most_rows_of_part(rows, num_parts, len(stages))}, [whole, cut]
+    else:
+        limit, ways = {"num_parts": num_parts}, [cut]
+    for granularity, least_gain in ways:
         parts = plan_slices(together, rows, length, granularity=granularity, **limit).parts
         seconds = simulate_slices(stages, parts).seconds
         if seconds < best_seconds * (1 - least_gain):

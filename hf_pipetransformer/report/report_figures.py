@@ -429,6 +429,11 @@ def draw_step(training: Training) -> Drawing:
         arguments = training.facts.get("arguments", {})
         if not training.layouts:
             why += "no layouts were recorded."
+        elif any(layout.slices for layout in training.layouts) and arguments.get("token_slices") == "auto":
+            why = (
+                "How long slices take could not be told (the log says why), so batches were cut by rows alone: as in"
+                " the table of slices."
+            )
         elif any(layout.slices for layout in training.layouts):
             why = (
                 'Batches were cut along their tokens, and how long slices take is not known: token_slices="auto" times'
