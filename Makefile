@@ -32,7 +32,7 @@ demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (about 2 mi
 	@echo "What happened, for a browser:"
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
-test: $(STAMP) ## Run the tests (no network, no GPU; 15 to 25 minutes on two cores)
+test: $(STAMP) ## Run the tests (no network, no GPU; 20 to 27 minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
 test-faults: $(STAMP) ## Break processes and hosts in every phase, fuzz the arguments, run for long (about 20 minutes)

@@ -26,6 +26,11 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that may take the longest come first: at the end one of them would run alone, beside idle workers."""
+    items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     random.seed(0)
