@@ -336,7 +336,11 @@ class WholeCheckpoints(PipelinePreparation):
         if pipeline is None or not pipeline.is_placed or batches is None:
             return memory
         plan = pipeline.current_plan
-        comes_at_the_end = self.args.eval_strategy == IntervalStrategy.EPOCH and self._is_epochs_last_step
+        comes_at_the_end = (
+            self.args.eval_strategy == IntervalStrategy.EPOCH
+            and self._is_epochs_last_step
+            and self.args.eval_delay <= (self.state.epoch or 0.0)
+        )
         shares, rows = batches.arrangement
         return {
             **memory,

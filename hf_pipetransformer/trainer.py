@@ -50,7 +50,7 @@ from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
-from .resilience.preemption import StopSignal
+from .resilience.preemption import StopSignal, WorkerStart
 from .resilience.progress import LEFT, PROGRESS, phase
 from .resilience.watchdog import Watchdog
 from .saving import PipelineState
@@ -58,6 +58,8 @@ from .training_args import PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
 
+CACHE_FOLDER = "_activation_cache"
+"""In `output_dir`. What begins so is not pushed to the Hub."""
 MOST_SHAPES_TO_TELL = 8
 """Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
 
@@ -315,7 +317,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self._may_cache:
             # processes share it, even if each was given a temporary output_dir of its own
             output_dir = self._processes.gather_objects(args.output_dir or ".")[0]
-            folder = args.activation_cache_dir or os.path.join(output_dir, "activation_cache")
+            folder = args.activation_cache_dir or os.path.join(output_dir, CACHE_FOLDER)
             self._current_generations = current_file(folder, output_dir)
         self._train_batches = NumberedBatches(
             dataset,
@@ -329,7 +331,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
-            worker_init_fn=stock.worker_init_fn,
+            worker_init_fn=WorkerStart(stock.worker_init_fn),
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=stock.multiprocessing_context,
@@ -338,10 +340,21 @@ class PipeTransformerTrainer(LeavesAtSigterm):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         loader: Any = super().get_eval_dataloader(eval_dataset)
+        self._set_workers_apart(loader)
         # workers that last keep the collator that they began with: whoever iterates is to see no keys
         keeps_keys = not self._is_stock and self._may_cache and self.args.dataloader_persistent_workers
         kept_apart: Any = KeysApart(loader)  # as good as the loader itself
         return kept_apart if keeps_keys else loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        loader = super().get_test_dataloader(test_dataset)
+        self._set_workers_apart(loader)
+        return loader
+
+    def _set_workers_apart(self, loader: Any) -> None:
+        base = getattr(loader, "base_dataloader", loader)
+        if not self._is_stock and isinstance(base, DataLoader) and not isinstance(base.worker_init_fn, WorkerStart):
+            base.worker_init_fn = WorkerStart(base.worker_init_fn)
 
     def _keying_collator(self, collate_fn: Any) -> KeyingCollator:
         return KeyingCollator(collate_fn, ReadAhead(self._current_generations), self._not_in_keys)
@@ -521,7 +534,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         doubts_weights = (
             self._watches_steps and self._auto_cache is not None and not self._auto_cache.weights_look_same()
         )
-        keys = self._slice.keys if self._slice.rows and pipeline.cache is not None and not doubts_weights else None
+        keys = self._slice.keys if self._slice.rows and pipeline.cache is not None else None
+        if keys is not None and doubts_weights:
+            keys = without_keys(keys)  # other stages may have no doubt
         batch = self._prepare_keyed(inputs, keys, self._slice.keyed)
         met_other_inputs = keys is not None and batch[KEYS_NAME] is not keys
         with naming_long_rows(self.model, batch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +19,8 @@ from transformers.training_args import OptimizerNames
 from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.partition import SCHEDULES
 from .resilience.stores import use_fresh_store, wait_for_connections
+
+logger = logging.getLogger(__name__)
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Their step is taken inside the backward, before gradients are complete."""
@@ -248,6 +251,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # refuses what is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
+        self._warn_of_unused()
         self._check_slices()
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
@@ -275,6 +279,16 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 if dist.is_initialized():
                     dist.barrier()  # a process that left now would leave others waiting for it to connect
                 raise
+
+    def _warn_of_unused(self) -> None:
+        """An error would be too much: a configuration file may hold them for another policy."""
+        unused: list[tuple[str, Any, str, str, Any]] = []
+        if self.freeze_schedule is not None and self.freeze_policy != "schedule":
+            unused.append(("freeze_schedule", self.freeze_schedule, "freeze_policy", "schedule", self.freeze_policy))
+        if self.freeze_steps is not None and self.freeze_strategy != "steps":
+            unused.append(("freeze_steps", self.freeze_steps, "freeze_strategy", "steps", self.freeze_strategy))
+        for name, value, other, wanted, found in unused:
+            logger.warning("%s=%r has no effect: set %s=%r, which is %r.", name, value, other, wanted, found)
 
     @property
     def slices_tokens(self) -> bool:

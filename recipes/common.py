@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -38,6 +39,7 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 from hf_pipetransformer.report.report_data import Layout, read_trainings
 
 LABEL = "label"
+Names = tuple[str, ...]
 SMALL_MODEL = {
     "num_hidden_layers": 8,
     "hidden_size": 128,
@@ -58,6 +60,8 @@ NEW_HEADS = {
     "qa_outputs",
 }
 """Names of parts that a pretrained model lacks, in the classes that the recipes use."""
+TECHNICAL = ("eval_runtime", "eval_samples", "eval_steps_per_second", "eval_model_preparation_time")
+"""How the figures of an evaluation begin that say nothing of its quality; what comes behind names the split."""
 
 
 # ---------------------------------------------------------------------------------------------------- arguments
@@ -251,6 +255,41 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase | None
     return AutoTokenizer.from_pretrained(name, **model_args.hub) if name is not None else None
 
 
+# ---------------------------------------------------------------------------------------------------- classes
+def labels_of(model_args: ModelArguments) -> Names | None:
+    """A checkpoint's labels in the order of its head, none for a regression; None without a checkpoint."""
+    checkpoint = model_args.config_name or model_args.model_name_or_path
+    if checkpoint is None:
+        return None
+    config = AutoConfig.from_pretrained(checkpoint, **model_args.hub)
+    if config.num_labels == 1:
+        return ()
+    return tuple(str(config.id2label[number]) for number in range(config.num_labels))
+
+
+def in_order_of(known: Names | None, names: Sequence[str]) -> Names | None:
+    """A checkpoint's classes in its own order, spelled as in the data; None where it does not know all the data's.
+
+    Its head has learnt its own order, which need not be the data's (roberta-large-mnli's is not), and perhaps more
+    classes than a small set has. Capital letters count only where the classes differ in nothing else.
+
+    Args:
+        known: the checkpoint's classes, if there is one.
+        names: the data's.
+    """
+    same: Callable[[str], str]
+    for same in (str, str.lower):
+        counts = Counter(same(label) for label in known or ())
+        spelled = {same(name): name for name in names}
+        if len(spelled) == len(names) and all(counts[label] == 1 for label in spelled):
+            # ImageNet's models know two classes of one name ("crane"): each gets a name of its own
+            return tuple(
+                spelled.get(same(label), label if counts[same(label)] == 1 else f"{label} ({number})")
+                for number, label in enumerate(known or ())
+            )
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------- data
 def file_format(files: Mapping[str, str], formats: Mapping[str, str]) -> str:
     """Returns the `datasets` builder that reads all of the files, by their endings.
@@ -336,15 +375,20 @@ def train(trainer: PipeTransformerTrainer) -> dict[str, float]:
 
 
 def evaluate(trainer: PipeTransformerTrainer, eval_datasets: Mapping[str, Dataset]) -> dict[str, float]:
-    """Evaluates on each split, by name, and saves the metrics. Every rank must call this."""
+    """Evaluates on each split, by name, and saves the metrics. Every rank must call this.
+
+    Returns:
+        The metrics, with the end of the split's name behind theirs where there are several: `eval_loss_mismatched`.
+    """
     results: dict[str, float] = {}
     for name, dataset in eval_datasets.items():
         metrics = trainer.evaluate(eval_dataset=dataset)
         metrics["eval_samples"] = len(dataset)
         suffix = name.removeprefix("validation")  # "", or MNLI's "_matched" and "_mismatched"
         trainer.log_metrics(f"eval{suffix}", metrics)
-        trainer.save_metrics(f"eval{suffix}", metrics)
-        results.update({f"{key}{suffix}": value for key, value in metrics.items()})
+        named = {f"{key}{suffix}": value for key, value in metrics.items()}
+        trainer.save_metrics(f"eval{suffix}", named)  # goes to all_results.json, too, beside the other splits'
+        results.update(named)
     return results
 
 
@@ -395,9 +439,8 @@ def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float])
         table.add_row("Training time", f"{results['train_runtime']:.1f} s")
         table.add_row("Throughput", f"{results['train_samples_per_second']:.1f} samples/s")
         table.add_row("Training loss", f"{results['train_loss']:.4f}")
-    technical = ("_runtime", "_per_second", "_samples", "_time")
     for name, value in results.items():
-        if name.startswith("eval_") and not name.endswith(technical):
+        if name.startswith("eval_") and not name.startswith(TECHNICAL):
             table.add_row(name.replace("_", " ").capitalize(), f"{value:.4f}")
     Console().print(table)
 

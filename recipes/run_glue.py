@@ -22,13 +22,13 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
     default_data_collator,
 )
+from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
@@ -36,10 +36,13 @@ from common import (
     LABEL,
     SMALL_MODEL,
     ModelArguments,
+    Names,
     TextArguments,
     check_one_source,
     evaluate,
     file_format,
+    in_order_of,
+    labels_of,
     load_config,
     load_model,
     load_tokenizer,
@@ -69,7 +72,10 @@ TASK_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv"}
 NOT_TEXT = {LABEL, "idx", "id"}
-Names = tuple[str, ...]
+# Of CSV, only an empty cell is none: "NA" and "null" are texts and labels like others.
+CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+USUAL_LENGTH = 512
+"""Positions of a model made from scratch, where the tokenizer was saved without a length."""
 # Generated: one validation sentence for every so many training sentences, but not fewer than the minimum.
 GENERATED_TRAIN_PER_VALIDATION = 8
 GENERATED_MIN_VALIDATION = 200
@@ -147,7 +153,9 @@ def load_task_data(
         "test": data_args.test_file,
     }
     files = {name: path for name, path in given.items() if path is not None}
-    splits = load_dataset(file_format(files, FILE_FORMATS), data_files=files, cache_dir=cache_dir)
+    builder = file_format(files, FILE_FORMATS)
+    options = CSV_OPTIONS if builder == "csv" else {}
+    splits = load_dataset(builder, data_files=files, cache_dir=cache_dir, **options)
     return own_task_data(splits, known)
 
 
@@ -158,11 +166,12 @@ def own_task_data(splits: DatasetDict, known: Names | None = None) -> TaskData:
     data are not read), they are the `known` ones, of a checkpoint.
 
     Raises:
-        ValueError: a row, or all of them, has no label.
+        ValueError: a row, or all of them, has no label; a row has no text.
     """
     splits = without_missing(without_column(splits, LABEL, "test"), LABEL)
     first = splits.get("train") or next(iter(splits.values()))
     text_columns = find_text_columns(first)
+    check_texts(splits, text_columns)
     labelled = {name: split for name, split in splits.items() if LABEL in split.column_names}
     if not labelled:
         if known is None:
@@ -178,6 +187,22 @@ def own_task_data(splits: DatasetDict, known: Names | None = None) -> TaskData:
     class_of = {value: i for i, value in enumerate(values)}
     numbered = TaskData(splits, text_columns, tuple(str(value) for value in values))
     return with_classes(numbered, class_of, numbered.label_names)
+
+
+def check_texts(splits: DatasetDict, text_columns: tuple[str, ...]) -> None:
+    """Refuses rows without a text.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name, split in splits.items():
+        for column in text_columns:
+            texts = split[column] if column in split.column_names else ()
+            row = next((row for row, text in enumerate(texts) if text is None), None)
+            if row is not None:
+                raise ValueError(
+                    f"Row {row} of the {name} data has no text in column {column!r}: give it one, or remove the row."
+                )
 
 
 def with_classes(data: TaskData, class_of: Mapping[Any, int], label_names: Names) -> TaskData:
@@ -229,30 +254,12 @@ def find_tokenizer(model_args: ModelArguments, data_args: DataTrainingArguments)
     return build_tokenizer(model_max_length=data_args.max_seq_length)
 
 
-def labels_of(model_args: ModelArguments) -> Names | None:
-    """A checkpoint's labels in the order of its head, none for a regression; None without a checkpoint."""
-    checkpoint = model_args.config_name or model_args.model_name_or_path
-    if checkpoint is None:
-        return None
-    config = AutoConfig.from_pretrained(checkpoint, **model_args.hub)
-    if config.num_labels == 1:
-        return ()
-    return tuple(str(config.id2label[number]) for number in range(config.num_labels))
-
-
 def with_labels_of(known: Names | None, data: TaskData) -> TaskData:
-    """The data with the classes of a checkpoint that knows them all, by name.
-
-    Its head has learnt its own order, which need not be the data's (roberta-large-mnli's is not), and perhaps more
-    classes than a small file has.
-    """
-    number_of = {label.lower(): number for number, label in enumerate(known or ())}
-    spelled = {label.lower(): label for label in data.label_names}
-    if data.is_regression or not spelled.keys() <= number_of.keys() or len(spelled) < len(data.label_names):
+    """The data with the classes of a checkpoint that knows them all, by name."""
+    names = None if data.is_regression else in_order_of(known, data.label_names)
+    if names is None or names == data.label_names:
         return data
-    class_of = {i: number_of[label.lower()] for i, label in enumerate(data.label_names)}
-    names = tuple(spelled.get(label.lower(), label) for label in known or ())
-    return data if names == data.label_names else with_classes(data, class_of, names)
+    return with_classes(data, {i: names.index(label) for i, label in enumerate(data.label_names)}, names)
 
 
 def check_metric(training_args: PipeTransformerTrainingArguments, metric: MetricFn, data: TaskData) -> None:
@@ -274,18 +281,23 @@ def check_metric(training_args: PipeTransformerTrainingArguments, metric: Metric
         )
 
 
-def make_model(model_args: ModelArguments, data: TaskData, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """Loads the model with a head for the labels, or makes a small one from scratch."""
+def make_model(
+    model_args: ModelArguments, data: TaskData, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> nn.Module:
+    """Loads the model with a head for the labels, or makes a small one from scratch, for inputs of that length."""
     labels: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
     if not data.is_regression:
         label2id = {name: i for i, name in enumerate(data.label_names)}
         id2label = {i: name for name, i in label2id.items()}
+        # a checkpoint of another task keeps its own problem_type, unless it is told
         labels = {"num_labels": len(label2id), "label2id": label2id, "id2label": id2label}
+        labels["problem_type"] = "single_label_classification"
+    has_length = tokenizer.model_max_length < LARGE_INTEGER
     small = {
         "model_type": "bert",
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
-        "max_position_embeddings": tokenizer.model_max_length,
+        "max_position_embeddings": tokenizer.model_max_length if has_length else max(USUAL_LENGTH, max_seq_length),
         **SMALL_MODEL,
     }
     config = load_config(model_args, small, **labels)
@@ -369,7 +381,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     metric = load_metric(data_args.task_name, data.is_regression)
     check_metric(training_args, metric, data)
     tokenizer = find_tokenizer(model_args, data_args)
-    model = make_model(model_args, data, tokenizer)
+    model = make_model(model_args, data, tokenizer, data_args.max_seq_length)
     splits = tokenize(data, tokenizer, data_args, training_args)
 
     train_dataset = None

@@ -17,9 +17,13 @@ All arguments can stand in one YAML or JSON file, given first; those after it on
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +45,11 @@ from common import (
     LABEL,
     SMALL_MODEL,
     ModelArguments,
+    Names,
     PartArguments,
     evaluate,
+    in_order_of,
+    labels_of,
     load_config,
     load_model,
     parse_arguments,
@@ -54,6 +61,8 @@ from common import (
     train,
 )
 from metrics import accuracy_metrics
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_CROP = 0.7
 """Least share of an image's area that `--augment` leaves of it."""
@@ -95,25 +104,99 @@ class DataTrainingArguments(PartArguments):
 
 
 # ---------------------------------------------------------------------------------------------------- data
-def load_images(data_args: DataTrainingArguments, seed: int, cache_dir: str | None = None) -> DatasetDict:
-    """Loads the splits with columns `image` and `label`; splits the training images where there are no others."""
+def load_images(
+    data_args: DataTrainingArguments, seed: int, cache_dir: str | None = None, known: Names | None = None
+) -> DatasetDict:
+    """Loads the splits with columns `image` and `label`; splits the training images where there are no others.
+
+    Args:
+        data_args: which images.
+        seed: of the images that are split off.
+        cache_dir: where downloads are kept.
+        known: a checkpoint's classes: where it knows all those of the data, they keep its order.
+    """
     if data_args.wants_digits:
         splits = DatasetDict(train=load_digits())
     elif data_args.dataset_name is not None:
         splits = load_dataset(data_args.dataset_name, data_args.dataset_config_name, cache_dir=cache_dir)
     else:
         given = {"train": data_args.train_dir, "validation": data_args.validation_dir}
-        folders = {name: f"{path}/**" for name, path in given.items() if path is not None}
-        splits = load_dataset("imagefolder", data_files=folders, cache_dir=cache_dir)
+        splits = load_folders({name: path for name, path in given.items() if path is not None}, cache_dir)
     if "validation" not in splits and "test" in splits and _first_of(ClassLabel, splits["test"]):
         splits["validation"] = splits["test"]
     used = [name for name in splits if name.startswith(("train", "validation"))]  # test images often have no classes
     splits = DatasetDict({name: with_usual_columns(splits[name], data_args) for name in used})
+    splits = with_classes_of(known, splits)
     if "validation" not in splits:
         whole = splits[split_names("train", splits)[0]]
-        parts = whole.train_test_split(data_args.validation_share, seed=seed, stratify_by_column=LABEL)
-        splits = DatasetDict(train=parts["train"], validation=parts["test"])
+        splits = split_off(whole, data_args.validation_share, seed)
     return splits
+
+
+def load_folders(folders: Mapping[str, str], cache_dir: str | None = None) -> DatasetDict:
+    """Reads a folder of images for each split, by itself: together, all would have to be of one depth.
+
+    The images of a folder with a single class have none at first (`datasets` takes it for one without classes). They
+    get it where another folder has the class, too.
+    """
+
+    def load(name: str, **options: Any) -> Dataset:
+        files = {name: f"{folders[name]}/**"}
+        return load_dataset("imagefolder", data_files=files, split=name, cache_dir=cache_dir, **options)
+
+    def classes(split: Dataset) -> set[str]:
+        column = _first_of(ClassLabel, split)
+        return set() if column is None else set(split.features[column].names)
+
+    splits = DatasetDict({name: load(name) for name in folders})
+    known = set().union(*map(classes, splits.values()))
+    for name in [name for name, split in splits.items() if known and not classes(split)]:
+        named = load(name, drop_labels=False)
+        own_name = Path(folders[name]).resolve().name  # the class of images that lie in no folder of a class
+        if classes(named) <= known - {own_name}:
+            splits[name] = named
+    return splits
+
+
+def split_off(whole: Dataset, share: float, seed: int) -> DatasetDict:
+    """Splits a share of the images off to validate on: of each class, or of all where that cannot be."""
+    numbers, counts = np.unique(whole[LABEL][:], return_counts=True)
+    held_out = math.ceil(share * len(whole))
+    reason = None
+    if counts.min() < 2:
+        reason = f"class {whole.features[LABEL].names[numbers[counts.argmin()]]!r} has one image"
+    elif min(held_out, len(whole) - held_out) < len(counts):
+        reason = f"{len(whole) - held_out} and {held_out} images are too few for {len(counts)} classes"
+    if reason is not None:
+        logger.warning(
+            "The images are split into training and validation without regard to their classes, as %s: some classes"
+            " may be missing from either. Give validation_dir, another validation_share, or more images.",
+            reason,
+        )
+    parts = whole.train_test_split(share, seed=seed, stratify_by_column=LABEL if reason is None else None)
+    return DatasetDict(train=parts["train"], validation=parts["test"])
+
+
+def with_classes_of(known: Names | None, splits: DatasetDict) -> DatasetDict:
+    """The splits with the same classes: those of a checkpoint that knows them all, by name, or else the data's own.
+
+    Folders may lack some of each other's classes; then the data's are all of them, in the order of their names.
+    """
+    given = [tuple(split.features[LABEL].names) for split in splits.values()]
+    own = given[0] if len(set(given)) == 1 else tuple(sorted(set().union(*given)))
+    names = in_order_of(known, own) or own
+    return DatasetDict({name: with_classes(split, names) for name, split in splits.items()})
+
+
+def with_classes(split: Dataset, names: Sequence[str]) -> Dataset:
+    """The split with its classes numbered as among `names`. No image is decoded."""
+    own = split.features[LABEL].names
+    if list(names) == own:
+        return split
+    place = {name: number for number, name in enumerate(names)}
+    number_of = {number: place[name] for number, name in enumerate(own)}
+    numbers = [number_of.get(number, number) for number in split[LABEL][:]]  # -1: the image has no class
+    return split.remove_columns(LABEL).add_column(LABEL, numbers, feature=ClassLabel(names=list(names)))
 
 
 def load_digits() -> Dataset:
@@ -233,8 +316,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     training_args.remove_unused_columns = False  # the transforms read `image`, which no model knows
     start(training_args)
 
+    known = labels_of(model_args)
     with training_args.main_process_first(desc="loading of the data"):
-        splits = load_images(data_args, training_args.seed, model_args.cache_dir)
+        splits = load_images(data_args, training_args.seed, model_args.cache_dir, known)
     config = make_config(model_args, data_args, splits)
     model = load_model(AutoModelForImageClassification, model_args, config)
     processor = make_processor(model_args, config)

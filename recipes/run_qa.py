@@ -148,10 +148,12 @@ def questions_of(prefix: str, splits: DatasetDict, data_args: DataTrainingArgume
 
 
 def check_questions(split: Dataset, name: str, data_args: DataTrainingArguments) -> Dataset:
-    """Refuses columns that are missing, and questions without an answer where each should have one.
+    """Refuses columns that are missing, questions without an answer where each should have one, and ids that repeat.
+
+    Training data may repeat an id, which nothing reads there; elsewhere it is what answers are kept under.
 
     Raises:
-        ValueError: naming the split, the columns or the row.
+        ValueError: naming the split, the columns or the rows.
     """
     needed = ["id", "context", "question"] + ([] if name.startswith("test") else ["answers"])
     missing = [column for column in needed if column not in split.column_names]
@@ -167,7 +169,34 @@ def check_questions(split: Dataset, name: str, data_args: DataTrainingArguments)
                 f"{len(without)} of the {len(split)} questions of the {name} data have no answer (the first is row"
                 f" {without[0]}): set version_2_with_negative, or remove them."
             )
+    if not name.startswith("train"):
+        row_of: dict[str, int] = {}
+        for row, key in enumerate(split["id"]):
+            first = row_of.setdefault(str(key), row)
+            if first != row:
+                raise ValueError(
+                    f"Rows {first} and {row} of the {name} data have the same id, {key!r}: give each question an id"
+                    " of its own, or one of their answers is lost."
+                )
     return split
+
+
+def check_room(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int, doc_stride: int) -> None:
+    """Refuses questions that leave too little of a window: the next one would not get on in the context.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    room_of_pair = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+    asked = tokenizer(batch["question"], add_special_tokens=False)["input_ids"]
+    for key, question, context in zip(batch["id"], asked, batch["context"], strict=True):
+        room = room_of_pair - len(question)
+        if room <= doc_stride and len(tokenizer(context, add_special_tokens=False)["input_ids"]) > room:
+            raise ValueError(
+                f"Question {key!r} has {len(question)} tokens. Of a window's {max_length} that leaves {max(room, 0)}"
+                f" for its context, which is longer: there must be more than doc_stride={doc_stride}. Give a greater"
+                " max_seq_length (up to the tokenizer's), or a smaller doc_stride, or shorten the question."
+            )
 
 
 def make_windows(
@@ -182,6 +211,9 @@ def make_windows(
         One row for each window: what the tokenizer gives; `start_positions` and `end_positions` [tokens], both 0 where
         the window does not hold the answer; `example` (the question's row) and `offsets`, which the model does not
         read.
+
+    Raises:
+        ValueError: the tokenizer cannot do it, or a question leaves too little of a window for its context.
     """
     pads_right = tokenizer.padding_side == "right"
     max_length = min(data_args.max_seq_length, tokenizer.model_max_length)
@@ -201,6 +233,7 @@ def make_windows(
 
     def encode(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
         asked = [question.strip() for question in batch["question"]]  # some are longer than a window by their blanks
+        check_room({**batch, "question": asked}, tokenizer, max_length, data_args.doc_stride)
         encoded = tokenizer(
             *((asked, batch["context"]) if pads_right else (batch["context"], asked)),
             truncation="only_second" if pads_right else "only_first",

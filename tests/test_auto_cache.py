@@ -19,7 +19,7 @@ from distributed import run_ranks
 from safetensors.torch import load_file
 from test_elastic import StopAfter, reference, stages_by_frozen
 from torch import nn
-from training_data import TrainingData
+from training_data import Kind, TrainingData
 from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
 from transformers import DefaultFlowCallback, ProgressCallback, TrainerCallback
 
@@ -425,8 +425,8 @@ def scaler(step: int, event: str = "on_step_end", factor: float = 1.5) -> Traine
     def scale(_: Any, args: Any, state: Any, control: Any, model: Any, **__: Any) -> None:
         if state.global_step == step:
             for name, parameter in model.named_parameters():
-                if "layer.0." in name:
-                    parameter.data.mul_(factor)
+                if "layer.0." in name or "layers.0." in name:
+                    parameter.data = parameter.data * factor  # also where a stage has none
 
     callback: TrainerCallback = type("Scaler", (TrainerCallback,), {event: scale})()
     return callback
@@ -442,8 +442,9 @@ def scaled(
     stops_after: int | None = None,
     event: str = "on_step_end",
     factor: float = 1.5,
+    num_stages: int = 1,
 ) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, {0: 1, 1: 1, 2: 1}, table, activation_cache=mode)
+    trainer = trainer_of(run, dict.fromkeys(range(3), num_stages), table, activation_cache=mode)
     if step is not None:
         trainer.add_callback(scaler(step, event, factor))
     if stops_after is not None:
@@ -475,15 +476,25 @@ def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int
 
 
 @pytest.mark.parametrize(
-    ("world", "event", "factor"),
-    [(1, "on_step_end", 1.5), (2, "on_step_end", 1.5), (2, "on_step_end", -1.0), (2, "on_evaluate", 1.5)],
+    ("world", "num_stages", "event", "factor"),
+    [
+        (1, 1, "on_step_end", 1.5),
+        (2, 1, "on_step_end", -1.0),  # of the same norms
+        (2, 1, "on_evaluate", 1.5),
+        (2, 2, "on_step_end", 1.5),  # which the second stage cannot see
+    ],
 )
-def test_weights_that_change_while_they_are_read_are_noticed_at_once(world: int, event: str, factor: float) -> None:
-    """The third epoch reads; the first of its steps, the seventh of all, is followed by other weights, perhaps of the
-    same norms."""
-    run = Run(epochs=4, per_device=4 * WORLD // world).with_options(eval_strategy="steps", eval_steps=7)
-    changed = run_ranks(scaled, world, run, {3: 1}, 7, "on", event=event, factor=factor)
-    without = run_ranks(scaled, world, run, {3: 1}, 7, "off", event=event, factor=factor)
+def test_weights_that_change_while_they_are_read_are_noticed_at_once(
+    world: int, num_stages: int, event: str, factor: float
+) -> None:
+    """The third epoch reads; the first of its steps, the seventh of all, is followed by other weights."""
+    # images are of one shape: of text each batch has another one, and then stages tell one another anyway
+    kind: Kind = "image-classification" if num_stages > 1 else "text-classification"
+    run = Run(kind, epochs=4, per_device=4 * WORLD // world)
+    if event == "on_evaluate":
+        run = run.with_options(eval_strategy="steps", eval_steps=7)
+    changed = run_ranks(scaled, world, run, {3: 1}, 7, "on", event=event, factor=factor, num_stages=num_stages)
+    without = run_ranks(scaled, world, run, {3: 1}, 7, "off", event=event, factor=factor, num_stages=num_stages)
     assert_same_training([outcome for outcome, _ in changed], without[0][0])
     assert {reason for _, reason in changed} == {auto_cache.OTHER_WEIGHTS}
 
@@ -645,7 +656,7 @@ def evaluating(
     trainer.train()
     trainer.evaluate()  # of a loader whose workers may have begun while there was a cache
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    left = (Path(folder) / "activation_cache").exists()
+    left = (Path(folder) / "_activation_cache").exists()
     return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
 
 
@@ -675,7 +686,7 @@ def left_by_two_nodes(rank: int, world_size: int, folder: str) -> None:
 
 def test_nothing_is_left_on_several_nodes(tmp_path: Path) -> None:
     run_ranks(left_by_two_nodes, 2, str(tmp_path))
-    assert not (tmp_path / "activation_cache").exists()
+    assert not (tmp_path / "_activation_cache").exists()
 
 
 def test_a_disk_that_is_full_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

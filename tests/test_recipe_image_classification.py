@@ -77,6 +77,70 @@ def test_folders_of_images(tmp_path: Path) -> None:
     assert {float(np.mean(row["pixel_values"])) for row in rows} == {-1.0, 1.0}
 
 
+def save_images(folder: Path, **number_of: int) -> None:
+    """So many images of each class, of the shade that is the length of the class's name."""
+    for label, number in number_of.items():
+        (folder / label).mkdir(parents=True)
+        for i in range(number):
+            PILImage.new("L", (4, 4), len(label)).save(folder / label / f"{i}.png")
+
+
+def load_folders(tmp_path: Path, train: Path, validation: Path) -> DatasetDict:
+    arguments = recipe.DataTrainingArguments(train_dir=str(train), validation_dir=str(validation))
+    return recipe.load_images(arguments, seed=0, cache_dir=str(tmp_path / "cache"))
+
+
+def test_folders_of_different_depth_and_classes(tmp_path: Path) -> None:
+    save_images(tmp_path / "train", black=1, white=1)
+    save_images(tmp_path / "more" / "val", grey=1, white=2)
+    save_images(tmp_path / "one", white=1)
+    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "more" / "val")
+    for split in splits.values():
+        names = split.features["label"].names
+        assert names == ["black", "grey", "white"]
+        assert [len(names[row["label"]]) for row in split] == [np.asarray(row["image"])[0, 0] for row in split]
+    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "one")
+    assert splits["validation"].features["label"].names == ["black", "white"]
+    assert splits["validation"]["label"][:] == [1]
+    with pytest.raises(ValueError, match="label_column=None is no column of ClassLabel"):
+        load_folders(tmp_path, tmp_path / "train", tmp_path / "one" / "white")
+
+
+def test_a_checkpoint_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
+    save_images(tmp_path / "train", black=1, white=1)
+    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "train")
+    known = recipe.with_classes_of(("White", "Grey", "Black"), splits)["train"]
+    assert known.features["label"].names == ["white", "Grey", "black"]
+    assert list(zip(known["label"], (np.asarray(image)[0, 0] for image in known["image"]), strict=True)) == [
+        (2, 5),
+        (0, 5),
+    ]
+    model_args = ModelArguments(model_type="vit")
+    config = recipe.make_config(model_args, recipe.DataTrainingArguments(), DatasetDict(train=known))
+    assert config.id2label == {0: "white", 1: "Grey", 2: "black"}
+    for others in (None, (), ("white", "grey")):
+        assert recipe.with_classes_of(others, splits)["train"]["label"][:] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "share", "reason"),
+    [
+        ([0] * 9 + [1], 0.2, "class 'b' has one image"),
+        ([0] * 5 + [1] * 5, 0.1, "9 and 1 images are too few for 2 classes"),
+        ([0] * 5 + [1] * 5, 0.2, ""),
+    ],
+)
+def test_classes_with_few_images_are_split_with_a_warning(
+    labels: list[int], share: float, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Dataset.from_dict({"label": labels}, features=Features({"label": ClassLabel(names=["a", "b"])}))
+    splits = recipe.split_off(whole, share, seed=0)
+    assert (len(splits["train"]), len(splits["validation"])) == (10 - 10 * share, 10 * share)
+    assert (f"as {reason}" in caplog.text and "Give validation_dir" in caplog.text) == bool(reason)
+    if not reason:
+        assert sorted(splits["validation"]["label"]) == [0, 1]
+
+
 @pytest.mark.parametrize("model_type", ["vit", "deit", "beit"])
 def test_models_read_what_the_transform_gives(model_type: str) -> None:
     from transformers import default_data_collator

@@ -297,6 +297,29 @@ def test_windows_overlap_and_mark_the_answer(side: str) -> None:
     assert found == set(range(len(questions)))
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_question_that_leaves_no_room_for_its_context_is_named(side: str) -> None:
+    """Of 16 tokens 3 are special; neighbouring windows share 3."""
+    tokenizer = build_tokenizer(64)
+    tokenizer.padding_side = side
+
+    def windows(question: int, context: int) -> int:
+        texts = {"question": " ".join(["is"] * question), "context": " ".join(["the"] * context)}
+        row = {"id": "q", **texts, "answers": {"text": ["the"], "answer_start": [0]}}
+        return len(
+            run_qa.make_windows(rows_of([{**row, "id": "p", "question": "is"}, row]), tokenizer, arguments(), "")
+        )
+
+    assert windows(9, 4) == 1 + 1  # room for 4
+    assert windows(9, 6) == 1 + 3
+    assert windows(10, 3) == 1 + 1  # room for 3
+    for question, room in ((10, 3), (13, 0), (20, 0)):
+        with pytest.raises(
+            ValueError, match=rf"Question 'q' has {question} tokens\..* 16 that leaves {room} .* doc_stride=3\. Give"
+        ):
+            windows(question, 4)
+
+
 def test_perfect_logits_give_the_right_answers() -> None:
     """From rows to windows to logits and back: exact match 100."""
     rng = random.Random(2)
@@ -344,6 +367,9 @@ def test_user_errors() -> None:
     with pytest.raises(ValueError, match=r"1 of the 2 questions .* row 1\): set version_2_with_negative"):
         run_qa.check_questions(rows_of([good, unanswered]), "train", arguments())
     run_qa.check_questions(rows_of([good, unanswered]), "train", arguments(version_2_with_negative=True))
+    for name in ("validation", "test"):
+        with pytest.raises(ValueError, match=f"Rows 0 and 2 of the {name} data have the same id, '1'"):
+            run_qa.check_questions(rows_of([good, {**good, "id": "2"}, good]), name, arguments())
     tokenizer = build_tokenizer(64)
     tokenizer.padding_side = "left"
     with pytest.raises(ValueError, match="pads on the left"):

@@ -244,6 +244,24 @@ def test_a_row_without_a_label_is_named():
         run_glue.split_with_labels("train", data.splits)
 
 
+def test_a_row_without_a_text_is_named():
+    splits = DatasetDict(train=dataset(a=["x"], b=["y"], label=[0]), test=dataset(a=["x", "y"], b=["z", None]))
+    with pytest.raises(ValueError, match="Row 1 of the test data has no text in column 'b': give it one, or remove"):
+        run_glue.own_task_data(splits)
+
+
+def test_only_an_empty_cell_of_csv_is_none(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text("text,label\nN/A,None\nNULL,NA\nnan,None\n", encoding="utf-8")
+    data_args = run_glue.DataTrainingArguments(train_file=str(path))
+    data = run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
+    assert list(data.splits["train"]["text"]) == ["N/A", "NULL", "nan"]
+    assert data.label_names == ("NA", "None")
+    path.write_text("text,label\na,yes\n,no\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="Row 1 of the train data has no text"):
+        run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
+
+
 def test_data_without_labels_has_those_of_the_checkpoint():
     splits = DatasetDict(test=dataset(text=["a"], label=[-1]))
     assert run_glue.own_task_data(splits, ("bad", "good")).label_names == ("bad", "good")
@@ -267,8 +285,8 @@ def checkpoint(folder, *names):
     """A model that has learnt these labels, in this order."""
     id2label = dict(enumerate(names))
     label2id = {name: i for i, name in id2label.items()}
-    run_glue.AutoConfig.for_model("bert", id2label=id2label, label2id=label2id).save_pretrained(folder)
-    return run_glue.labels_of(common.ModelArguments(model_name_or_path=str(folder)))
+    common.AutoConfig.for_model("bert", id2label=id2label, label2id=label2id).save_pretrained(folder)
+    return common.labels_of(common.ModelArguments(model_name_or_path=str(folder)))
 
 
 def three_labels():
@@ -296,6 +314,35 @@ def test_a_checkpoint_of_other_labels_gets_those_of_the_data(names, tmp_path):
     data = run_glue.with_labels_of(checkpoint(tmp_path, *names), three_labels())
     assert data.label_names == three_labels().label_names
     assert list(data.splits["train"]["label"]) == [0, 1, 2]
+
+
+def test_classes_that_differ_in_capital_letters_only_and_classes_of_one_name():
+    assert common.in_order_of(("b", "a", "B"), ("B", "b")) == ("b", "a", "B")
+    assert common.in_order_of(("crane", "Heron", "crane"), ("heron",)) == ("crane (0)", "heron", "crane (2)")
+    assert common.in_order_of(("crane", "heron", "crane"), ("crane",)) is None
+
+
+SMALL = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16"
+
+
+@pytest.mark.parametrize(("length", "asked", "positions"), [(None, 128, 512), (None, 600, 600), (64, 128, 64)])
+def test_positions_of_a_model_made_from_scratch(length, asked, positions):
+    """`None`: a tokenizer that was saved without a length."""
+    tokenizer = generated_data.build_tokenizer(length)
+    assert length or tokenizer.model_max_length > 10**20
+    model = run_glue.make_model(common.ModelArguments(config_overrides=SMALL), three_labels(), tokenizer, asked)
+    assert model.config.max_position_embeddings == positions
+
+
+def test_a_checkpoint_of_another_problem_learns_classes(tmp_path):
+    model_args = common.ModelArguments(config_overrides=SMALL)
+    tokenizer = generated_data.build_tokenizer(16)
+    model = run_glue.make_model(model_args, three_labels(), tokenizer, 16)
+    model.config.problem_type = "multi_label_classification"
+    model.save_pretrained(tmp_path)
+    model_args = common.ModelArguments(model_name_or_path=str(tmp_path))
+    model = run_glue.make_model(model_args, three_labels(), tokenizer, 16)
+    assert model.config.problem_type == "single_label_classification"
 
 
 def test_the_best_model_is_looked_for_by_a_metric_that_there_is(tmp_path):
@@ -447,6 +494,35 @@ def test_checkpoint_to_resume_from(tmp_path):
     assert common.find_checkpoint(args(None)) is None
     assert common.find_checkpoint(args("last")) == common.find_checkpoint(args("True")) == "last"
     assert common.find_checkpoint(args("elsewhere")) == "elsewhere"
+
+
+def test_each_set_of_an_evaluation_is_saved_under_its_own_names(tmp_path, capsys):
+    args = run_glue.PipeTransformerTrainingArguments(str(tmp_path), report_to="none")
+
+    class Trainer:
+        model = None
+        save_metrics = run_glue.PipeTransformerTrainer.save_metrics
+
+        def __init__(self):
+            self.args = args
+
+        def is_world_process_zero(self):
+            return True
+
+        def log_metrics(self, split, metrics):
+            assert "eval_loss" in metrics
+
+        def evaluate(self, eval_dataset):
+            return {"eval_loss": float(len(eval_dataset)), "eval_runtime": 1.0, "eval_samples_per_second": 2.0}
+
+    sets = {"validation_matched": dataset(a=[1]), "validation_mismatched": dataset(a=[1, 2])}
+    results = common.evaluate(Trainer(), sets)
+    assert (results["eval_loss_matched"], results["eval_loss_mismatched"]) == (1.0, 2.0)
+    assert json.loads((tmp_path / "all_results.json").read_text()) == results
+    common.print_summary(Trainer(), results)
+    printed = capsys.readouterr().out
+    assert "Eval loss mismatched" in printed
+    assert not {"runtime", "samples", "second"} & set(printed.split())
 
 
 def test_predictions_file(tmp_path):

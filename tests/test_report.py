@@ -163,6 +163,14 @@ def test_rows_that_auto_could_not_cut_further_are_not_called_cut(tmp_path: Path)
     assert "could not be told" in page.text and "cut along their tokens, and" not in page.text
 
 
+@pytest.mark.parametrize(("is_elastic", "is_told"), [(True, False), (False, True)])
+def test_what_is_not_the_default_is_told(tmp_path: Path, is_elastic: bool, is_told: bool) -> None:
+    arguments = {"elastic": is_elastic, "full_determinism": False}
+    Run(tmp_path).event("start", 0, 4, arguments=arguments).steps(0, 40, 0.2).usage(40, 4).end(40)
+    text = page_of(tmp_path).text
+    assert bool(re.search(r"elastic\s*False", text)) is is_told and "full_determinism" not in text
+
+
 def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> None:
     run = Run(tmp_path).event("start", 0, 4).slices(0, [[1, [300, 212]]], 0.5).steps(0, 40, 0.2)
     run.event("transform", 40, 2, 2).slices(40, [[1, [512]], [1, [512]]], None).steps(40, 80, 0.1).usage(80, 4).end(80)

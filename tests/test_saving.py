@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +369,29 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves(
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", []) and checkpoint.name == "checkpoint-4"
     assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed)
+
+
+def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
+    """As launchers do it: the signal goes to the process group."""
+
+    class TermTheGroup(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                # from elsewhere: to its parent a worker listens
+                subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+                time.sleep(1)  # a worker that has ended is noticed
+
+    run = replace(RUN, per_device=16).with_options(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer = pipeline_trainer(run, 1, folder)
+    trainer.add_callback(TermTheGroup())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    return int(str(leaving.value.code))
+
+
+def test_sigterm_to_the_process_group_leaves_the_loaders_workers_alone(tmp_path: Path) -> None:
+    assert run_ranks(preempted_with_a_worker, 1, str(tmp_path)) == [EXIT_CODE]
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
 
 
 def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:

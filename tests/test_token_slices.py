@@ -154,8 +154,24 @@ def test_a_batch_is_cut_along_its_tokens() -> None:
 
 
 def test_one_slice_is_the_batch_itself() -> None:
+    """Without a cache, to which layers that are computed again would append twice."""
     model, batch = build("llama"), batch_for("none")
-    assert SlicedSequence(model, batch, (TOKENS,), attention_windows(model)).slice(0) is batch
+    part = SlicedSequence(model, batch, (TOKENS,), attention_windows(model)).slice(0)
+    assert part.pop("use_cache") is False
+    assert part.keys() == batch.keys() and all(part[name] is batch[name] for name in batch)
+
+
+def test_keys_are_as_many_as_columns_of_a_mask_of_the_users() -> None:
+    """A sliding window drops keys where the model makes the mask by itself."""
+    model, batch = build("mistral"), batch_for("none")
+    windows = attention_windows(model)
+    own = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    for mask in (own, {"full_attention": own, "sliding_attention": own}):
+        states = SlicedSequence(model, {**batch, "attention_mask": mask}, (30, 7), windows)._states
+        assert states is not None and states.first_visible(0, 30) == 0
+    of_rows = {**batch, "attention_mask": torch.ones(2, TOKENS, dtype=torch.long)}
+    states = SlicedSequence(model, of_rows, (30, 7), windows)._states
+    assert states is not None and states.first_visible(0, 30) > 0
 
 
 def test_states_of_frozen_layers_go_with_the_last_slice() -> None:

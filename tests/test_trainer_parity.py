@@ -56,6 +56,9 @@ VARIANTS = {
     "gradient-checkpointing": Run("causal-lm").with_options(gradient_checkpointing=True),
     "gradient-checkpointing-bert": Run().with_options(gradient_checkpointing=True),
     "no-accumulation-no-clipping": Run(accumulation=1).with_options(max_grad_norm=0.0),
+    "tied-weights-synchronised-in-each-micro-step": Run("causal-lm").with_options(
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    ),
     "three-micro-steps": Run(accumulation=3, samples=100),
     "iterable": Run(streamed=True, epochs=1).with_options(max_steps=4),
     "max-steps": Run().with_options(max_steps=4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,3 +249,19 @@ def test_what_excludes_token_slices_is_refused(options: dict[str, Any], why: str
         PipeTransformerTrainingArguments(
             "out", **{"pipeline_parallel_size": "auto", "token_slices": "auto", **options}
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"freeze_policy": "alpha", "freeze_schedule": {"2": 4}}, "set freeze_policy='schedule', which is 'alpha'"),
+        ({"freeze_policy": "alpha", "freeze_steps": 100}, "set freeze_strategy='steps', which is 'epoch'"),
+        ({"freeze_policy": "schedule", "freeze_schedule": {"2": 4}}, None),
+    ],
+)
+def test_fields_without_effect_are_told(
+    options: dict, remedy: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    PipeTransformerTrainingArguments(str(tmp_path), **options)
+    assert ("has no effect" in caplog.text) is (remedy is not None)
+    assert remedy is None or remedy in caplog.text

@@ -99,7 +99,7 @@ def load_config(name: str) -> PreTrainedConfig:
         else:
             reason = (
                 f"it is no folder or config.json, none of the {len(list(CONFIG_MAPPING.keys()))} model types, "
-                f"and not found on the Hugging Face Hub (or the Hub cannot be reached)"
+                f"and the Hugging Face Hub did not give it ({_first_line(error)})"
             )
         raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
     return config

@@ -373,13 +373,16 @@ def _with_unreached(
 ) -> list[frozenset[str]]:
     """Give each unit the parameters of its own module that the sample did not reach (experts without a token).
 
-    Those outside of all units (a pooler that nobody reads) go to the last unit, or to all units.
+    Those outside of all units go to the first that reaches another one of the same module (of an embedding of the
+    user's own); else (a pooler that nobody reads) to the last unit, or to all units.
     """
     completed = [set(names) for names in reached]
     elsewhere = list(range(len(units))) if everywhere else [len(units) - 1]
+    modules = [{name.rpartition(".")[0] for name in names} for names in reached]
     for name in unreached:
         inside = [k for k, unit in enumerate(units) if name.startswith(unit.name + ".")]
-        for k in inside or elsewhere:
+        beside = [k for k, names in enumerate(modules) if name.rpartition(".")[0] in names]
+        for k in inside or (elsewhere if everywhere else beside[:1] or elsewhere):
             completed[k].add(name)
     return [frozenset(names) for names in completed]
 

@@ -69,12 +69,14 @@ class SlicedSequence:
         masks = _masks_of_packed_rows(model, batch, windows)
         if masks is not None:
             self._batch["attention_mask"] = masks
-        self._states = SequenceStates(windows, self.length, is_trimmed=masks is None, num_frozen=num_frozen)
+        given = self._batch.get("attention_mask")  # one of the user's own has a column for each token before a slice
+        is_trimmed = given is None or (isinstance(given, torch.Tensor) and given.dim() == 2)
+        self._states = SequenceStates(windows, self.length, is_trimmed=is_trimmed, num_frozen=num_frozen)
 
     def slice(self, number: int) -> Batch:
         """Keyword arguments of the forward for one slice. Slices are to be run in order."""
         if self._states is None:
-            return self._batch
+            return {**self._batch, "use_cache": False}  # layers that are computed again would append to a cache twice
         start, stop = self.spans[number]
         part = {name: self._cut(name, value, start, stop) for name, value in self._batch.items()}
         return {**part, "past_key_values": self._states.slice(start, stop), "use_cache": False}

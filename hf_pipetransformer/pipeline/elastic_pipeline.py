@@ -131,7 +131,9 @@ class ElasticPipeline(nn.Module):
         self._group: dist.ProcessGroup | None = None  # of this pipeline
         self._control: dist.ProcessGroup | None = None  # the same processes, on the CPU
         self._shared_groups: list[tuple[list[str], dist.ProcessGroup | None]] = []
+        self._shared_are_summed = False  # their gradients over the stages, since the last step at least
         self._replicated_names: list[str] = []  # with gradients to be averaged over replicas, where DDP does not
+        self._rarely_reached: list[str] = []  # of these, where a replica has one
         self._copies: dict[str, int] = {}  # shared parameter -> stages that hold it
 
     # ------------------------------------------------------------------------------------ layout
@@ -269,6 +271,7 @@ class ElasticPipeline(nn.Module):
         slices_tokens = self.slicing is not None and groups.pipeline is not None
         if slices_tokens:
             self._replicated_names = [name for name in trainable if name not in without_gradient]
+            self._rarely_reached = [name for name in trainable if name in without_gradient]
         elif groups.replicas is not None and trainable:
             may_be_unused = not without_gradient.isdisjoint(trainable)
             module = self._wrap_replicas(stage, groups.replicas, may_be_unused)
@@ -431,6 +434,8 @@ class ElasticPipeline(nn.Module):
         """
         stage = self.stage
         assert stage is not None
+        if self._shared_are_summed:
+            self._keep_sums_once()
         if self._token_scheduler is not None:
             self._token_scheduler.step(batch)
             if self._sparse_embeddings is not None:
@@ -464,14 +469,32 @@ class ElasticPipeline(nn.Module):
             if group is None:
                 continue
             self._sum_gradients(names, group)
+        self._shared_are_summed = bool(self._shared_groups)
+
+    def _keep_sums_once(self) -> None:
+        """Where gradients go on accumulating on their sums over the stages, one stage keeps them: they count once."""
+        for names, group in self._shared_groups:
+            if group is not None and dist.get_rank(group) > 0:
+                for name in names:
+                    self.stack.table[name].grad = None
+        self._shared_are_summed = False
 
     def _average_over_replicas(self) -> None:
         """What DDP does, after the step: it cannot, where the first forward's backward comes last."""
         group = self.mesh.layout(self.num_stages).replicas
         if group is None:
             return
-        for names in self._buckets(self._replicated_names):
+        for names in self._buckets([*self._replicated_names, *self._reached_somewhere(group)]):
             self._sum_gradients(names, group, 1 / self.num_replicas)
+
+    def _reached_somewhere(self, group: dist.ProcessGroup) -> list[str]:
+        """Of the parameters that the first rows did not reach those that a replica's rows have: an expert's."""
+        if not self._rarely_reached:
+            return []
+        has = [self.stack.table[name].grad is not None for name in self._rarely_reached]
+        counts = torch.tensor(has, dtype=torch.float32, device=self.device)
+        dist.all_reduce(counts, group=group)
+        return [name for name, count in zip(self._rarely_reached, counts.tolist(), strict=True) if count]
 
     def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Parameters of one type that together have about `BUCKET_BYTES`."""

@@ -221,7 +221,8 @@ def _arguments(facts: Any) -> list[tuple[str, str]]:
     for argument, value in facts["arguments"].items():
         is_default = (
             value is None
-            or value is False
+            or (value is False and argument != "elastic")
+            or (value is True and argument == "elastic")
             or (argument == "mixed_precision" and value == "no")
             or (argument in ("max_steps", "weight_decay") and value in (-1, 0))
         )

@@ -10,11 +10,33 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_CODE = getattr(os, "EX_TEMPFAIL", 75)
 """Of a process that has saved and left: try again later."""
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """At the start of a data loader's worker: leave the process group.
+
+    Launchers and schedulers send SIGTERM to whole groups. A worker that ended by it would end the training as a
+    failure, before the checkpoint is saved.
+
+    Attributes:
+        init: of the loader, called with the worker's number.
+    """
+
+    init: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        if hasattr(os, "setpgid"):
+            os.setpgid(0, 0)
+        if self.init is not None:
+            self.init(worker)
 
 
 class StopSignal:
