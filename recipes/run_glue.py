@@ -72,8 +72,8 @@ TASK_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv"}
 NOT_TEXT = {LABEL, "idx", "id"}
-# Of CSV, only an empty cell is none: "NA" and "null" are texts and labels like others.
-CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+# Of CSV, an empty cell is none, or what stands for a number that is none: "NA" and "null" are texts and labels.
+CSV_OPTIONS = {"keep_default_na": False, "na_values": ["", "nan", "NaN"]}
 USUAL_LENGTH = 512
 """Positions of a model made from scratch, where the tokenizer was saved without a length."""
 # Generated: one validation sentence for every so many training sentences, but not fewer than the minimum.

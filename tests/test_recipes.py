@@ -252,13 +252,16 @@ def test_a_row_without_a_text_is_named():
 
 def test_only_an_empty_cell_of_csv_is_none(tmp_path):
     path = tmp_path / "train.csv"
-    path.write_text("text,label\nN/A,None\nNULL,NA\nnan,None\n", encoding="utf-8")
+    path.write_text("text,label\nN/A,None\nNULL,NA\n", encoding="utf-8")
     data_args = run_glue.DataTrainingArguments(train_file=str(path))
     data = run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
-    assert list(data.splits["train"]["text"]) == ["N/A", "NULL", "nan"]
+    assert list(data.splits["train"]["text"]) == ["N/A", "NULL"]
     assert data.label_names == ("NA", "None")
     path.write_text("text,label\na,yes\n,no\n", encoding="utf-8")
     with pytest.raises(ValueError, match="Row 1 of the train data has no text"):
+        run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
+    path.write_text("text,label\na,0.5\nb,nan\n", encoding="utf-8")  # no class, in a column of numbers
+    with pytest.raises(ValueError, match="Row 1 of the train data has no label"):
         run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
 
 
