@@ -134,7 +134,7 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 2
     assert "unknown model 'no/such-model': it is no folder or config.json, none of the " in result.stderr
     assert "none of the 0" not in result.stderr
-    assert "did not give it (We couldn't connect to the Hub.)" in " ".join(result.stderr.split())
+    assert "did not give it (We couldn't connect to the Hub)" in " ".join(result.stderr.split())
 
 
 def test_version() -> None:
