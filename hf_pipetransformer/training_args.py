@@ -251,7 +251,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # refuses what is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
-        self._warn_of_unused()
         self._check_slices()
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
@@ -265,6 +264,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             super().__post_init__()
         finally:
             wait_for_connections(timeout)
+        if self.process_index == 0:
+            self._warn_of_unused()
         if not self.leaves_model_to_trainer:
             self.average_tokens_across_devices = False
             if getattr(self, "enable_jit_checkpoint", False):
@@ -282,13 +283,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def _warn_of_unused(self) -> None:
         """An error would be too much: a configuration file may hold them for another policy."""
-        unused: list[tuple[str, Any, str, str, Any]] = []
-        if self.freeze_schedule is not None and self.freeze_policy != "schedule":
-            unused.append(("freeze_schedule", self.freeze_schedule, "freeze_policy", "schedule", self.freeze_policy))
-        if self.freeze_steps is not None and self.freeze_strategy != "steps":
-            unused.append(("freeze_steps", self.freeze_steps, "freeze_strategy", "steps", self.freeze_strategy))
-        for name, value, other, wanted, found in unused:
-            logger.warning("%s=%r has no effect: set %s=%r, which is %r.", name, value, other, wanted, found)
+        needs = (("freeze_schedule", "freeze_policy", "schedule"), ("freeze_steps", "freeze_strategy", "steps"))
+        for name, other, wanted in needs:
+            value, found = getattr(self, name), getattr(self, other)
+            if value is not None and found != wanted:
+                logger.warning("%s=%r has no effect: set %s=%r, which is %r.", name, value, other, wanted, found)
 
     @property
     def slices_tokens(self) -> bool:

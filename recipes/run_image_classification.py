@@ -284,7 +284,8 @@ def make_config(model_args: ModelArguments, data_args: DataTrainingArguments, sp
         **SMALL_MODEL,
     }
     labels = {"label2id": {name: i for i, name in enumerate(names)}, "id2label": dict(enumerate(names))}
-    return load_config(model_args, small, **labels)
+    # a checkpoint of several labels an image would keep its own problem_type
+    return load_config(model_args, small, problem_type="single_label_classification", **labels)
 
 
 def make_processor(model_args: ModelArguments, config: PretrainedConfig) -> Any:

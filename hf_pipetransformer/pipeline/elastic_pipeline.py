@@ -131,7 +131,7 @@ class ElasticPipeline(nn.Module):
         self._group: dist.ProcessGroup | None = None  # of this pipeline
         self._control: dist.ProcessGroup | None = None  # the same processes, on the CPU
         self._shared_groups: list[tuple[list[str], dist.ProcessGroup | None]] = []
-        self._shared_are_summed = False  # their gradients over the stages, since the last step at least
+        self._shared_are_summed = False  # over the stages: their gradients, as the last step left them
         self._replicated_names: list[str] = []  # with gradients to be averaged over replicas, where DDP does not
         self._rarely_reached: list[str] = []  # of these, where a replica has one
         self._copies: dict[str, int] = {}  # shared parameter -> stages that hold it

@@ -21,6 +21,8 @@ from .report_data import Layout, Training, read_trainings
 FILE_NAME = "report.html"
 NEEDED = ("plotly", "jinja2")
 TEMPLATE = "report.html.jinja"
+DEFAULTS = {"elastic": True, "mixed_precision": "no", "max_steps": -1, "weight_decay": 0}
+"""Of recorded arguments, where they are not None or False: a report leaves them out."""
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
@@ -219,14 +221,8 @@ def _arguments(facts: Any) -> list[tuple[str, str]]:
         *((package, str(number)) for package, number in facts["versions"].items()),
     ]
     for argument, value in facts["arguments"].items():
-        is_default = (
-            value is None
-            or (value is False and argument != "elastic")
-            or (value is True and argument == "elastic")
-            or (argument == "mixed_precision" and value == "no")
-            or (argument in ("max_steps", "weight_decay") and value in (-1, 0))
-        )
-        if not is_default:
+        is_default = value == DEFAULTS[argument] if argument in DEFAULTS else value is False
+        if value is not None and not is_default:
             if isinstance(value, dict):
                 value = ", ".join(f"{key} → {item}" for key, item in value.items())
             words.append((argument, f"{value:g}" if isinstance(value, float) else str(value)))
