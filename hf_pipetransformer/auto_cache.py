@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
+from .cache.activation_files import open_private
 from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
 from .cache.content_keys import NOT_IN_KEYS
@@ -177,6 +178,15 @@ class AutoCache:
         for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
             reasons = {f: reasons.get(f) or reason[f] for f in reason}
         store = ActivationStore(current.parent, user=current.stem)
+        refusal = next(filter(None, pipeline.mesh.gather_objects(store.why_refused())), None)
+        if refusal is not None and is_shared:
+            raise ValueError(
+                f"activation_cache_dir: the folder {store.folder} cannot hold activations: {refusal}. Give a folder of"
+                " your own that only you can write to (chmod go-w), or one that does not exist yet."
+            )
+        if refusal is not None:
+            why = f"the folder {store.folder} is not this user's alone to write: {refusal}"
+            reasons = {f: reasons[f] or why for f in reasons}
         store.max_bytes = size_limit(store, max_gib)
         rank = pipeline.mesh.rank
         capacity = max(capacity, LEAST_CAPACITY)
@@ -509,7 +519,8 @@ class ReadAhead:
             store = ActivationStore(self._current.parent)
             for reader in self._readers:
                 reader.close()
-            self._readers = [store.reader(*generation) for generation in json.loads(self._current.read_text())]
+            with open(open_private(self._current, os.O_RDONLY), encoding="utf-8") as file:
+                self._readers = [store.reader(*generation) for generation in json.load(file)]
             self._stamp = (status.st_mtime_ns, status.st_ino)
 
 
@@ -518,7 +529,9 @@ def publish(current: Path, generations: Sequence[tuple[int, str]]) -> None:
     current.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = current.with_name(f"{current.name}.{os.getpid()}")
     try:
-        new.write_text(json.dumps(generations))
+        new.unlink(missing_ok=True)
+        with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+            json.dump(generations, file)
         os.replace(new, current)
     finally:
         new.unlink(missing_ok=True)  # of a full disk

@@ -15,6 +15,8 @@ Nothing here is locked or synchronised to the disk, and files may be damaged, cu
    short, is an error or a short read, not a SIGBUS, and processes that were forked share no file position.
 3. All files are opened relative to the generation's folder: they belong together even where the folder is moved away
    and another one takes its name.
+4. No symbolic link is followed, and nothing is opened that another user owns or may write to: who can put a link in the
+   place of a segment could else make a training write to any of its user's files, or read what it has not written.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +55,8 @@ _MAX_OFFSET = 2**63 - 2**33  # leaves the system calls a number for the entry's 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux and macOS
 
 HEADER_BYTES = _HEADER.size
+
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Meta(NamedTuple):
@@ -100,7 +104,7 @@ class GenerationFiles:
         self.num_damaged = 0
         self._segments: dict[int, int] = {}
         self._closing = ExitStack()
-        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._folder = open_private(path, os.O_RDONLY | os.O_DIRECTORY)
         self._closing.callback(os.close, self._folder)
         try:
             self.meta = self._read_meta()
@@ -111,7 +115,7 @@ class GenerationFiles:
 
     def open_file(self, name: str, flags: int) -> int:
         """Descriptor of a file in the folder, until `close`. A file made by it has mode 0600."""
-        descriptor = os.open(name, flags, mode=0o600, dir_fd=self._folder)
+        descriptor = open_private(name, flags, self._folder)
         self._closing.callback(os.close, descriptor)
         return descriptor
 
@@ -200,7 +204,7 @@ class GenerationFiles:
 
     def _read_meta(self) -> Meta:
         try:
-            with open(META, encoding="utf-8", opener=partial(os.open, dir_fd=self._folder)) as file:
+            with open(open_private(META, os.O_RDONLY, self._folder), encoding="utf-8") as file:
                 content = json.load(file)
         except (FileNotFoundError, RecursionError) as error:
             raise ValueError(f"{META} is missing, or was never this program's.") from error
@@ -224,6 +228,41 @@ class GenerationFiles:
         if writer not in self._segments:
             self._segments[writer] = self.open_file(f"{SEGMENT}{writer}", os.O_RDONLY)
         return self._segments[writer]
+
+
+def open_private(path: str | Path, flags: int, folder: int | None = None) -> int:
+    """Open a file or folder that is this user's alone to write. A file made by it has mode 0600.
+
+    Args:
+        path: of a regular file or, with `O_DIRECTORY`, a folder.
+        flags: as for `os.open`.
+        folder: descriptor of the folder that the path is relative to.
+
+    Raises:
+        OSError: As `os.open`; the path is a symbolic link, or something else than a file or folder; another user owns
+            it or may write to it.
+    """
+    # without O_NONBLOCK the opening of a named pipe would wait for its other end
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o600, dir_fd=folder)
+    try:
+        refusal = why_not_private(os.fstat(descriptor))
+        if refusal is not None:
+            raise PermissionError(errno.EPERM, refusal, str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def why_not_private(status: os.stat_result) -> str | None:
+    """Why a file or folder is not to be trusted, in words; None: it is this user's, or root's, alone to write."""
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        return "it is neither a file nor a folder"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+    if status.st_mode & OTHERS_MAY_WRITE:
+        return f"other users may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
 
 
 def entry_header(key: bytes, payload: memoryview) -> bytes:

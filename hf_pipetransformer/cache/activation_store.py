@@ -16,6 +16,8 @@ gets a miss, never wrong bytes (`activation_files.py` says why) and never an exc
 2. a generation appears and vanishes by one rename of its folder: the first to make it decides what `meta.json` says,
    and nobody sees half of one.
 
+3. the folder, and all in it, is this user's alone to write (`why_refused`), and no symbolic link is followed.
+
 Nothing is synchronised to the disk: after a power failure there are misses. The page cache is the tier in memory.
 The store knows bytes only; keys and fingerprints are made elsewhere.
 """
@@ -52,7 +54,9 @@ from .activation_files import (
     Meta,
     Record,
     entry_header,
+    open_private,
     transfer,
+    why_not_private,
 )
 
 Row: TypeAlias = npt.NDArray[np.uint8] | memoryview
@@ -301,6 +305,16 @@ class ActivationStore:
         self.max_bytes = max_bytes
         self.user = user
 
+    def why_refused(self) -> str | None:
+        """Why nothing is written to the folder or read from it, in words; None: it may be, or is still to be made.
+
+        Others who may write to it could put anything in the place of a generation.
+        """
+        try:
+            return why_not_private(os.stat(self.folder))
+        except OSError:
+            return None  # who writes will be told
+
     def reader(self, num_frozen: int, fingerprint: str) -> GenerationReader:
         """Look up in a generation, whether it exists yet or not.
 
@@ -344,6 +358,9 @@ class ActivationStore:
         if not 1 <= num_buckets <= MAX_BUCKETS:
             raise ValueError(f"capacity is {capacity}: give the number of rows that are expected, from 1 to 2^33.")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refusal = self.why_refused()
+        if refusal is not None:
+            raise PermissionError(errno.EPERM, refusal, str(self.folder))
         self._remove_deleted()
         for _ in range(10):  # others may make and delete it at the same time
             try:
@@ -373,12 +390,19 @@ class ActivationStore:
         path = self._path(num_frozen, fingerprint)
         with suppress(OSError):
             self._mark_in(path).unlink(missing_ok=True)
-            os.utime(path, (0, 0))
+            os.utime(path, (0, 0), follow_symlinks=False)
 
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
         """Note that this user needs a generation. One that does not exist, or may not be written to, is left."""
         with suppress(OSError):
-            self._mark_in(self._path(num_frozen, fingerprint)).touch(mode=0o600)
+            mark = self._mark_in(self._path(num_frozen, fingerprint))
+            folder = open_private(mark.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                descriptor = open_private(mark.name, os.O_WRONLY | os.O_CREAT, folder)
+                os.utime(descriptor)
+                os.close(descriptor)
+            finally:
+                os.close(folder)
 
     def evict(self, unused_since: float) -> bool:
         """Delete the generation that has not been used for the longest time, whoever made it.
@@ -487,7 +511,7 @@ def _segments_nbytes(folder: Path) -> int:
             for file in _scan(generation.path):
                 if file.name.startswith(SEGMENT):
                     with suppress(OSError):  # removed meanwhile
-                        total += file.stat().st_size
+                        total += file.stat(follow_symlinks=False).st_size
     return total
 
 
