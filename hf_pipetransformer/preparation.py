@@ -43,7 +43,7 @@ from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from .model.slicing_study import study_slicing, telling_rows, without_autocast
 from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
-from .pipeline.data import BatchSlice, NumberedBatches, seeded
+from .pipeline.data import BatchSlice, NumberedBatches
 from .pipeline.devices import fits, name_of_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
@@ -52,6 +52,7 @@ from .pipeline.state import synchronise_weights
 from .planning.costs import UnitCost, cost_of_whole, measure_costs
 from .planning.plan import PipelinePlan
 from .planning.unit_times import ModelTimes
+from .randomness import generators_kept, seeded
 from .training_args import CACHE_DTYPES, PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class PipelinePreparation(Trainer):
 
     def _collate(self, rows: list[Any], collate_fn: Any) -> Batch:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        with seeded(self.args.seed):
+        with seeded(self.args.seed), generators_kept(collate_fn):
             batch = dict(collate_fn(rows))
         return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 

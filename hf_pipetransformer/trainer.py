@@ -42,12 +42,13 @@ from .leaving import LeavesAtSigterm
 from .model.loss_study import raise_for_exchanged_inputs
 from .model.micro_batch import Batch, naming_long_rows
 from .pipeline.agreement import check_same_size
-from .pipeline.data import KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty, seeded
+from .pipeline.data import KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
 from .pipeline.elastic_pipeline import Slicing, Transformation
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
+from .randomness import generators_kept, seeded
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
 from .resilience.preemption import StopSignal, WorkerStart
@@ -216,18 +217,21 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             )
         check_same_size(self._processes, self._train_batches.dataset)
         rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS)
-        pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
-        self._study_loss(pipeline.stack, rows)
-        if self.args.slices_tokens:
-            pipeline.slicing = Slicing(self.args.token_slices, self._study_slicing(pipeline, rows), self._tell_slices)
+        with generators_kept(self, self.model):
+            pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
+            self._study_loss(pipeline.stack, rows)
+            if self.args.slices_tokens:
+                windows = self._study_slicing(pipeline, rows)
+                pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
+            times = self._measure_times(pipeline, rows)
         if self.optimizer is not None and not pipeline.has_optimizer:
             pipeline.adopt(self.optimizer)
-        times = self._measure_times(pipeline, rows)
         self._layouts = self._make_layouts(pipeline, times)
         kept = self._recall()
         self._num_cached = self._epochs_begun = 0
         self._met_other_inputs = self._doubts_weights = self._exchanges_inputs = False
-        self._auto_cache = self._make_auto_cache(pipeline, times) if self._may_cache else None
+        with generators_kept(self, self.model):
+            self._auto_cache = self._make_auto_cache(pipeline, times) if self._may_cache else None
         callback = self._freeze_callback
         if callback is not None:
             refuse_reentrant_checkpointing(self.args)
@@ -634,7 +638,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         dataset = dataloader.dataset
         if isinstance(dataset, IterableDataset):
             dataset = _whole_stream(dataset)
-        with seeded(self.args.seed):
+        with seeded(self.args.seed), generators_kept(dataset):
             return first_samples(dataset, COST_SAMPLE_ROWS)
 
     def prediction_step(

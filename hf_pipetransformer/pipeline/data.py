@@ -16,19 +16,17 @@ the Trainer and Accelerate do with a loader (length, skipping on resume, epochs)
 from __future__ import annotations
 
 import itertools
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs
 from ..cache.node_order import order_by_node
+from ..randomness import generators_kept, seed_all, seeded
 from ..resilience.progress import PROGRESS
 
 Collator = Callable[[list[Any]], Any]
@@ -49,29 +47,6 @@ def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
     return rows * index // parts, rows * (index + 1) // parts
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Inside, Python, NumPy and torch (CPU) draw from `seed`; afterwards they go on as if nothing had been drawn.
-
-    Random augmentation and collators (masking) so draw the same on every rank of a pipeline. Else the first stage
-    would silently see other inputs than the last stage's labels belong to.
-    """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        _seed_all(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
 class _SeededRows(list[int]):
     """Indices of the samples of one slice, with the seed of its batch."""
 
@@ -85,7 +60,7 @@ class _SeededDataset(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, rows: _SeededRows) -> list[Any]:
-        _seed_all(rows.seed)
+        seed_all(rows.seed)
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(list(rows))
         return [self.dataset[index] for index in rows]
@@ -243,7 +218,7 @@ class NumberedBatches(Dataset[Any]):
     def sample_rows(self, count: int) -> list[Any]:
         """A few samples, the same on every process, without moving on in the data."""
         if not self.is_iterable:
-            with seeded(self._seed):
+            with seeded(self._seed), generators_kept(self.dataset):
                 return first_samples(self.dataset, count)
         if self._peeked is None:  # a stream may give its samples once: they are kept for batch 0
             self.set_epoch(self._epoch)
@@ -255,7 +230,7 @@ class NumberedBatches(Dataset[Any]):
         """Samples from all over the data set, which may be sorted; of a stream the first ones."""
         if self.is_iterable:
             return self.sample_rows(count)
-        with seeded(self._seed):
+        with seeded(self._seed), generators_kept(self.dataset):
             return [self.dataset[len(self.dataset) * k // count] for k in range(min(count, len(self.dataset)))]
 
     def __getitem__(self, number: int) -> Any:

@@ -1,0 +1,223 @@
+"""Generators of random numbers: the global ones, and those that users' objects own.
+
+`seeded` and `global_state_kept` act on what Python, NumPy and torch draw from by default, on the CPU and on the
+accelerator. A collator, a dataset or a trainer may have generators of its own, which no seed reaches:
+`generators_kept` finds them, so that looking at a few samples before the first step draws nothing from them that
+training would miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.utils.data import get_worker_info
+
+DEEPEST = 8
+"""Steps from an object to a generator that is looked for: attribute, element, closure, ..."""
+MOST_OBJECTS = 5_000
+"""That are looked at; the nearest come first."""
+MOST_ELEMENTS = 256
+"""Of a container. Those of a longer one are samples, not parts."""
+
+_ABSENT = object()
+_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, torch.Tensor)
+_INSTALLED = tuple(
+    {path for name in ("stdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(name))}
+    | {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+)
+
+
+# ------------------------------------------------------------------------------------ the global generators
+def seed_all(seed: int) -> None:
+    """Seed the generators that Python, NumPy and torch draw from by default; the accelerator's, too, if it is used."""
+    torch.default_generator.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    device = _device_module()
+    if device is not None:
+        device.manual_seed(seed % 2**63)
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed that depends on all of these numbers: neighbouring ones give seeds without a relation."""
+    return xxhash.xxh3_64_intdigest(repr(numbers).encode()) >> 1
+
+
+@contextmanager
+def global_state_kept() -> Iterator[None]:
+    """Afterwards the global generators go on as if nothing had been drawn inside."""
+    device = _device_module()
+    on_device = device.get_rng_state() if device is not None else None
+    on_cpu = torch.default_generator.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(on_cpu)
+        if device is not None:
+            device.set_rng_state(on_device)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the global generators draw from `seed`; afterwards they go on as if nothing had been drawn.
+
+    Random augmentation and collators (masking) so draw the same on every rank of a pipeline.
+    """
+    with global_state_kept():
+        seed_all(seed)
+        yield
+
+
+def _device_module() -> Any:
+    """Of the accelerator, if this process has begun to use it; never in a loader's worker, which must not."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or get_worker_info() is not None:
+        return None
+    module = torch.get_device_module(kind)
+    return module if getattr(module, "is_initialized", module.is_available)() else None
+
+
+# ------------------------------------------------------------------------------------ generators of users' objects
+@contextmanager
+def generators_kept(*owners: Any) -> Iterator[None]:
+    """Afterwards the generators that these objects own go on as if nothing had been drawn inside.
+
+    They are looked for in attributes, containers, partial functions, closures and in what the user's own functions
+    read of their module. One that an object makes inside, when it first needs it, is taken from it again.
+
+    Args:
+        owners: a collator, a dataset, a trainer, a model; None is passed over.
+    """
+    found = _Search(owners)
+    states = [(generator, _state_of(generator)) for generator in found.generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            _restore(generator, state)
+        found.forget_new_ones()
+
+
+@dataclass(frozen=True)
+class _Namespace:
+    """Attributes of an object, or entries of a dict, and what they were."""
+
+    values: MutableMapping[Any, Any]
+    before: dict[Any, Any]
+
+
+class _Search:
+    """A walk through some objects and their parts, breadth first."""
+
+    def __init__(self, owners: tuple[Any, ...]) -> None:
+        self.generators: list[Any] = []
+        self._namespaces: list[_Namespace] = []
+        self._seen: dict[int, Any] = {}  # with the object: a number may be another one's when it is gone
+        self._next: deque[tuple[Any, int]] = deque((owner, 0) for owner in owners)
+        while self._next and len(self._seen) < MOST_OBJECTS:
+            one, depth = self._next.popleft()
+            if isinstance(one, _PLAIN) or id(one) in self._seen:
+                continue
+            self._seen[id(one)] = one
+            if _is_generator(one):
+                self.generators.append(one)
+            elif depth < DEEPEST:
+                self._next.extend((part, depth + 1) for part in self._parts_of(one))
+
+    def forget_new_ones(self) -> None:
+        """Take away the generators that have come since."""
+        known = {id(generator) for generator in self.generators}
+        for namespace in self._namespaces:
+            for name, value in list(namespace.values.items()):
+                if _is_generator(value) and id(value) not in known:
+                    earlier = namespace.before.get(name, _ABSENT)
+                    if earlier is _ABSENT:
+                        del namespace.values[name]
+                    else:
+                        namespace.values[name] = earlier
+
+    def _parts_of(self, one: Any) -> list[Any]:
+        if isinstance(one, nn.Module):
+            modules = list(one.modules())
+            self._seen.update((id(module), module) for module in modules)
+            return [v for module in modules for n, v in vars(module).items() if not n.startswith("_")]
+        if isinstance(one, MethodType):
+            return [one.__self__, one.__func__]
+        if isinstance(one, FunctionType):
+            return _parts_of_function(one)
+        if isinstance(one, functools.partial):
+            return [one.func, *one.args, *one.keywords.values()]
+        parts: list[Any] = []
+        if isinstance(one, dict) and len(one) <= MOST_ELEMENTS:
+            self._note(one)
+            parts += one.values()
+        elif isinstance(one, (list, tuple, set, frozenset, deque)) and len(one) <= MOST_ELEMENTS:
+            parts += one
+        attributes = getattr(one, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._note(attributes)
+            parts += attributes.values()
+        for cls in type(one).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                parts.append(getattr(one, name, None))
+            parts += [v for v in vars(cls).values() if _is_generator(v) or _is_of_user(v)]
+        return parts
+
+    def _note(self, values: MutableMapping[Any, Any]) -> None:
+        self._namespaces.append(_Namespace(values, dict(values)))
+
+
+def _is_generator(value: Any) -> bool:
+    is_one = isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+    return is_one and not isinstance(value, random.SystemRandom)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether it is a function that no installed package has brought."""
+    return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
+
+
+def _parts_of_function(function: FunctionType) -> list[Any]:
+    parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            parts.append(cell.cell_contents)
+        except ValueError:  # not yet bound
+            continue
+    if _is_of_user(function):
+        parts += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return parts
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
