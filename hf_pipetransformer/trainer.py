@@ -42,9 +42,9 @@ from .leaving import LeavesAtSigterm
 from .model.loss_study import raise_for_exchanged_inputs
 from .model.micro_batch import Batch, naming_long_rows
 from .pipeline.agreement import check_same_size
-from .pipeline.data import KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
+from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import Slicing, Transformation
+from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
@@ -397,7 +397,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             self._slices.append(self._train_batches.last_slice)
             if self._train_batches.last_slice.rows:
                 items += self._reduction.count(batch)
-        # every pipeline once: all its stages have counted the same rows
+        # every pipeline once; where it is the only one, its first stage's number comes with the batch
         total = torch.tensor([items if self.pipeline.stage_index == 0 else 0], device=self.args.device)
         if self.pipeline.num_replicas > 1:
             dist.all_reduce(total)
@@ -543,6 +543,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             keys = without_keys(keys)  # other stages may have no doubt
         batch = self._prepare_keyed(inputs, keys, self._slice.keyed)
         met_other_inputs = keys is not None and batch[KEYS_NAME] is not keys
+        if pipeline.num_stages > 1:
+            batch = self._share_batch(pipeline, batch)
+            met_other_inputs &= self._is_first_stage
+            if doubts_weights and KEYS_NAME in batch:
+                batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
         with naming_long_rows(self.model, batch):
             pipeline.prepare(batch)
             self._micro_losses.clear()
@@ -572,6 +577,16 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._doubts_weights |= doubts_weights
         PROGRESS.enter("callbacks")
         return loss
+
+    def _share_batch(self, pipeline: ElasticPipeline, batch: Batch) -> Batch:
+        """What the first stage has prepared and counted, on all stages of its pipeline.
+
+        Each has prepared its own, and what a collator or `_prepare_inputs` draws need not be the same on two.
+        """
+        mine = (batch, self._slice.rows, self._slice.global_rows, self._num_items)
+        batch, rows, global_rows, self._num_items = pipeline.share(mine)
+        self._slice = BatchSlice(rows, global_rows)
+        return batch
 
     def _prepare_keyed(
         self, inputs: Mapping[str, Any], keys: torch.Tensor | None, keyed: KeyedInputs | None = None
@@ -656,9 +671,13 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         keys = self._evaluated.keys_of(inputs) if self._evaluated is not None and pipeline.cache is not None else None
         with phase("prediction"):
             if pipeline.num_stages > 1:
-                keyed = dict(inputs) if keys is None else {**inputs, KEYS_NAME: keys}
-                prepare = lambda batch: self._prepare_keyed(batch, batch.pop(KEYS_NAME, None))  # noqa: E731
-                return pipeline.predict(keyed, prepare, lambda batch: stock(self.model, batch))
+                move: Any = super()._prepare_inputs  # the stock one: to the device, no more
+
+                def head(batch: Batch) -> Any:
+                    with self._handing_on_prepared(batch):
+                        return stock(self.model, batch)
+
+                return pipeline.predict(self._prepare_keyed(inputs, keys), move, head)
             with naming_long_rows(self.model, inputs):
                 if keys is None:
                     return stock(self.model, inputs)
@@ -666,6 +685,18 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 moved = {**super()._prepare_inputs(inputs), KEYS_NAME: keys}
                 with pipeline.stage.running_to_the_end([], moved) as batch:
                     return stock(self.model, batch)
+
+    @contextmanager
+    def _handing_on_prepared(self, batch: Batch) -> Iterator[None]:
+        """Inside, `_prepare_inputs` returns this batch as it is: whose rows they are has prepared them."""
+        before, prepare = vars(self).get("_prepare_inputs"), self._prepare_inputs
+        vars(self)["_prepare_inputs"] = lambda inputs: inputs if inputs is batch else prepare(inputs)
+        try:
+            yield
+        finally:
+            del vars(self)["_prepare_inputs"]
+            if before is not None:
+                vars(self)["_prepare_inputs"] = before
 
     # ------------------------------------------------------------------------------------ saving and loading
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

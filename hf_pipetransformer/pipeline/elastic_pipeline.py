@@ -30,6 +30,7 @@ from ..resilience.progress import PROGRESS, phase
 from .mesh import ProcessMesh
 from .microbatch_trials import MicrobatchTrials
 from .schedule import PipelineScheduler
+from .shared_batch import BatchChannel
 from .slice_choice import OnPlan, SliceChooser, TokenSlices
 from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, CarriedTensor, LossFunction, ShapeBook, StageModule
@@ -124,6 +125,7 @@ class ElasticPipeline(nn.Module):
         self._optimizer: OptimizerState | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
+        self._channel: BatchChannel | None = None
         self._token_scheduler: TokenScheduler | None = None
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._gradients_synchronise = True
@@ -247,6 +249,7 @@ class ElasticPipeline(nn.Module):
 
     def _unbuild(self) -> None:
         self.stage, self._scheduler, self._trials, self._token_scheduler = None, None, None, None
+        self._channel = None
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
             self._sparse_embeddings = None
@@ -277,6 +280,8 @@ class ElasticPipeline(nn.Module):
             module = self._wrap_replicas(stage, groups.replicas, may_be_unused)
             self.__dict__["_replicated"] = module  # not registered: its child is the stage
         if groups.pipeline is not None:
+            first = plan.ranks_of_pipeline(self.replica_index)[0]
+            self._channel = BatchChannel(first, groups.pipeline_control, groups.pipeline, self.device)
             if module is stage and self.device.type == "cpu":
                 self._sparse_embeddings = SparseEmbeddings(self.model, list(stage.parameters()))
             shape_book = ShapeBook(stage, self._receive_shapes, self._send_shapes)
@@ -418,6 +423,10 @@ class ElasticPipeline(nn.Module):
             self._gradients_synchronise = True
 
     # ------------------------------------------------------------------------------------ training
+    def share(self, mine: Any) -> Any:
+        """The first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
+        return mine if self._channel is None else self._channel.share(mine)
+
     def prepare(self, batch: Batch) -> None:
         """Settle how a batch of a new shape is cut, which may run parts of it. Collective over the pipeline."""
         if self._token_scheduler is not None:
@@ -602,8 +611,8 @@ class ElasticPipeline(nn.Module):
         micro-batches.
 
         Args:
-            batch: this process's rows, on the CPU or the device.
-            prepare: moves a batch to the device.
+            batch: this process's rows as they were prepared here, on the CPU or the device.
+            prepare: moves a prepared batch to the device.
             head: runs the model on a batch on the last stage, and returns tensors in any nesting.
         """
         stage = self.stage
@@ -611,11 +620,11 @@ class ElasticPipeline(nn.Module):
         last = self.num_stages - 1
         pending: list[tuple[dist.Work, torch.Tensor]] = []
         results: list[Any] = []
-        for rows in self._gather_in_pipeline(batch):
+        for rows in map(prepare, self._gather_in_pipeline(batch)):
             values = self._receive_values(stage) if self.stage_index > 0 else []
             with naming_long_rows(self.model, rows):
                 if self.stage_index < last:
-                    pending += self._send_values(stage, stage.carry_on(values, prepare(rows)))
+                    pending += self._send_values(stage, stage.carry_on(values, rows))
                 else:
                     with stage.running_to_the_end(values, rows) as inputs:
                         results.append(head(inputs))

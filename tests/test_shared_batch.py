@@ -1,0 +1,178 @@
+"""All stages of a pipeline train on the batch that its first stage has prepared."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import MODELS, without_dropout
+from torch.utils import _pytree as pytree
+from training_data import PadCollator, TrainingData
+from transformers import Trainer, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.pipeline.shared_batch import BatchChannel
+
+KIND = "text-classification"
+
+
+class Noting:
+    """Notes what this process feeds the model: each training batch, when the step begins."""
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.fed = []
+        self.prepared = 0
+
+    def _share_batch(self, pipeline, batch):
+        batch = super()._share_batch(pipeline, batch)
+        self.fed.append({name: value.clone() for name, value in batch.items()})
+        return batch
+
+
+class MixingInputs:
+    """Exchanges the labels of some rows, by a generator of its own."""
+
+    rng = None
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        if self.model.training:
+            self.rng = self.rng or numpy.random.default_rng(self.args.process_index)
+            inputs["labels"] = inputs["labels"][self.rng.permutation(len(inputs["labels"]))]
+        return inputs
+
+
+class FlippingOnce:
+    """A preparation that must not be applied twice."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "input_ids": inputs["input_ids"].flip(1) + 1}
+
+
+class MaskingCollator(PadCollator):
+    """Like `DataCollatorForLanguageModeling(seed=...)`; the generator is shared by training and evaluation."""
+
+    def __init__(self, kind, seed):
+        super().__init__(kind)
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def __call__(self, samples):
+        batch = super().__call__(samples)
+        drawn = torch.rand(batch["input_ids"].shape, generator=self.rng) < 0.15
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(drawn, 7)}
+
+
+def train(rank, world_size, mixin=None, evaluates=False, folder="shared", stages=2, **options):
+    classes = (Noting, *((mixin,) if mixin else ()), PipeTransformerTrainer)
+    arguments = PipeTransformerTrainingArguments(
+        folder,
+        pipeline_parallel_size=stages,
+        per_device_train_batch_size=4,
+        max_steps=6,
+        logging_steps=1,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=2,
+        per_device_eval_batch_size=3,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = type("Trained", classes, {})(
+        without_dropout(MODELS["bert-classification"].build()),
+        arguments,
+        train_dataset=TrainingData(KIND, 29),
+        eval_dataset=TrainingData(KIND, 11, seed=9),
+        data_collator=MaskingCollator(KIND, 42),
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    return (
+        trainer.fed,
+        [entry["loss"] for entry in history if "loss" in entry],
+        [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+    )
+
+
+def stock(batches, folder):
+    """The stock Trainer in one process on exactly these batches."""
+    trainer = Trainer(
+        without_dropout(MODELS["bert-classification"].build()),
+        TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=1,
+            max_steps=6,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=[{"number": n} for n in range(len(batches))],
+        data_collator=lambda rows: dict(batches[rows[0]["number"]]),
+    )
+    trainer.args.remove_unused_columns = False
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(batches)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(("mixin", "evaluates"), [(None, True), (MixingInputs, False)])
+def test_all_stages_train_on_one_batch_whatever_draws(mixin, evaluates, tmp_path):
+    """A collator's own generator that evaluation moves on differently, and a `_prepare_inputs` that draws."""
+    (first, losses, _), (second, _, _) = run_ranks(train, 2, mixin, evaluates, str(tmp_path / "run"))
+    assert len(first) == len(second) == 6
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(losses, stock(first, tmp_path / "stock"), rtol=0, atol=1e-5)
+
+
+def test_what_evaluation_prepares_is_prepared_once(tmp_path):
+    _, _, (once, *_) = run_ranks(train, 2, FlippingOnce, True, str(tmp_path), learning_rate=0.0)[0]
+    _, _, (alone, *_) = run_ranks(train, 1, FlippingOnce, True, str(tmp_path / "alone"), 1, learning_rate=0.0)[0]
+    assert once == pytest.approx(alone, abs=0.2)  # a random mask of its own on each process
+
+
+def pass_through(rank, world_size, values):
+    torch.distributed.init_process_group("gloo")
+    group = torch.distributed.new_group([0, 1])
+    channel = BatchChannel(0, group, group, torch.device("cpu"))
+    received = [channel.share(value if rank == 0 else None) for value in values]
+    other = received[0]["n"]["b"]
+    version = other._version
+    received[0]["a"].add_(0)
+    return received, other._version - version
+
+
+def test_anything_passes():
+    shared = torch.arange(3)
+    values = [
+        {"a": torch.rand(2, 3), "n": {"s": ["x", None, (1, 2.5)], "b": torch.tensor([True]), "e": torch.empty(0, 4)}},
+        {"half": torch.rand(5, dtype=torch.bfloat16), "scalar": torch.tensor(3), "one": shared, "same": shared},
+        {"long": torch.rand(100, 100), "view": torch.rand(4, 6).t()[1:], "complex": torch.rand(2).to(torch.complex64)},
+        {"ragged": [torch.rand(n) for n in range(4)], "text": "y" * 10_000},
+        {"short": 1},
+    ]
+    received, versions_between = run_ranks(pass_through, 2, values)[1]
+    for given, got in zip(values, received, strict=True):
+        ours, theirs = pytree.tree_leaves(given), pytree.tree_leaves(got)
+        assert pytree.tree_structure(got) == pytree.tree_structure(given)
+        for one, other in zip(ours, theirs, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other) and one.dtype == other.dtype
+            else:
+                assert one == other
+    assert received[1]["one"] is received[1]["same"]
+    assert versions_between == 0  # who writes into one tensor leaves the others' versions
+
+
+def refuse(rank, world_size):
+    torch.distributed.init_process_group("gloo")
+    group = torch.distributed.new_group([0, 1])
+    BatchChannel(0, group, group, torch.device("cpu")).share({"f": lambda: 0})
+
+
+def test_what_cannot_be_sent_is_refused_on_all_stages():
+    errors = run_ranks_expecting_error(refuse, 2)
+    assert all(isinstance(error, ValueError) and "cannot be sent" in str(error) for error in errors)
