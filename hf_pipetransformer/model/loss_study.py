@@ -1,93 +1,368 @@
-"""Try a loss on a few rows before a model is cut.
+"""What a model's loss asks of a pipeline, tried on a few rows before the model is cut.
 
-Users write losses as they like. What a pipeline asks of one cannot be read off it, so it is tried, where every process
-still holds the whole model and all can refuse it at once.
+The Trainer's users compute losses as they like. What a pipeline asks of one cannot be read off it, so it is tried, where
+every process still holds the whole model and all can refuse it at once. It is tried as it trains, in training mode with
+dropout off, on rows of all classes and with weights that are slightly moved: with a new head all rows have nearly one
+loss, and then every weighted mean looks like a plain one.
+
+1. Does the loss keep a state (a buffer, a counter, a running mean) from call to call?
+2. Is it random beyond dropout? Then the rest is tried in evaluation mode, and whether rows mix in training mode.
+3. Which parameters does it give no gradient?
+4. How do losses and gradients of parts add up to the whole batch's?
+5. With several stages: is it the same where only the last layer runs, and all that other stages hold is not there?
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
-from .ghosts import evaluation_mode, reachable_leaves
+from ..errors import UnsupportedModelError, is_out_of_memory
+from .dropout import WithoutDropout
+from .ghosts import evaluation_mode, make_ghost, reachable_leaves
+from .layer_range import tensors_of
 from .layer_stack import LayerStack
-from .loss_scaling import LossReduction, find_loss_reduction, unexamined
-from .micro_batch import Batch
+from .left_as_found import left_as_found
+from .loss_scaling import (
+    LossOutcome,
+    LossReduction,
+    NumItems,
+    Tolerance,
+    difference,
+    find_loss_reduction,
+    unexamined,
+)
+from .micro_batch import Batch, batch_rows
+
+ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
+"""The loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
+
+PROBED_ELEMENTS = 2**20
+"""Parameters of so many elements in all are moved, and their gradients compared: the smallest ones."""
+MOVED_BY = 0.2
+"""Relative to a parameter's spread. One that is zero throughout is moved by `NEW_SPREAD`."""
+NEW_SPREAD = 0.05
+MIXING_SEEDS = 3
+ONE_STAGE = "Or set pipeline_parallel_size=1."
+
+
+@dataclass(frozen=True)
+class LossStudy:
+    """What was found out about a loss.
+
+    Attributes:
+        reduction: how it adds up.
+        without_gradient: names of the parameters that it does not reach.
+    """
+
+    reduction: LossReduction
+    without_gradient: frozenset[str]
 
 
 def study_loss(
     stack: LayerStack,
-    sample: Batch,
-    loss_of: Callable[[Batch, int], torch.Tensor],
+    batches: Sequence[Batch],
+    compute_loss: ComputeLoss,
     *,
+    others: Sequence[Any] = (),
     shifts_labels: bool,
-    adds_up: bool,
+    label_names: Sequence[str] = ("labels",),
+    passes_items: bool = True,
     is_cut: bool,
-    tolerance: float,
-) -> tuple[LossReduction, frozenset[str]]:
-    """How a loss adds up, and which parameters it does not reach.
-
-    1. What gets no gradient from it.
-    2. How the losses of parts add up.
-    3. With several stages: whether it comes out the same when only the last layer runs under it.
+    tolerance: Tolerance,
+) -> LossStudy:
+    """Examine a loss. Model, weights, random numbers and `others` are as before when it returns.
 
     Args:
         stack: the units of the whole model.
-        sample: a few rows, `with_distinct_labels`.
-        loss_of: the loss of a batch for a number of items; 0-dimensional, drawing the same numbers at each call.
+        batches: a few rows, and the same with other labels (`label_variants`).
+        compute_loss: the loss.
+        others: further objects whose attributes the loss may change (the trainer).
         shifts_labels: whether the model predicts label i + 1 at position i.
-        adds_up: whether the losses of several parts will be added up.
+        label_names: inputs that are labels.
+        passes_items: whether the Trainer passes `num_items_in_batch`.
         is_cut: whether the model will run in several stages.
-        tolerance: relative, for the comparisons.
-
-    Returns:
-        The reduction, and the names of the parameters without gradient.
+        tolerance: for the comparisons.
 
     Raises:
-        UnsupportedModelError: the loss needs more of the model than its last stage.
+        UnsupportedModelError: with several stages, the loss or model keeps a state, or needs more of the model than
+            its last stage.
     """
-
-    def value_of(batch: Batch, num_items: int) -> float:
-        with torch.no_grad():
-            return float(loss_of(batch, num_items))
-
-    table = stack.table
-    with evaluation_mode(stack.model), torch.random.fork_rng(devices=[]):
-        with torch.enable_grad(), table.all_trainable():  # 1
-            reached = {id(leaf) for leaf in reachable_leaves([loss_of(sample, 1)])}
-            without_gradient = frozenset(name for name in table.names if id(table[name]) not in reached)
-        reduction = (  # 2
-            find_loss_reduction(value_of, sample, shifts_labels, tolerance) if adds_up else unexamined(shifts_labels)
-        )
-        if is_cut:  # 3
-            whole, cut = value_of(sample, 1), _under_the_last_unit(stack, sample, value_of)
-            if math.isfinite(whole) and not math.isclose(whole, cut, rel_tol=tolerance, abs_tol=1e-6):
+    study = _Study(stack, compute_loss, tuple(others))
+    first = batches[0]
+    with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]), study.moved():
+        is_random = study.is_random(first, passes_items)
+        with study.mode(evaluates=is_random):
+            without_gradient = study.without_gradient(first)
+            keeps_state = None if is_random else study.state_kept(first)
+            if keeps_state is not None and is_cut:
                 raise UnsupportedModelError(
                     stack.model,
-                    f"compute_loss gives {cut:.6g} where only the last layer runs, and {whole:.6g} where all do: it"
-                    " changes the inputs before it calls the model, or reads hidden states of earlier layers.",
-                    "Do the former in the data collator and compute the loss from the model's final outputs, or set"
-                    " pipeline_parallel_size=1.",
+                    f"{keeps_state}: it would change once for each micro-batch in place of once for each batch.",
+                    f"Change it in a callback, once for each step. {ONE_STAGE}",
                 )
-    return reduction, without_gradient
+            reduction = (
+                unexamined(shifts_labels, keeps_state)
+                if keeps_state is not None
+                else find_loss_reduction(
+                    study.outcome,
+                    batches,
+                    shifts_labels=shifts_labels,
+                    label_names=label_names,
+                    passes_items=passes_items,
+                    tolerance=tolerance,
+                )
+            )
+        if reduction.kind != "whole" and is_random and study.mixes_rows(first):
+            reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
+        if is_cut:
+            for evaluates in (True,) if is_random else (True, False):
+                with study.mode(evaluates=evaluates):
+                    study.check_last_stage(first, tolerance)
+    return LossStudy(reduction, without_gradient)
 
 
-def _under_the_last_unit(stack: LayerStack, sample: Batch, value_of: Callable[[Batch, int], float]) -> float:
-    """The loss as the last stage would compute it, were its stage one unit."""
-    last = stack.num_units - 1
-    stack.runner.install()
+class _Study:
+    """Calls the loss in a repeatable way."""
+
+    def __init__(self, stack: LayerStack, compute_loss: ComputeLoss, others: tuple[Any, ...]) -> None:
+        self._stack, self._compute_loss, self._others = stack, compute_loss, others
+        self._seed = 0
+        table = stack.table
+        names = stack.owners[-1] if len(stack.owners) > 1 else frozenset(table.names)
+        chosen: list[str] = []
+        size = 0
+        for name in sorted(names & frozenset(table.names), key=lambda name: (table[name].numel(), name)):
+            size += table[name].numel()
+            if table[name].is_floating_point() and (size <= PROBED_ELEMENTS or not chosen):
+                chosen.append(name)
+        self._probed = tuple(chosen)
+
+    @contextmanager
+    def mode(self, evaluates: bool) -> Iterator[None]:
+        """Inside, the model is in evaluation mode, or in training mode without dropout."""
+        with evaluation_mode(self._stack.model), ExitStack() as stack:
+            if not evaluates:
+                self._stack.model.train()
+                stack.enter_context(WithoutDropout())
+            yield
+
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """Inside, the probed parameters have slightly other values."""
+        table, before = self._stack.table, {}
+        generator = torch.Generator().manual_seed(0)
+        for name in self._probed:
+            parameter = table[name]
+            before[name] = parameter.detach().clone()
+            spread = float(parameter.detach().float().std(correction=0)) if parameter.numel() > 1 else 0.0
+            mean = float(parameter.detach().float().abs().mean())
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.data.add_(noise * (MOVED_BY * spread or MOVED_BY * mean or NEW_SPREAD))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                table[name].data.copy_(value)
+
+    def loss(self, batch: Batch, num_items: NumItems, seed: int | None = None) -> torch.Tensor:
+        """One call that leaves no trace."""
+        with left_as_found(self._stack.model, *self._others):
+            return self._compute_loss(dict(batch), num_items, self._seed if seed is None else seed)
+
+    def outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
+        """Loss and gradient of the probed parameters."""
+        table = self._stack.table
+        parameters = [table[name] for name in self._probed]
+        with self._only_probed_trainable(), torch.enable_grad():
+            loss = self.loss(batch, num_items)
+            gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        flat = [
+            (torch.zeros_like(p) if g is None else g.detach()).float().flatten()
+            for p, g in zip(parameters, gradients, strict=True)
+        ]
+        return LossOutcome(float(loss.detach()), torch.cat(flat) if flat else None)
+
+    @contextmanager
+    def _only_probed_trainable(self) -> Iterator[None]:
+        """Inside, only the probed parameters build a graph: below them nothing is kept for a backward."""
+        table = self._stack.table
+        before = {name: table[name].requires_grad for name in table.names}
+        for name in table.names:
+            table[name].requires_grad_(name in self._probed)
+        try:
+            yield
+        finally:
+            for name, requires_grad in before.items():
+                table[name].requires_grad_(requires_grad)
+
+    def is_random(self, batch: Batch, passes_items: bool) -> bool:
+        """Whether training mode draws random numbers besides dropout."""
+        items = 1 if passes_items else None
+        with self.mode(evaluates=False), torch.no_grad():
+            one, other = (float(self.loss(batch, items, seed)) for seed in (0, 1))
+        return not (one == other or math.isclose(one, other, rel_tol=1e-6) or math.isnan(one + other))
+
+    def state_kept(self, batch: Batch) -> str | None:
+        """What a call of the loss leaves behind for the next one, in words; None: nothing that matters."""
+        model = self._stack.model
+        with left_as_found(model, *self._others), torch.no_grad():
+            self._compute_loss(dict(batch), None, self._seed)  # may fill what is empty at first
+            before = _state_of(model)
+            one = float(self._compute_loss(dict(batch), None, self._seed))
+            changed = _changed(before, _state_of(model))
+            other = float(self._compute_loss(dict(batch), None, self._seed))
+        if changed is not None:
+            return f"each forward in training mode changes {changed}"
+        exactness = 0.0 if next(model.parameters()).device.type == "cpu" else 1e-6
+        if abs(one - other) > exactness * abs(one):
+            return f"the loss of the same batch is {one:.8g} at one call and {other:.8g} at the next"
+        return None
+
+    def without_gradient(self, batch: Batch) -> frozenset[str]:
+        """Names of the parameters that a loss does not reach."""
+        table = self._stack.table
+        with torch.enable_grad(), table.all_trainable():
+            reached = {id(leaf) for leaf in reachable_leaves([self.loss(batch, 1)])}
+        return frozenset(name for name in table.names if id(table[name]) not in reached)
+
+    def mixes_rows(self, batch: Batch) -> bool:
+        """Whether in training mode a row's outputs change with another row's inputs, for the same random numbers."""
+        rows = batch_rows(batch)
+        if rows < 2:
+            return False
+        other = {
+            name: torch.cat([value[1:2], value[1:]])
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
+            else value
+            for name, value in batch.items()
+        }
+        with self.mode(evaluates=False), torch.no_grad():
+            for seed in range(MIXING_SEEDS):
+                pairs = zip(self._outputs(batch, seed), self._outputs(other, seed), strict=False)
+                for one, two in pairs:
+                    if one.dim() and one.shape[0] == rows and one.shape == two.shape and one.is_floating_point():
+                        if not torch.allclose(one[1:].float(), two[1:].float(), rtol=1e-4, atol=1e-5, equal_nan=True):
+                            return True
+        return False
+
+    def _outputs(self, batch: Batch, seed: int) -> list[torch.Tensor]:
+        """Of the model's first call."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        hook = self._stack.model.register_forward_hook(lambda _, __, output: found.append(tensors_of(output)))
+        try:
+            self.loss(batch, 1, seed)
+        finally:
+            hook.remove()
+        return list(found[0]) if found else []
+
+    def check_last_stage(self, batch: Batch, tolerance: Tolerance) -> None:
+        """Compare the loss where only the last unit runs, and nothing else is there, with that of the whole model.
+
+        Raises:
+            UnsupportedModelError: it is another one.
+        """
+        whole = self.outcome(batch, 1)
+        if not math.isfinite(whole.value):
+            return
+        cut = self._under_the_last_unit(batch)
+        found = difference([(1.0, cut)], whole, tolerance)
+        if found is None:
+            return
+        raise UnsupportedModelError(
+            self._stack.model,
+            f"compute_loss gives {cut.value:.6g} where only the last layer runs, and {whole.value:.6g} where all do: it"
+            " changes the inputs before it calls the model, or reads hidden states or parameters of earlier layers.",
+            "Change inputs in the data collator, compute the loss from the model's final outputs and the last layer's"
+            " parameters (the optimizer's weight_decay is a penalty on all), or set pipeline_parallel_size=1.",
+        )
+
+    def _under_the_last_unit(self, batch: Batch) -> LossOutcome:
+        """As the last stage would compute the loss, were its stage one unit: parameters of others are NaN."""
+        stack, table = self._stack, self._stack.table
+        last = stack.num_units - 1
+        mine = stack.owners[last]
+        stack.runner.install()
+        try:
+            with torch.no_grad(), left_as_found(stack.model, *self._others):
+                carry = stack.runner.run(0, last, None, batch) if last else {}
+            absent = {
+                name: make_ghost(table[name], float("nan") if table[name].is_floating_point() else 0)
+                for name in table.names
+                if name not in mine
+            }
+            with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
+                return self.outcome(batch, 1)
+        finally:
+            stack.runner.remove()
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """Buffers and numbers that modules of the user's keep, by name.
+
+    Of transformers' own modules only what is saved: they keep tables that follow from the inputs.
+    """
+    state: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        is_own = not type(module).__module__.startswith(("transformers.", "torch."))
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_own or name not in module._non_persistent_buffers_set:
+                state[f"the buffer {prefix + '.' if prefix else ''}{name}"] = buffer.detach().clone()
+        if not is_own:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, (int, float, torch.Tensor)) and name != "training":
+                kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                state[f"{prefix + '.' if prefix else ''}{name}"] = kept
+    return state
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    for name in before.keys() & after.keys():
+        one, other = before[name], after[name]
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if one.shape != other.shape or not torch.equal(one, other):
+                return name
+        elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) or one != other:
+            return name
+    return None
+
+
+def names_for_model(model: nn.Module, call: Callable[[], Any]) -> frozenset[str] | None:
+    """The inputs that a loss passes on to the model.
+
+    Args:
+        model: the model.
+        call: computes the loss.
+
+    Returns:
+        Names of the arguments of the model's first call; None if the model was not called as a whole.
+    """
+    from ..cache.content_keys import named_inputs
+
+    calls: list[frozenset[str]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(frozenset(named_inputs(module, args, kwargs)))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad(), stack.runner.poisoning_skipped():
-            carry = stack.runner.run(0, last, None, sample) if last else {}
-            with stack.runner.to_the_end(last, carry):
-                return value_of(sample, 1)
+        with evaluation_mode(model), torch.no_grad(), left_as_found(model):
+            call()
+    except Exception as error:  # whatever is wrong shows where the model itself is called
+        if is_out_of_memory(error):
+            raise
     finally:
-        stack.runner.remove()
+        hook.remove()
+    return calls[0] if calls else None
 
 
 def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:

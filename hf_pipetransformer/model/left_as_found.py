@@ -1,0 +1,121 @@
+"""Run a user's code for trial, and leave no trace of it.
+
+What is examined before the first step calls the user's model and loss. They may count their calls, append to lists or
+update buffers; training must begin as if nobody had called them.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+CONTAINERS: tuple[type, ...] = (list, dict, set, collections.deque)
+MAX_DEPTH = 3
+"""Containers inside containers are restored down to this depth."""
+MAX_ENTRIES = 10_000
+"""Larger containers are left alone: they hold data, not counters."""
+MAX_ELEMENTS = 2**22
+"""Larger tensors that are neither parameters nor buffers are left alone."""
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Where an `nn.Module` keeps what is registered; their entries are restored with the module."""
+
+
+@contextmanager
+def left_as_found(*objects: Any) -> Iterator[None]:
+    """Inside, objects may change; afterwards they have the attributes, containers and buffers that they had.
+
+    Parameters keep their values by themselves: nothing that is tried takes an optimizer step.
+
+    Args:
+        objects: modules, with all their submodules, or any other objects with attributes.
+    """
+    undo: list[Callable[[], None]] = []
+    for value in objects:
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                undo.append(_attributes_of(module, is_module=True))
+            undo.append(_values_of(list(value.buffers())))
+        else:
+            undo.append(_attributes_of(value, is_module=False))
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
+    attributes = dict(vars(owner))
+    names = REGISTRIES if is_module else ()
+    registries = {name: dict(attributes[name]) for name in names}
+    contents = [_contents_of(value) for name, value in attributes.items() if name not in names]
+    tensors = _values_of([value for value in attributes.values() if isinstance(value, torch.Tensor)])
+
+    def restore() -> None:
+        vars(owner).clear()
+        vars(owner).update(attributes)
+        for name, entries in registries.items():
+            vars(owner)[name].clear()
+            vars(owner)[name].update(entries)
+        for undo in contents:
+            undo()
+        tensors()
+
+    return restore
+
+
+def _contents_of(value: Any, depth: int = 0) -> Callable[[], None]:
+    """Restores what a container holds; nothing for anything else."""
+    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(value) > MAX_ENTRIES:
+        return _nothing
+    before = value.copy() if not isinstance(value, dict) else dict(value)
+    inside = [_contents_of(entry, depth + 1) for entry in (before.values() if isinstance(before, dict) else before)]
+
+    def restore() -> None:
+        if isinstance(value, (dict, set)):
+            if value != before if isinstance(value, set) else not _same_entries(value, before):
+                value.clear()
+                value.update(before)
+        elif len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
+            value.clear()
+            value.extend(before)
+        for undo in inside:
+            undo()
+
+    return restore
+
+
+def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in other)
+
+
+def _values_of(tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """Restores the values of tensors that have been written to."""
+    noted = [
+        (tensor, tensor._version, tensor.detach().clone())
+        for tensor in tensors
+        if tensor.numel() <= MAX_ELEMENTS and not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for tensor, version, value in noted:
+            # writes through `.data` are not counted as versions
+            if tensor._version == version and tensor.shape == value.shape and torch.equal(tensor, value):
+                continue
+            if tensor.shape == value.shape:
+                tensor.data.copy_(value)
+            else:
+                tensor.data = value
+
+    return restore
+
+
+def _nothing() -> None:
+    return None
+
