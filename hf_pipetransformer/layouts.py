@@ -33,6 +33,7 @@ class Layouts:
         unit_costs: of the model.
         times: measured, the same on every process; None: go by FLOPs.
         mesh: the processes.
+        may_replicate: freed devices may become replicas; not where the rows of a batch depend on one another.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Layouts:
         unit_costs: Sequence[UnitCost],
         times: ModelTimes | None,
         mesh: ProcessMesh,
+        may_replicate: bool = True,
     ) -> None:
         self._args = args
+        self._may_replicate = may_replicate
         budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
         self._budget = min((budget for budget in budgets if budget is not None), default=None)
         self.times = times
@@ -64,7 +67,7 @@ class Layouts:
         is_auto = self._args.pipeline_parallel_size == "auto" and self._budget is not None
         budget = self._budget if is_auto else largest_stage_bytes(self.first)
         assert budget is not None
-        compression: Literal["fit", "none"] = "fit" if self._args.elastic else "none"
+        compression: Literal["fit", "none"] = "fit" if self._args.elastic and self._may_replicate else "none"
         return replan(plan, num_frozen, budget, num_cached_layers=num_cached, compression=compression)
 
     def facts_of(self, plan: PipelinePlan) -> dict[str, Any]:

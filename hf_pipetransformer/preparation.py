@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -32,12 +32,21 @@ from .auto_cache import AutoCache
 from .cache.cache_probe import probe_boundaries, varied_samples
 from .cache.content_keys import NOT_IN_KEYS, KeyedInputs, named_inputs
 from .callbacks import LayerFreezeCallback
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, is_out_of_memory
 from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
 from .model.frozen_prefix import FreezableLayers
+from .model.ghosts import evaluation_mode
 from .model.kv_slices import SliceCache, Windows
 from .model.layer_stack import LayerStack, refuse_batch_statistics
-from .model.loss_scaling import LossReduction, with_distinct_labels
+from .model.left_as_found import left_as_found
+from .model.loss_scaling import (
+    EXACT,
+    HALF_PRECISION,
+    IGNORED,
+    LossReduction,
+    label_variants,
+    unexamined,
+)
 from .model.loss_study import study_loss
 from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from .model.slicing_study import study_slicing, telling_rows, without_autocast
@@ -61,10 +70,12 @@ TIMES = "part_times.json"
 """In a checkpoint: what the model's parts took when the training began."""
 SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
-LOSS_SAMPLE_ROWS = 4
-"""Rows on which the loss's reduction is found."""
+LOSS_SAMPLE_ROWS = 8
+"""Rows on which the loss's reduction is found, at most."""
 COST_SAMPLE_ROWS = 16
-"""Rows among which the longest one says how long the rows are on which the units' costs are counted."""
+"""Rows among which the longest one says how long the rows are on which the units' costs are counted, at most."""
+SAMPLES_TO_CHOOSE_FROM = 32
+"""Samples among which those of different classes are chosen for the loss."""
 SAMPLES_TO_PROBE = 32
 """Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
 UNKNOWN_SIZE = 2**20
@@ -87,7 +98,8 @@ class PipelinePreparation(Trainer):
         self._unit_costs: tuple[UnitCost, ...] = ()
         self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
-        self._num_items = 1
+        self._num_items: int | float = 1
+        self._num_rows = 1  # of the batch of an optimizer step, over all replicas
         self._slices: deque[BatchSlice] = deque()
         self._slice = BatchSlice(0, 0)
         self._micro_losses: list[torch.Tensor] = []
@@ -150,21 +162,28 @@ class PipelinePreparation(Trainer):
             refuse_distributed_model(self.model)  # model_init may have made it
         if fits(sum(p.nbytes for p in self.model.parameters()), self.args.device):
             self.model.to(self.args.device)  # some kernels run there only
-        sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
-        padded = self._padded_sample(rows, collate_fn)
-        check_same_everywhere(mesh, self.model, sample)
-        with torch.random.fork_rng(devices=[]), naming_long_rows(self.model, padded):
-            freezable = None
-            if self.args.uses_pipeline or self._freeze_callback is not None:
-                stack = LayerStack.discover(self.model, sample)
+        is_examined = self.args.uses_pipeline or self._freeze_callback is not None
+        sample: Batch = {}
+        if is_examined or mesh.world_size > 1:
+            sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
+            check_same_everywhere(mesh, self.model, sample)
+        stack, freezable = LayerStack.uncut(self.model), None
+        if is_examined:
+            padded = self._padded_sample(rows, collate_fn)
+            kept_back = self._names_kept_back(sample)
+            inputs, padded = (
+                {name: value for name, value in batch.items() if name not in kept_back} for batch in (sample, padded)
+            )
+            with torch.random.fork_rng(devices=[]), naming_long_rows(self.model, padded), left_as_found(self.model):
+                stack = LayerStack.discover(self.model, inputs)
+                stack.runner.kept_back = kept_back
                 if self.args.uses_pipeline:
                     refuse_batch_statistics(self.model)
                 if self._freeze_callback is not None:
-                    freezable = FreezableLayers.of(stack, sample)
+                    freezable = FreezableLayers.of(stack, inputs)
                 self._unit_costs = measure_costs(stack, padded, freezable.never_frozen if freezable else ())
-            else:
-                stack = LayerStack.uncut(self.model, sample)
-                self._unit_costs = (cost_of_whole(stack),)
+        else:
+            self._unit_costs = (cost_of_whole(stack),)
         different = synchronise_weights(stack.table, mesh)
         if different:
             logger.warning(
@@ -185,6 +204,27 @@ class PipelinePreparation(Trainer):
         with seeded(self.args.seed), generators_kept(collate_fn):
             batch = dict(collate_fn(rows))
         return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    def _names_kept_back(self, sample: Batch) -> frozenset[str]:
+        """Inputs that compute_loss keeps from the model: sample weights that it takes out, labels of its own."""
+        calls: list[frozenset[str]] = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(frozenset(named_inputs(module, args, kwargs)))
+
+        model = self.model
+        hook = model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            with evaluation_mode(model), torch.no_grad(), left_as_found(model, self), seeded(self.args.seed):
+                inputs = dict(self._prepare_inputs(dict(sample)))
+                with self.compute_loss_context_manager():
+                    self.compute_loss(model, inputs)
+        except Exception as error:  # whatever is wrong shows where the model itself is called
+            if is_out_of_memory(error):
+                raise
+        finally:
+            hook.remove()
+        return frozenset(sample) - calls[0] if calls else frozenset()
 
     def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
         """Few rows, padded as in a batch with the others: two short ones would make every stage seem to fit."""
@@ -216,10 +256,10 @@ class PipelinePreparation(Trainer):
 
     def _study_slicing(self, pipeline: ElasticPipeline, rows: list[Any]) -> Windows:
         """Try whether the model can be cut along its tokens, before it is cut by layers."""
-        if self._reduction.kind == "whole":
+        if self._reduction.kind not in ("sum", "mean"):
             raise UnsupportedModelError(
                 self.model,
-                "its loss is not a sum or mean over rows or tokens, so slices would change it.",
+                "its loss is not just a sum or mean over rows or tokens, so slices would change it.",
                 "Set token_slices='off'.",
             )
         assert self._train_batches is not None
@@ -227,11 +267,10 @@ class PipelinePreparation(Trainer):
         together = self._collate(rows, collate_fn)
         # a collator may also have packed them into fewer
         few = [rows[i] for i in telling_rows(together)] if batch_rows(together) == len(rows) else rows[:SAMPLE_ROWS]
-        sample = with_distinct_labels(self._collate(few, collate_fn), getattr(self.model, "config", None))
+        plain = self._collate(few, collate_fn)
+        *_, sample = label_variants(plain, ("labels",), (), may_ignore=True)
         num_items = max(self._reduction.count(sample), 1)
-        # what is wrong with a small gradient is less than half precision rounds; flash attention knows nothing else
-        needs_half = "flash" in str(getattr(getattr(self.model, "config", None), "_attn_implementation", None))
-        is_exact = self._has_exact_weights and not needs_half and self.accelerator.mixed_precision != "fp8"
+        is_exact = self._computes_exactly  # what is wrong with a small gradient is less than half precision rounds
         windows: Windows | None = None
         failure: Exception | None = None
         try:
@@ -262,35 +301,115 @@ class PipelinePreparation(Trainer):
         return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
 
     # ------------------------------------------------------------------------------------ the loss
-    def _study_loss(self, stack: LayerStack, rows: list[Any]) -> None:
-        """Try the loss, the user's own included, on a few rows of the whole model."""
-        assert self._train_batches is not None
-        sample = self._collate(rows[:LOSS_SAMPLE_ROWS], self._train_batches.collate_fn)
+    @property
+    def _rows_at_once(self) -> int:
+        """Rows that the collator and the model are given together: no more than in a batch of the training."""
+        stages = self.args.pipeline_parallel_size
+        batch = self.args.per_device_train_batch_size * (stages if isinstance(stages, int) else 1)
+        return min(COST_SAMPLE_ROWS, batch)
 
-        def loss_of(batch: Batch, num_items: int) -> torch.Tensor:
-            with seeded(self.args.seed), self.compute_loss_context_manager():
-                loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=num_items)
-                assert isinstance(loss, torch.Tensor)
-                return loss.mean()
-
+    @property
+    def _is_examined(self) -> bool:
+        """Whether samples are looked at before the first step: not where one process trains the plain model."""
         is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
-        adds_up = not is_alone or self.args.slices_tokens
-        self._reduction, without_gradient = study_loss(
-            stack,
-            with_distinct_labels(sample, getattr(self.model, "config", None)),
-            loss_of,
-            shifts_labels=getattr(self, "_loss_shifts_labels", False),
-            adds_up=adds_up,
-            is_cut=self.args.uses_pipeline,
-            tolerance=2e-3 if self._is_exact else 3e-2,
+        return not is_alone or self.args.uses_pipeline or self._freeze_callback is not None
+
+    def _study_loss(self, stack: LayerStack) -> None:
+        """Try the loss, the user's own included, on a few rows of the whole model."""
+        is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
+        shifts_labels = getattr(self, "_loss_shifts_labels", False)
+        if is_alone and not self.args.uses_pipeline:
+            self._reduction = unexamined(shifts_labels)  # nothing is added up
+            return
+        sample = self._sample_for_loss()
+        names = self._names_of_labels
+        config = getattr(self.model, "config", None)
+        num_labels = getattr(config, "num_labels", 0)
+        labels = sample.get("labels")
+        are_classes = (
+            isinstance(labels, torch.Tensor)
+            and not labels.is_floating_point()
+            and labels.numel() > 0
+            and int(labels.min()) >= 0
+            and int(labels.max()) < num_labels
         )
-        stack.unreached |= without_gradient
+        has_ignored = any(
+            isinstance(sample.get(name), torch.Tensor) and bool(sample[name].eq(IGNORED).any()) for name in names
+        )
+        variants = label_variants(
+            sample,
+            names,
+            range(num_labels) if are_classes else (),
+            may_ignore=has_ignored or self._is_stock_loss,
+            model_inputs=[name for name in sample if name not in stack.runner.kept_back],
+        )
+
+        def compute_loss(batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
+            with seeded(self.args.seed + seed), self.compute_loss_context_manager():
+                loss = self.compute_loss(self.model, batch, num_items_in_batch=num_items)
+            assert isinstance(loss, torch.Tensor)
+            return loss.mean()
+
+        with without_autocast() if self._computes_exactly else nullcontext():
+            study = study_loss(
+                stack,
+                variants,
+                compute_loss,
+                others=(self,),
+                shifts_labels=shifts_labels,
+                label_names=names,
+                passes_items=self._passes_items(sample),
+                is_cut=self.args.uses_pipeline,
+                tolerance=EXACT if self._computes_exactly else HALF_PRECISION,
+            )
+        # rounding may tell processes apart
+        self._reduction = self._processes.gather_objects(study.reduction)[0]
+        stack.unreached |= study.without_gradient
+
+    def _sample_for_loss(self) -> Batch:
+        """Rows of different classes, prepared as for a step; as many as a batch of the training has, and at most 8."""
+        batches = self._train_batches
+        assert batches is not None
+        samples = batches.spread_rows(SAMPLES_TO_CHOOSE_FROM)
+        rows = min(LOSS_SAMPLE_ROWS, self._rows_at_once, len(samples))
+        chosen = _of_different_classes(samples, self._names_of_labels)
+        try:
+            batch = self._collate(chosen[: max(rows, 2)], batches.collate_fn)
+        except Exception:
+            if rows > 1:
+                raise
+            batch = self._collate(chosen[:1], batches.collate_fn)  # rows of different lengths, one in a batch
+        with left_as_found(self), seeded(self.args.seed):
+            return dict(self._prepare_inputs(batch))
+
+    @property
+    def _names_of_labels(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("labels", *(self.label_names or ()))))
+
+    @property
+    def _is_stock_loss(self) -> bool:
+        """Whether the loss is a transformers model's own, which knows labels that do not count."""
+        model: Any = self.model
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        is_overridden = not type(self).compute_loss.__module__.startswith("transformers.")
+        is_stock_model = type(model).__module__.startswith("transformers.")
+        return is_stock_model and not is_overridden and self.compute_loss_func is None
+
+    @property
+    def _computes_exactly(self) -> bool:
+        """Whether the model can be tried in full precision; flash attention knows nothing but half precision."""
+        attention = str(getattr(getattr(self.model, "config", None), "_attn_implementation", None))
+        return self._has_exact_weights and "flash" not in attention and self.accelerator.mixed_precision != "fp8"
+
+    def _passes_items(self, batch: Batch) -> bool:
+        """Whether the stock Trainer passes `num_items_in_batch` for such a batch: else a loss gets None from it."""
+        return "labels" in batch and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
     def _loss_of_micro_batch(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
         assert self.pipeline is not None
         with self._noting_exchanged_inputs(model, micro_batch):
-            part = self._part_of_loss(model, micro_batch, self._num_items, counts=bool(self._slice.rows))
+            part = self._part_of_loss(model, micro_batch, self._num_items, self._share_of(micro_batch))
         cache = micro_batch.get("past_key_values")
         if self._micro_losses and isinstance(cache, SliceCache) and cache.get_seq_length():
             self._micro_losses[-1] = self._micro_losses[-1] + part.detach()  # later tokens of the same rows
@@ -320,14 +439,31 @@ class PipelinePreparation(Trainer):
         finally:
             hook.remove()
 
-    def _part_of_loss(self, model: nn.Module, batch: Batch, num_items: int, counts: bool = True) -> torch.Tensor:
-        """What a part of a batch of `num_items` adds to the whole batch's loss."""
-        weight = self._reduction.weight(batch, num_items) if counts else 0.0
+    def _share_of(self, micro_batch: Batch) -> float:
+        """Share of this micro-batch in the rows of an optimizer step's batch; 0 where its row does not count."""
+        assert self.pipeline is not None and self.pipeline.stage is not None
+        if not self._slice.rows or self._reduction.kind in ("sum", "mean"):
+            return float(bool(self._slice.rows))
+        here = sum(batch_rows(part) for part in self.pipeline.stage.micro_batches)  # a collator may pack samples
+        return batch_rows(micro_batch) / here * (self._slice.rows / self._num_rows)
+
+    def _part_of_loss(
+        self, model: nn.Module, batch: Batch, num_items: int | float, share: float = 1.0
+    ) -> torch.Tensor:
+        """What a part of a batch of `num_items` adds to the whole batch's loss; `share` as in `LossReduction.part`."""
+        asked: Any
+        asked, weight = self._reduction.part(batch, num_items, share) if share else (num_items, 0.0)
         inputs = dict(batch)
         if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
-            inputs |= {name: torch.zeros_like(inputs[name]) for name in ("labels", "shift_labels") if name in inputs}
+            inputs |= {
+                name: torch.zeros_like(value)
+                if name != self._reduction.key or not value.is_floating_point()
+                else torch.ones_like(value)
+                for name in {*self._names_of_labels, "shift_labels", self._reduction.key}
+                if isinstance(value := inputs.get(name), torch.Tensor)
+            }
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            loss = self.compute_loss(model, inputs, num_items_in_batch=asked if self._passes_items(batch) else None)
         assert isinstance(loss, torch.Tensor)
         return loss.mean() * weight
 
@@ -392,7 +528,8 @@ class PipelinePreparation(Trainer):
         }
 
     def _make_layouts(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> Layouts:
-        layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh)
+        couples_rows = self._reduction.kind == "whole" and self.args.uses_pipeline
+        layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh, may_replicate=not couples_rows)
         if self._reduction.kind == "whole" and self._train_batches is not None:
             self._refuse_coupled_rows(layouts.first)
         return layouts
@@ -403,15 +540,17 @@ class PipelinePreparation(Trainer):
         if not self.args.uses_pipeline:
             logger.warning(
                 "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, each of the %d"
-                " processes computes it on its own rows.",
+                " processes computes it on its own rows (%s).",
                 type(self.model).__name__,
                 plan.world_size,
+                self._reduction.reason,
             )
             return
         raise UnsupportedModelError(
             self.model,
             "its loss is not a sum or mean over the rows of a batch (a contrastive or class-weighted loss, or inputs"
-            " that cannot be cut by rows), so micro-batches and replicas would change it.",
+            " that cannot be cut by rows), so micro-batches and replicas would change it:"
+            f" {self._reduction.reason or 'its parts do not add up'}.",
             "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1 and"
             f" pipeline_parallel_size={plan.world_size} (one pipeline), or pipeline_parallel_size=1.",
         )
@@ -455,6 +594,22 @@ class PipelinePreparation(Trainer):
         evaluated = self.eval_dataset
         everything = [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
         return [dataset for dataset in everything if dataset is not None]
+
+
+def _of_different_classes(samples: list[Any], names: Sequence[str]) -> list[Any]:
+    """The samples in an order in which the first ones have as many different labels as possible."""
+    seen: dict[Any, int] = {}
+
+    def turn(sample: Any) -> int:
+        label = None
+        if isinstance(sample, Mapping):
+            values = (sample.get(name) for name in (*names, "label", "label_ids"))
+            label = next((float(value) for value in values if isinstance(value, (int, float))), None)
+        seen[label] = seen.get(label, -1) + 1
+        return seen[label]
+
+    turns = [turn(sample) for sample in samples]
+    return [samples[index] for index in sorted(range(len(samples)), key=turns.__getitem__)]
 
 
 def refuse_distributed_model(model: Any) -> None:

@@ -216,10 +216,10 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 " instead of overriding get_train_dataloader."
             )
         check_same_size(self._processes, self._train_batches.dataset)
-        rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS)
+        rows = self._train_batches.sample_rows(self._rows_at_once) if self._is_examined else []
         with generators_kept(self, self.model):
             pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
-            self._study_loss(pipeline.stack, rows)
+            self._study_loss(pipeline.stack)
             if self.args.slices_tokens:
                 windows = self._study_slicing(pipeline, rows)
                 pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
@@ -386,7 +386,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         PROGRESS.enter("data")
         batches: list[Any] = []
         self._slices.clear()
-        items = 0
+        items: int | float = 0
+        self._num_rows = 0
         for _ in range(num_batches):
             PROGRESS.tick()
             try:
@@ -395,15 +396,18 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 break
             batches.append(batch)
             self._slices.append(self._train_batches.last_slice)
+            self._num_rows += self._train_batches.last_slice.global_rows
             if self._train_batches.last_slice.rows:
                 items += self._reduction.count(batch)
         # every pipeline once; where it is the only one, its first stage's number comes with the batch
-        total = torch.tensor([items if self.pipeline.stage_index == 0 else 0], device=self.args.device)
+        mine = items if self.pipeline.stage_index == 0 else 0
+        dtype = torch.float64 if self._reduction.items == "total" else torch.int64
+        total = torch.tensor([mine], dtype=dtype).to(self.args.device)
         if self.pipeline.num_replicas > 1:
             dist.all_reduce(total)
         elif self.pipeline.num_stages > 1:
             total[0] = items
-        self._num_items = max(int(total), 1)
+        self._num_items = total.item() or 1
         PROGRESS.enter("callbacks")
         return batches, self._num_items
 

@@ -595,7 +595,7 @@ def test_its_cost(monkeypatch):
 
 def test_a_model_without_layers_is_refused():
     model, batch = MODELS["bert-classification"].build(), padding()(text())
-    stack = LayerStack.uncut(model, batch)
+    stack = LayerStack.uncut(model)
     verdicts = probe_boundaries(stack, FreezableLayers.of(stack, batch), text(), padding())
     assert_refused(verdicts, "no layers that can be run one by one")
     assert output_tensors(model(**batch)).keys() >= {"loss"}

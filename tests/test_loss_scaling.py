@@ -11,13 +11,15 @@ from model_zoo import ENCODER, MODELS, without_dropout
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer.model.loss_scaling import (
+    HALF_PRECISION,
     IGNORED,
     LossOf,
+    LossOutcome,
     LossReduction,
     find_loss_reduction,
-    with_distinct_labels,
+    label_variants,
 )
-from hf_pipetransformer.model.micro_batch import Batch, slice_rows, split_batch
+from hf_pipetransformer.model.micro_batch import Batch, batch_rows, slice_rows, split_batch
 
 SHIFTS = {"llama-tied", "gpt2"}
 
@@ -26,20 +28,27 @@ def loss_function(model: hf.PreTrainedModel) -> LossOf:
     """As the Trainer calls a model: `num_items_in_batch` only where it is taken."""
     takes_count = "kwargs" in model.forward.__code__.co_varnames
 
-    def loss_of(batch: Batch, num_items: int) -> float:
+    def loss_of(batch: Batch, num_items: Any) -> LossOutcome:
         extra = {"num_items_in_batch": num_items} if takes_count else {}
         with torch.no_grad():
-            return model(**batch, **extra).loss.item()
+            return LossOutcome(model(**batch, **extra).loss.item())
 
     return loss_of
+
+
+def found(loss_of: LossOf, batch: Batch, shifts_labels: bool = False, **options: Any) -> LossReduction:
+    """On the rows as they are, and with unequal numbers of labels."""
+    variants = label_variants(batch, ("labels",), (), may_ignore=True)
+    return find_loss_reduction(loss_of, variants, shifts_labels=shifts_labels, **options)
 
 
 def assert_parts_give_the_whole(loss_of: LossOf, reduction: LossReduction, batch: Batch, parts: list[Batch]) -> None:
     items = reduction.count(batch)
     assert sum(reduction.count(part) for part in parts) == items
-    counted = [(reduction.weight(part, items), part) for part in parts]
-    total = sum(weight * loss_of(part, items) for weight, part in counted if weight)
-    assert total == pytest.approx(loss_of(batch, items), rel=1e-5)
+    rows = batch_rows(batch)
+    asked = [(part, *reduction.part(part, items, batch_rows(part) / rows)) for part in parts]
+    total = sum(weight * loss_of(part, number).value for part, number, weight in asked if weight)
+    assert total == pytest.approx(loss_of(batch, items).value, rel=1e-5)
 
 
 def unequal_parts(batch: Batch) -> list[Batch]:
@@ -65,7 +74,7 @@ def unequal_parts(batch: Batch) -> list[Batch]:
 def test_models(name, expected):
     model, batch = MODELS[name].build(), MODELS[name].batch(4)
     loss_of = loss_function(model)
-    reduction = find_loss_reduction(loss_of, batch, shifts_labels=name in SHIFTS)
+    reduction = found(loss_of, batch, name in SHIFTS)
     assert reduction == expected
     for parts in (unequal_parts(batch), split_batch(batch, 2), split_batch(batch, 4)):
         assert_parts_give_the_whole(loss_of, reduction, batch, parts)
@@ -75,7 +84,7 @@ def test_models(name, expected):
 def test_rows_that_belong_together(name):
     """A contrastive loss compares rows; pretraining adds a mean over tokens to one over rows."""
     model, batch = MODELS[name].build(), MODELS[name].batch(4)
-    assert find_loss_reduction(loss_function(model), batch, shifts_labels=False).kind == "whole"
+    assert found(loss_function(model), batch).kind == "whole"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,7 @@ def test_labels_that_are_not_classes(problem_type, labels):
     model = without_dropout(hf.BertForSequenceClassification(config)).eval()
     batch = {**MODELS["bert-classification"].batch(4), "labels": labels}
     loss_of = loss_function(model)
-    reduction = find_loss_reduction(loss_of, batch, shifts_labels=False)
+    reduction = found(loss_of, batch)
     assert reduction.kind == "mean"
     assert_parts_give_the_whole(loss_of, reduction, batch, unequal_parts(batch))
 
@@ -102,14 +111,14 @@ def test_label_smoothing_in_the_trainer(name, tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
     trainer = Trainer(MODELS[name].build().eval(), args)
 
-    def loss_of(batch: Batch, num_items: int) -> float:
+    def loss_of(batch: Batch, num_items: Any) -> LossOutcome:
         with torch.no_grad():
-            return trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items).item()
+            return LossOutcome(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items).item())
 
     batch = MODELS[name].batch(4)
     if name == "t5":  # the smoother takes the labels away from the model
         batch["decoder_input_ids"] = trainer.model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    reduction = find_loss_reduction(loss_of, batch, shifts_labels=trainer._loss_shifts_labels)
+    reduction = found(loss_of, batch, trainer._loss_shifts_labels)
     assert reduction.kind in ("sum", "mean")
     assert_parts_give_the_whole(loss_of, reduction, batch, unequal_parts(batch))
 
@@ -119,30 +128,30 @@ def test_first_rows_without_any_label_tell_the_same(name):
     """Prompts that were cut off: sums give 0 and means NaN, and neither says how losses add up."""
     model, batch = MODELS[name].build(), MODELS[name].batch(4)
     unlabelled = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
-    arguments: dict[str, Any] = {"shifts_labels": name in SHIFTS}
-    found = find_loss_reduction(loss_function(model), with_distinct_labels(unlabelled, model.config), **arguments)
-    assert found == find_loss_reduction(loss_function(model), batch, **arguments)
+    *_, labelled = label_variants(unlabelled, ("labels",), (), may_ignore=True)
+    loss_of = loss_function(model)
+    assert found(loss_of, labelled, name in SHIFTS) == found(loss_of, batch, name in SHIFTS)
 
 
 def test_a_row_without_labels_has_no_weight():
     model, batch = MODELS["bert-tokens"].build(), MODELS["bert-tokens"].batch(4)
     batch["labels"][0] = IGNORED  # its own mean is NaN
     loss_of = loss_function(model)
-    reduction = find_loss_reduction(loss_of, batch, shifts_labels=False)
+    reduction = found(loss_of, batch)
     assert reduction == LossReduction("mean", "labels")
-    assert reduction.weight(slice_rows(batch, 0, 1), 10) == 0
+    assert reduction.part(slice_rows(batch, 0, 1), 10, 0.25) == (10, 0)
     assert_parts_give_the_whole(loss_of, reduction, batch, unequal_parts(batch))
 
 
 def test_half_precision_needs_and_gets_a_larger_tolerance():
     model, batch = MODELS["llama-tied"].build().bfloat16(), MODELS["llama-tied"].batch(4)
-    found = find_loss_reduction(loss_function(model), batch, shifts_labels=True, tolerance=3e-2)
-    assert found == LossReduction("sum", "shifted_labels")
+    reduction = found(loss_function(model), batch, True, tolerance=HALF_PRECISION)
+    assert reduction == LossReduction("sum", "shifted_labels")
 
 
 def test_an_infinite_loss_is_taken_for_a_mean():
     batch = MODELS["bert-classification"].batch(2)
-    assert find_loss_reduction(lambda *_: float("inf"), batch, shifts_labels=False).kind == "mean"
+    assert found(lambda *_: LossOutcome(float("inf")), batch).kind == "mean"
 
 
 def test_what_is_counted():
@@ -157,23 +166,89 @@ def test_what_is_counted():
     assert LossReduction("mean", "labels").count(shifted) == 3
 
 
-def test_weights():
+def test_parts():
     part = {"labels": torch.zeros(2, dtype=torch.long)}
-    assert LossReduction("mean", "labels").weight(part, 8) == 2 / 8
-    assert LossReduction("sum", "labels").weight(part, 8) == 1
+    assert LossReduction("mean", "labels").part(part, 8, 0.5) == (8, 2 / 8)
+    assert LossReduction("sum", "labels").part(part, 8, 0.5) == (8, 1)
+    assert LossReduction("sum_and_constant", "labels").part(part, 8, 0.5) == (4, 0.5)
+    assert LossReduction("whole", "labels").part(part, 8, 1.0) == (8, 1.0)
+    weighted = {"labels": torch.zeros(2), "weights": torch.tensor([0.5, 2.0])}
+    assert LossReduction("mean", "total", "weights").part(weighted, 10.0, 0.5) == (10.0, 0.25)
 
 
-def test_distinct_labels_tell_apart_what_equal_ones_hide():
-    """Sorted data: the first rows have one class, or one length, and a weighted mean looks like a plain one."""
-    model, batch = MODELS["bert-classification"].build(), MODELS["bert-classification"].batch(4)
-    batch["labels"] = torch.zeros_like(batch["labels"])
+def test_a_term_of_constant_size_counts_once():
+    """A penalty on the weights, or a mean over rows, beside a sum over items that is divided by their number."""
+    model, batch = MODELS["llama-tied"].build(), MODELS["llama-tied"].batch(4)
+    plain = loss_function(model)
 
-    def weighted(part: dict[str, Any], items: int) -> float:
-        with torch.no_grad():
-            logits = model.eval()(**{**part, "labels": None}).logits
-        return float(torch.nn.functional.cross_entropy(logits, part["labels"], weight=torch.tensor([1.0, 5.0])))
+    def penalised(part: Batch, num_items: Any) -> LossOutcome:
+        return LossOutcome(plain(part, num_items).value + 0.125)
 
-    assert find_loss_reduction(weighted, batch, shifts_labels=False).kind == "mean"  # wrongly
-    assert (
-        find_loss_reduction(weighted, with_distinct_labels(batch, model.config), shifts_labels=False).kind == "whole"
-    )
+    reduction = found(penalised, batch, True)
+    assert reduction == LossReduction("sum_and_constant", "shifted_labels")
+    for parts in (unequal_parts(batch), split_batch(batch, 4)):
+        assert_parts_give_the_whole(penalised, reduction, batch, parts)
+
+
+def weighted_by(name: str) -> LossOf:
+    def loss_of(batch: Batch, num_items: Any) -> LossOutcome:
+        weights = batch[name].float()
+        return LossOutcome(float((weights * batch["values"]).sum() / weights.sum()))
+
+    return loss_of
+
+
+def test_a_mean_by_weights_that_are_an_input():
+    batch = {"values": torch.tensor([1.0, 2, 3, 5]), "weights": torch.tensor([0.5, 1.0, 2.0, 1.5])}
+    assert found(weighted_by("weights"), batch) == LossReduction("mean", "total", "weights")
+
+
+def test_labels_of_another_name():
+    """Rows of full length: nothing but other labels tells a mean over tokens from one over rows."""
+    torch.manual_seed(0)
+    batch = {"logits": torch.randn(4, 6, 3), "tags": torch.randint(0, 3, (4, 6))}
+
+    def loss_of(part: Batch, num_items: Any) -> LossOutcome:
+        return LossOutcome(
+            float(torch.nn.functional.cross_entropy(part["logits"].flatten(0, 1), part["tags"].flatten()))
+        )
+
+    names = ("labels", "tags")
+    variants = label_variants(batch, names, (), may_ignore=True)
+    reduction = find_loss_reduction(loss_of, variants, shifts_labels=False, label_names=names)
+    assert reduction == LossReduction("mean", "labels", "tags")
+
+
+def test_means_over_rows_of_one_great_length():
+    """Each row's mean, then the mean over rows: no mean over tokens, though all rows tried have one length."""
+    torch.manual_seed(0)
+    batch = {"logits": torch.randn(4, 400, 3), "labels": torch.randint(0, 3, (4, 400))}
+
+    def loss_of(part: Batch, num_items: Any) -> LossOutcome:
+        rows = [
+            torch.nn.functional.cross_entropy(logits, labels)
+            for logits, labels in zip(part["logits"], part["labels"], strict=True)
+        ]
+        return LossOutcome(float(torch.stack(rows).mean()))
+
+    assert found(loss_of, batch) == LossReduction("mean", "rows")
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_class_weights_are_seen_in_all_classes_and_with_a_new_head(is_new):
+    """With a head of zeros all rows have the loss ln C, so that only the gradients tell."""
+    torch.manual_seed(0)
+    head = torch.zeros(5, 3) if is_new else torch.randn(5, 3)
+    head.requires_grad_()
+    batch = {"inputs": torch.randn(4, 5), "labels": torch.zeros(4, dtype=torch.long)}
+
+    def loss_of(part: Batch, num_items: Any) -> LossOutcome:
+        logits = part["inputs"] @ head
+        weight = torch.tensor([1.0, 1.0, 10.0])
+        loss = torch.nn.functional.cross_entropy(logits, part["labels"], weight=weight)
+        return LossOutcome(float(loss.detach()), torch.autograd.grad(loss, head)[0].flatten())
+
+    variants = label_variants(batch, ("labels",), range(3), may_ignore=False)
+    reduction = find_loss_reduction(loss_of, variants, shifts_labels=False)
+    assert reduction.kind == "whole" and "whole batch" in reduction.reason
+    assert find_loss_reduction(loss_of, variants[:1], shifts_labels=False).kind == "mean"  # of one class

@@ -9,8 +9,15 @@ from torch.overrides import TorchFunctionMode
 
 DROPOUTS = frozenset(
     name + suffix
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout")
-    + ("feature_alpha_dropout",)
+    for name in (
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+    )
     for suffix in ("", "_")
 )
 """Functions of torch that return their first argument where nothing is dropped."""

@@ -115,6 +115,8 @@ class LayerRangeRunner:
         self._poisons_skipped = False
         self._on_entry: Callable[[], None] | None = None
         self._num_frozen = 0
+        self.kept_back: frozenset[str] = frozenset()
+        """Names in a batch that the loss keeps from the model (sample weights): ranges of units do not get them."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that stands in a list several times is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -201,7 +203,7 @@ class LayerRangeRunner:
         """
         current = _Pass(start=0, stop=None, carry={}, calls=[], observer=observer)
         with self._running(current):
-            output = self.model(**batch)
+            output = self.model(**self.arguments(batch))
         self.units = tuple(current.calls or ())
         self._structures = {stack: _OutputStructure.of(out) for stack, out in current.outputs.items()}
         self._structure_of_unit = current.structures
@@ -230,7 +232,7 @@ class LayerRangeRunner:
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
-                self.model(**batch)
+                self.model(**self.arguments(batch))
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}
@@ -257,6 +259,12 @@ class LayerRangeRunner:
                 " layers that run depends on the input, or the loss function calls the model not exactly once.",
                 "Set pipeline_parallel_size=1.",
             )
+
+    def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Those inputs of a batch that the model is called on."""
+        return (
+            {name: value for name, value in batch.items() if name not in self.kept_back} if self.kept_back else batch
+        )
 
     @property
     def is_running(self) -> bool:

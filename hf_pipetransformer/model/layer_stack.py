@@ -146,13 +146,10 @@ class LayerStack:
         )
 
     @classmethod
-    def uncut(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
-        """The whole model as one unit: any model, also one without layers. Costs one forward."""
+    def uncut(cls, model: nn.Module) -> LayerStack:
+        """The whole model as one unit: any model, also one without layers. It is not called."""
         table = ParameterTable(model)
-        with evaluation_mode(model), torch.enable_grad(), table.all_trainable():
-            leaves = {id(leaf) for leaf in reachable_leaves(output_tensors(model(**batch)).values())}
-            unreached = frozenset(name for name in table.names if id(table[name]) not in leaves)
-        return cls(LayerRangeRunner(model, []), table, [frozenset(table.names)], [()], unreached)
+        return cls(LayerRangeRunner(model, []), table, [frozenset(table.names)], [()], frozenset())
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
         carry: Carry = {}

@@ -71,27 +71,31 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
 
 def _contents_of(value: Any, depth: int = 0) -> Callable[[], None]:
     """Restores what a container holds; nothing for anything else."""
-    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(value) > MAX_ENTRIES:
+    container: Any = value
+    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > MAX_ENTRIES:
         return _nothing
-    before = value.copy() if not isinstance(value, dict) else dict(value)
-    inside = [_contents_of(entry, depth + 1) for entry in (before.values() if isinstance(before, dict) else before)]
+    before: Any = dict(container) if isinstance(container, dict) else container.copy()
+    entries = before.values() if isinstance(before, dict) else before
+    inside = [_contents_of(entry, depth + 1) for entry in entries]
 
     def restore() -> None:
-        if isinstance(value, (dict, set)):
-            if value != before if isinstance(value, set) else not _same_entries(value, before):
-                value.clear()
-                value.update(before)
-        elif len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
-            value.clear()
-            value.extend(before)
+        if not _holds_the_same(container, before):
+            container.clear()
+            (container.extend if isinstance(container, (list, collections.deque)) else container.update)(before)
         for undo in inside:
             undo()
 
     return restore
 
 
-def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return one.keys() == other.keys() and all(one[key] is other[key] for key in other)
+def _holds_the_same(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in other)
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _values_of(tensors: list[torch.Tensor]) -> Callable[[], None]:
@@ -118,4 +122,3 @@ def _values_of(tensors: list[torch.Tensor]) -> Callable[[], None]:
 
 def _nothing() -> None:
     return None
-

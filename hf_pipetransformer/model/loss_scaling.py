@@ -1,7 +1,7 @@
 """How a model's loss adds up, so that micro-batches and replicas give the loss of the one big batch.
 
-Found by trying, once, on a few samples: whether a model honours `num_items_in_batch` cannot be told from its signature.
-With n = `num_items_in_batch` and c = the number of items in a part of the batch:
+Found by trying, once, on a few samples: whether a model honours `num_items_in_batch` cannot be told from its
+signature. With n = `num_items_in_batch` and c = the number of items in a part of the batch:
 
     sum               loss(part, n) = S(part) / n         parts get the global n and are added
     sum_and_constant  loss(part, n) = S(part) / n + r     r is the same for every part (a penalty on the weights), or a
@@ -14,6 +14,7 @@ With n = `num_items_in_batch` and c = the number of items in a part of the batch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,14 +53,14 @@ class LossReduction:
     def count(self, batch: Batch) -> int | float:
         """Items in a batch: tokens or rows that have a label, or the sum of their weights."""
         values = batch.get(self.key)
-        if self.key == "labels" and isinstance(batch.get("shift_labels"), torch.Tensor):
-            if self.items == "shifted_labels" or values is None:
-                values = batch["shift_labels"]
+        shifted = batch.get("shift_labels") if self.key == "labels" else None
+        if isinstance(shifted, torch.Tensor) and (self.items == "shifted_labels" or values is None):
+            values = shifted
         if self.items == "rows" or not isinstance(values, torch.Tensor):
             return batch_rows(batch)
         if self.items == "total":
             return float(values.double().sum())
-        if self.items == "shifted_labels" and values is not batch.get("shift_labels"):
+        if self.items == "shifted_labels" and values is not shifted:
             values = values[..., 1:]
         return int(values.ne(IGNORED).sum())
 
@@ -268,7 +269,7 @@ def _candidates(
     for name in dict.fromkeys(("labels", *label_names)):
         for kind in ("labels", "shifted_labels"):
             if _is_labels(batch.get(name)) and (kind == "labels" or batch[name].dim() > 1):
-                yield LossReduction("mean", kind, name)  # type: ignore[arg-type]
+                yield LossReduction("mean", kind, name)
     yield LossReduction("mean", "rows")
     rows = batch_rows(batch)
     for name, value in batch.items():
@@ -293,7 +294,7 @@ def _unequal_parts(batch: Batch) -> list[Batch]:
     """Parts of one row, of half, and of the rest: where a weight is missing, it shows."""
     rows = batch_rows(batch)
     bounds = sorted({0, 1, max(1, rows // 2), rows})
-    return [slice_rows(batch, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [slice_rows(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _of_a_single_row(
@@ -321,7 +322,11 @@ MAX_CLASS_VARIANTS = 8
 
 
 def label_variants(
-    batch: Batch, label_names: Sequence[str], classes: Sequence[int], may_ignore: bool, model_inputs: Sequence[str] = ()
+    batch: Batch,
+    label_names: Sequence[str],
+    classes: Sequence[int],
+    may_ignore: bool,
+    model_inputs: Sequence[str] = (),
 ) -> list[Batch]:
     """The same rows with other labels, such that different ways of adding up losses give different results.
 
@@ -380,4 +385,3 @@ def _with_unequal_counts(labels: torch.Tensor) -> torch.Tensor:
         counted = values.ne(IGNORED).nonzero().flatten()[1:]  # the first may not count: shifted labels
         values[counted[: len(counted) * (row % 4) // (row % 4 + 1)]] = IGNORED
     return labels
-

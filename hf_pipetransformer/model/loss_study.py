@@ -1,9 +1,9 @@
 """What a model's loss asks of a pipeline, tried on a few rows before the model is cut.
 
-The Trainer's users compute losses as they like. What a pipeline asks of one cannot be read off it, so it is tried, where
-every process still holds the whole model and all can refuse it at once. It is tried as it trains, in training mode with
-dropout off, on rows of all classes and with weights that are slightly moved: with a new head all rows have nearly one
-loss, and then every weighted mean looks like a plain one.
+The Trainer's users compute losses as they like. What a pipeline asks of one cannot be read off it, so it is tried,
+where every process still holds the whole model and all can refuse it at once. It is tried as it trains, in training
+mode with dropout off, on rows of all classes and with weights that are slightly moved: with a new head all rows have
+nearly one loss, and then every weighted mean looks like a plain one.
 
 1. Does the loss keep a state (a buffer, a counter, a running mean) from call to call?
 2. Is it random beyond dropout? Then the rest is tried in evaluation mode, and whether rows mix in training mode.
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError, is_out_of_memory
+from ..errors import UnsupportedModelError
 from .dropout import WithoutDropout
 from .ghosts import evaluation_mode, make_ghost, reachable_leaves
 from .layer_range import tensors_of
@@ -248,10 +248,8 @@ class _Study:
         with self.mode(evaluates=False), torch.no_grad():
             for seed in range(MIXING_SEEDS):
                 pairs = zip(self._outputs(batch, seed), self._outputs(other, seed), strict=False)
-                for one, two in pairs:
-                    if one.dim() and one.shape[0] == rows and one.shape == two.shape and one.is_floating_point():
-                        if not torch.allclose(one[1:].float(), two[1:].float(), rtol=1e-4, atol=1e-5, equal_nan=True):
-                            return True
+                if any(_differ_below_the_first_row(one, two, rows) for one, two in pairs):
+                    return True
         return False
 
     def _outputs(self, batch: Batch, seed: int) -> list[torch.Tensor]:
@@ -279,8 +277,8 @@ class _Study:
             return
         raise UnsupportedModelError(
             self._stack.model,
-            f"compute_loss gives {cut.value:.6g} where only the last layer runs, and {whole.value:.6g} where all do: it"
-            " changes the inputs before it calls the model, or reads hidden states or parameters of earlier layers.",
+            f"compute_loss gives {cut.value:.6g} where only the last layer runs, and {whole.value:.6g} where all do:"
+            " it changes the inputs before it calls the model, or reads earlier layers' hidden states or parameters.",
             "Change inputs in the data collator, compute the loss from the model's final outputs and the last layer's"
             " parameters (the optimizer's weight_decay is a penalty on all), or set pipeline_parallel_size=1.",
         )
@@ -303,6 +301,12 @@ class _Study:
                 return self.outcome(batch, 1)
         finally:
             stack.runner.remove()
+
+
+def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int) -> bool:
+    if not one.dim() or one.shape[0] != rows or one.shape != two.shape or not one.is_floating_point():
+        return False
+    return not torch.allclose(one[1:].float(), two[1:].float(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
@@ -334,35 +338,6 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
         elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) or one != other:
             return name
     return None
-
-
-def names_for_model(model: nn.Module, call: Callable[[], Any]) -> frozenset[str] | None:
-    """The inputs that a loss passes on to the model.
-
-    Args:
-        model: the model.
-        call: computes the loss.
-
-    Returns:
-        Names of the arguments of the model's first call; None if the model was not called as a whole.
-    """
-    from ..cache.content_keys import named_inputs
-
-    calls: list[frozenset[str]] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(frozenset(named_inputs(module, args, kwargs)))
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with evaluation_mode(model), torch.no_grad(), left_as_found(model):
-            call()
-    except Exception as error:  # whatever is wrong shows where the model itself is called
-        if is_out_of_memory(error):
-            raise
-    finally:
-        hook.remove()
-    return calls[0] if calls else None
 
 
 def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
