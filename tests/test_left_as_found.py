@@ -1,0 +1,65 @@
+"""What is tried before training leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.model.dropout import WithoutDropout
+from hf_pipetransformer.model.left_as_found import left_as_found
+
+
+class Counting(nn.Module):
+    """Counts its calls, and keeps statistics, in all the ways that users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("late", None)
+        self.calls, self.seen, self.sums = 0, [], {"total": 0.0}
+        self.plain = torch.zeros(2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(float(inputs.sum()))
+        self.sums["total"] += 1.0
+        self.mean.lerp_(inputs.mean(0), 0.5)
+        self.plain.data += 1
+        self.late = inputs.detach().clone()
+        self.added = True
+        return self.linear(inputs)
+
+
+def test_counters_buffers_and_lists_are_as_before() -> None:
+    model = Counting()
+    seen, mean = model.seen, model.mean
+    with left_as_found(model):
+        model(torch.ones(3, 2))
+    assert (model.calls, model.sums, model.late) == (0, {"total": 0.0}, None) and not hasattr(model, "added")
+    assert model.seen is seen and not seen and model.mean is mean
+    assert not model.mean.any() and not model.plain.any()
+
+
+def test_any_objects_attributes() -> None:
+    class Trainer:
+        metrics: dict[str, Any]
+
+    trainer = Trainer()
+    trainer.metrics = {"train": {"loss": [1.0]}}
+    with left_as_found(trainer):
+        trainer.metrics["train"]["loss"].append(2.0)
+        trainer.metrics["eval"] = {}
+        trainer.count = 1  # type: ignore[attr-defined]
+    assert trainer.metrics == {"train": {"loss": [1.0]}} and not hasattr(trainer, "count")
+
+
+def test_nothing_is_dropped_in_training_mode() -> None:
+    inputs = torch.randn(2, 3, 8)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).train()
+    with WithoutDropout():
+        assert torch.equal(layer(inputs), layer(inputs))
+        assert torch.equal(nn.functional.dropout(inputs, 0.5, True), inputs)
+    assert not torch.equal(layer(inputs), layer(inputs))
