@@ -333,14 +333,12 @@ class PipelinePreparation(Trainer):
             and int(labels.min()) >= 0
             and int(labels.max()) < num_labels
         )
-        has_ignored = any(
-            isinstance(sample.get(name), torch.Tensor) and bool(sample[name].eq(IGNORED).any()) for name in names
-        )
         variants = label_variants(
             sample,
             names,
             range(num_labels) if are_classes else (),
-            may_ignore=has_ignored or self._is_stock_loss,
+            # a loss of the user's may use labels as indices, and an index of -100 ends a GPU's context
+            may_ignore=self._is_stock_loss or self.args.device.type == "cpu" or self._has_ignored(sample),
             model_inputs=[name for name in sample if name not in stack.runner.kept_back],
         )
 
@@ -365,6 +363,10 @@ class PipelinePreparation(Trainer):
         # rounding may tell processes apart
         self._reduction = self._processes.gather_objects(study.reduction)[0]
         stack.unreached |= study.without_gradient
+
+    def _has_ignored(self, batch: Batch) -> bool:
+        labels = (batch.get(name) for name in self._names_of_labels)
+        return any(isinstance(values, torch.Tensor) and bool(values.eq(IGNORED).any()) for values in labels)
 
     def _sample_for_loss(self) -> Batch:
         """Rows of different classes, prepared as for a step; as many as a batch of the training has, and at most 8."""

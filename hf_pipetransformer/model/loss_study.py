@@ -135,7 +135,10 @@ class _Study:
         self._stack, self._compute_loss, self._others = stack, compute_loss, others
         self._seed = 0
         table = stack.table
-        names = stack.owners[-1] if len(stack.owners) > 1 else frozenset(table.names)
+        # of a model that is cut those that the last stage holds alone: of shared ones it has a part of the gradient
+        alone = stack.owners[-1] - frozenset[str]().union(*stack.owners[:-1])
+        names = alone or stack.owners[-1]
+        self._compares_gradients_of_a_cut = bool(alone)
         chosen: list[str] = []
         size = 0
         for name in sorted(names & frozenset(table.names), key=lambda name: (table[name].numel(), name)):
@@ -272,6 +275,8 @@ class _Study:
         if not math.isfinite(whole.value):
             return
         cut = self._under_the_last_unit(batch)
+        if not self._compares_gradients_of_a_cut:
+            whole = LossOutcome(whole.value)
         found = difference([(1.0, cut)], whole, tolerance)
         if found is None:
             return
