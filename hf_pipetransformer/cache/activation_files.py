@@ -15,8 +15,8 @@ Nothing here is locked or synchronised to the disk, and files may be damaged, cu
    short, is an error or a short read, not a SIGBUS, and processes that were forked share no file position.
 3. All files are opened relative to the generation's folder: they belong together even where the folder is moved away
    and another one takes its name.
-4. No symbolic link is followed, and nothing is opened that another user owns or may write to: who can put a link in the
-   place of a segment could else make a training write to any of its user's files, or read what it has not written.
+4. No symbolic link is followed, and nothing is opened that another user owns or may write to: who can put a link in
+   the place of a segment could else make a training write to any of its user's files, or read foreign ones.
 """
 
 from __future__ import annotations
