@@ -40,7 +40,7 @@ from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
 from .model.loss_study import raise_for_exchanged_inputs
-from .model.micro_batch import Batch, naming_long_rows
+from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows
 from .pipeline.agreement import check_same_size
 from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
@@ -171,6 +171,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             if self._train_batches is not None:
                 self._train_batches.close()  # its workers wait for the next epoch
                 self._train_batches = None
+            self.is_in_train = False  # the stock Trainer leaves it set after an error
+            if not self._is_stock:
+                self.model_wrapped = self.model  # as after a stock training in one process
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -198,17 +201,46 @@ class PipeTransformerTrainer(LeavesAtSigterm):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._is_stock:
             return super()._wrap_model(model, training, dataloader)
-        if self.pipeline is None or (training and not self.pipeline.is_placed):
-            raise ValueError(
-                "create_optimizer was overridden without super().create_optimizer(), which cuts the model into stages:"
-                " call it, or pass your optimizer as optimizers=(optimizer, None)."
-            )
+        is_placed = self.pipeline is not None and self.pipeline.is_placed
+        if not training and not is_placed:
+            return super()._wrap_model(model, training, dataloader)
+        if not is_placed:
+            if self.optimizer is None:
+                raise ValueError(
+                    "create_optimizer was overridden and has set no optimizer: let it set self.optimizer, or call"
+                    " super().create_optimizer()."
+                )
+            self._cut_model()  # create_optimizer is the user's own, and has made one over the whole model
+        assert self.pipeline is not None
+        if training and not self.pipeline.updates_with(self.optimizer):
+            if self.pipeline.num_stages > 1:
+                raise ValueError(
+                    "create_optimizer was overridden and has replaced the optimizer of super().create_optimizer(),"
+                    " which knows the stages: make yours over the whole model and do not call super(), or pass it as"
+                    " optimizers=(optimizer, None)."
+                )
+            self.pipeline.adopt(self.optimizer)
         return self.pipeline
 
     # ------------------------------------------------------------------------------------ building the pipeline
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self._is_stock:
             return super().create_optimizer(model) if model is not None else super().create_optimizer()
+        if not self.is_in_train:  # over the whole model, as many scripts do; train() cuts it, and adopts the optimizer
+            return super().create_optimizer()
+        pipeline = self._cut_model()
+        if self.optimizer is None:
+            with pipeline.weights.as_on_one_process():
+                optimizer = super().create_optimizer()
+            pipeline.adopt(optimizer)
+        assert self.optimizer is not None
+        return self.optimizer
+
+    def _cut_model(self) -> ElasticPipeline:
+        """Find out how to cut the model, and place it; an optimizer that there is already is adopted.
+
+        Collective over all processes.
+        """
         if self._train_batches is None:
             raise ValueError(
                 "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
@@ -224,7 +256,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 windows = self._study_slicing(pipeline, rows)
                 pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
             times = self._measure_times(pipeline, rows)
-        if self.optimizer is not None and not pipeline.has_optimizer:
+        if self.optimizer is not None and not pipeline.updates_with(self.optimizer):
             pipeline.adopt(self.optimizer)
         self._layouts = self._make_layouts(pipeline, times)
         kept = self._recall()
@@ -260,12 +292,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             if self._num_cached:
                 self._auto_cache.go_on(self._num_cached)
             self._auto_cache.freeze(plan.num_frozen_layers)
-        if self.optimizer is None:
-            with pipeline.weights.as_on_one_process():
-                optimizer = super().create_optimizer()
-            pipeline.adopt(optimizer)
-        assert self.optimizer is not None
-        return self.optimizer
+        return pipeline
 
     def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> PipelinePlan | None:
         """The one in force when the checkpoint was written, if all that decides about it is as it was.
@@ -592,6 +619,13 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._slice = BatchSlice(rows, global_rows)
         return batch
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        if not self._is_stock and self.args.average_tokens_across_devices:
+            # set after the arguments were made, which unset it: items are counted over all processes already
+            self.args.average_tokens_across_devices = False
+            logger.warning("average_tokens_across_devices=True has no effect: a loss is that of the global batch.")
+        return super().compute_loss(model, inputs, *positional, **keywords)
+
     def _prepare_keyed(
         self, inputs: Mapping[str, Any], keys: torch.Tensor | None, keyed: KeyedInputs | None = None
     ) -> Batch:
@@ -644,8 +678,12 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.pipeline is not None and self.pipeline.is_placed:
             with phase("evaluation"), self._evaluating_with_cache(dataloader) as loader:
                 return stock(loader, *positional, **keywords)
-        check_same_size(self._processes, dataloader.dataset)
-        pipeline = self._pipeline_for(self._evaluation_rows(dataloader), dataloader.collate_fn)
+        dataset = getattr(dataloader, "dataset", None)  # a loader of the user's own may be any iterable
+        if dataset is not None:
+            check_same_size(self._processes, dataset)
+        if not self.args.uses_pipeline:
+            return stock(KeysApart(dataloader), *positional, **keywords)
+        pipeline = self._pipeline_for(*self._evaluation_rows(dataloader))
         pipeline.place(self._make_layouts(pipeline).first, keep_weights_aside=True)
         try:
             # its workers may have begun under the cache
@@ -653,12 +691,28 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         finally:
             pipeline.put_back()
 
-    def _evaluation_rows(self, dataloader: DataLoader) -> list[Any]:
-        dataset = dataloader.dataset
-        if isinstance(dataset, IterableDataset):
-            dataset = _whole_stream(dataset)
-        with seeded(self.args.seed), generators_kept(dataset):
-            return first_samples(dataset, COST_SAMPLE_ROWS)
+    def _evaluation_rows(self, dataloader: Any) -> tuple[list[Any], Any]:
+        """Samples to find the model's units on, and what collates them.
+
+        Raises:
+            ValueError: they can only be had by taking them away from the evaluation.
+        """
+        dataset, collate_fn = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
+        with seeded(self.args.seed), generators_kept(dataloader, dataset):
+            if dataset is not None and collate_fn is not None:
+                if isinstance(dataset, IterableDataset):
+                    dataset = _whole_stream(dataset)
+                return first_samples(dataset, COST_SAMPLE_ROWS), collate_fn
+            batches = iter(dataloader)
+            if batches is dataloader:
+                raise ValueError(
+                    f"The evaluation loader ({type(dataloader).__name__}) has no dataset and can be read once only, so"
+                    " there is no sample to find the model's layers on: return a DataLoader or a list of batches from"
+                    " get_eval_dataloader, or call train() first."
+                )
+            batch = next(batches)
+        rows = batch_rows(batch)
+        return [row % rows for row in range(COST_SAMPLE_ROWS)], partial(select_rows, batch)
 
     def prediction_step(
         self,
@@ -668,10 +722,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         stock = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
-        if self._is_stock:
-            return stock(model, inputs)
         pipeline = self.pipeline
-        assert pipeline is not None and pipeline.stage is not None
+        if self._is_stock or pipeline is None or not pipeline.is_placed:
+            with naming_long_rows(self.model, inputs):
+                return stock(model, inputs)
+        assert pipeline.stage is not None
         keys = self._evaluated.keys_of(inputs) if self._evaluated is not None and pipeline.cache is not None else None
         with phase("prediction"):
             if pipeline.num_stages > 1:

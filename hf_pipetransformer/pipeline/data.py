@@ -152,8 +152,9 @@ class NumberedBatches(Dataset[Any]):
         self.collate_fn = collate_fn
         self._keying_collate_fn = keying_collate_fn or collate_fn
         self.global_batch_size = global_batch_size
+        self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
-        self._sampler = sampler
+        self.sampler = sampler
         self._seed = seed
         self._agree = agree
         self._node_shares = tuple(node_shares)
@@ -203,7 +204,7 @@ class NumberedBatches(Dataset[Any]):
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read and waits
         self._epoch, self._order, self._iterator, self._peeked = epoch, None, None, None
-        for part in (self._sampler, self.dataset):
+        for part in (self.sampler, self.dataset):
             follow = getattr(part, "set_epoch", None)
             if follow is not None:
                 follow(epoch)
@@ -286,9 +287,9 @@ class NumberedBatches(Dataset[Any]):
 
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
-            assert self._sampler is not None
+            assert self.sampler is not None
             with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
-                order = self._agree(list(self._sampler))
+                order = self._agree(list(self.sampler))
             self._order = order_by_node(order, *self.arrangement, len(self), self._seed)
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
@@ -305,6 +306,9 @@ class _Numbers(Sampler[list[int]]):
 
     def __init__(self, batches: NumberedBatches) -> None:
         self._batches = batches
+        self.batch_size = batches.global_batch_size  # as on one process; callbacks read them
+        self.sampler = batches.sampler
+        self.drop_last = batches.drop_last
 
     def __len__(self) -> int:
         if self._batches.num_batches is None:
@@ -320,12 +324,25 @@ class _Numbers(Sampler[list[int]]):
 
 
 class NumberedLoader(DataLoader[Any]):
-    """What the Trainer iterates over: batch after batch of `NumberedBatches`."""
+    """What the Trainer iterates over: batch after batch of `NumberedBatches`.
+
+    What callbacks read off Accelerate's loader is what one process with the global batch would show. Only `dataset` is
+    another: it gives batches by their numbers, and the user's samples are in `dataset.dataset`.
+    """
 
     dataset: NumberedBatches
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a batch, over all processes."""
+        return self.dataset.global_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
         self.dataset.set_epoch(epoch)

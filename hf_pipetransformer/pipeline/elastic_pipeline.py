@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
@@ -407,11 +408,27 @@ class ElasticPipeline(nn.Module):
             self.model.train(mode)
         return self
 
-    def forward(self, **batch: Any) -> Any:
-        """Refused: a stage alone has no output."""
-        raise RuntimeError(
-            "An ElasticPipeline is run by step() and predict(); use the Trainer's evaluate() or predict()."
-        )
+    def forward(self, *positional: Any, **batch: Any) -> Any:
+        """The model's own, where a `training_step` or `prediction_step` of the user's calls what it was given.
+
+        Raises:
+            RuntimeError: one stage of several has no output; or DDP would not see what is computed for a gradient.
+        """
+        if self.is_placed and self.num_stages > 1:
+            raise RuntimeError(
+                "The model is spread over several stages: one alone has no output. Use the Trainer's evaluate() or"
+                " predict(), and super().training_step() or super().prediction_step() in methods of your own; or set"
+                " pipeline_parallel_size=1."
+            )
+        if self._replicated is not None and torch.is_grad_enabled() and self.training:
+            raise RuntimeError(
+                f"The gradients of {self.num_replicas} replicas are averaged where the Trainer's own training_step"
+                " runs: call super().training_step() and put your loss into compute_loss, or train in one process."
+            )
+        if not self.is_placed or not self.stack.runner.num_frozen:
+            return self.model(*positional, **batch)
+        with self.stack.runner.to_the_end(0, None):
+            return self.model(*positional, **batch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -593,9 +610,9 @@ class ElasticPipeline(nn.Module):
         """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
         self._optimizer = OptimizerState(optimizer, self.stack.table, self.weights, self.mesh)
 
-    @property
-    def has_optimizer(self) -> bool:
-        return self._optimizer is not None
+    def updates_with(self, optimizer: Any) -> bool:
+        """Whether this optimizer is the one that was adopted last, with or without Accelerate's wrapper."""
+        return self._optimizer is not None and _unwrapped(self._optimizer.optimizer) is _unwrapped(optimizer)
 
     @property
     def optimizer_state(self) -> OptimizerState:
@@ -713,6 +730,10 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
         for name in stack.owned(*plan.stage_bounds[stage : stage + 2]):
             ranks[name].extend(plan.ranks_of_stage(stage))
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _describe(tensor: torch.Tensor) -> CarriedTensor:

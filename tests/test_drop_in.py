@@ -1,0 +1,130 @@
+"""Where the stock Trainer works, a `PipeTransformerTrainer` in its place does the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
+from transformers import TrainerCallback
+
+RUN = Run(samples=40, epochs=1, accumulation=1, per_device=16)
+ALONE = RUN.with_options(max_steps=3)  # a global batch of 64, or of one process's 16
+
+
+def alone(run: Run) -> Any:
+    """K = 1 in this process, on the reference's batches."""
+    return pipeline_trainer(replace(run, per_device=64), 1, use_cpu=True)
+
+
+# ------------------------------------------------------------------------------------------ the user's own methods
+class StepsItself:
+    def training_step(self, model, inputs, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class PredictsItself:
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):  # type: ignore[no-untyped-def]
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            outputs = model(**inputs)
+        return outputs.loss, outputs.logits, inputs["labels"]
+
+
+class MakesItsOptimizer:
+    def create_optimizer(self, model=None):  # type: ignore[no-untyped-def]
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        return self.optimizer
+
+
+class GivesBatches:
+    """Its evaluation has batches, and no data set."""
+
+    def get_eval_dataloader(self, eval_dataset=None):  # type: ignore[no-untyped-def]
+        samples = [self.eval_dataset[index] for index in range(12)]
+        return [self.data_collator(samples[start : start + 4]) for start in (0, 4, 8)]
+
+
+@pytest.mark.parametrize("mixin", [StepsItself, PredictsItself, MakesItsOptimizer, GivesBatches])
+def test_methods_of_the_users_own_do_on_one_process_what_they_do_in_the_stock_trainer(mixin: type) -> None:
+    run = replace(ALONE, trainer=mixin).with_options(eval_strategy="epoch", remove_unused_columns=False)
+    expected, trainer = reference(0, 1, run), alone(run)
+    trainer.evaluate()
+    outcome = outcome_of(trainer)
+    assert_same_training([outcome], expected)
+    assert outcome.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], abs=1e-5)
+
+
+def test_an_optimizer_that_was_made_before_the_training_is_the_one_that_trains() -> None:
+    trainer = alone(ALONE)
+    trainer.create_optimizer_and_scheduler(3)
+    made = trainer.optimizer
+    assert_same_training([outcome_of(trainer)], reference(0, 1, ALONE))
+    assert trainer.optimizer.optimizer is made and trainer.model_wrapped is trainer.model
+
+
+def made_before(rank: int, world_size: int, stages: int, mixin: type | None) -> Outcome:
+    trainer = pipeline_trainer(replace(RUN, per_device=32, trainer=mixin), stages)
+    trainer.create_optimizer()
+    return outcome_of(trainer)
+
+
+@pytest.mark.parametrize("mixin", [None, MakesItsOptimizer])
+def test_stages_adopt_an_optimizer_over_the_whole_model(mixin: type | None) -> None:
+    expected = reference(0, 1, replace(RUN, trainer=mixin))
+    assert_same_training(run_ranks(made_before, 2, 2, mixin), expected)
+
+
+# ------------------------------------------------------------------------------------------ evaluation, loaders
+def batches_alone(rank: int, world_size: int) -> list[float]:
+    trainer = pipeline_trainer(replace(RUN, trainer=GivesBatches).with_options(remove_unused_columns=False), 2)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return [before, trainer.evaluate()["eval_loss"]]
+
+
+def test_stages_evaluate_batches_that_have_no_dataset() -> None:
+    run = replace(RUN, trainer=GivesBatches)
+    trainer = alone(run.with_options(remove_unused_columns=False))
+    for losses in run_ranks(batches_alone, 2):
+        assert losses[0] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-5)
+
+
+class ReadsLoader(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        loader = train_dataloader
+        self.seen = [loader.total_batch_size, loader.total_dataset_length, type(loader.sampler).__name__, len(loader)]
+        self.seen += [loader.batch_sampler.batch_size, loader.batch_sampler.drop_last, len(loader.dataset)]
+
+
+def test_callbacks_read_the_training_loader_as_accelerates() -> None:
+    mine, stock = ReadsLoader(), ReadsLoader()
+    trainer = alone(ALONE)
+    trainer.add_callback(mine)
+    trainer.train()
+    reference(0, 1, replace(ALONE, keywords={"callbacks": [stock]}))
+    assert mine.seen == stock.seen
+
+
+# ------------------------------------------------------------------------------------------ arguments set later
+def averaging_later(rank: int, world_size: int, stages: int) -> Outcome:
+    trainer = pipeline_trainer(Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=32), stages)
+    trainer.args.average_tokens_across_devices = True
+    return outcome_of(trainer)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_averaging_tokens_set_later_does_not_double_the_loss(stages: int) -> None:
+    expected = reference(0, 1, Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=16))
+    assert_same_training(run_ranks(averaging_later, 2, stages), expected)
