@@ -212,7 +212,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 )
             self._cut_model()  # create_optimizer is the user's own, and has made one over the whole model
         assert self.pipeline is not None
-        if training and not self.pipeline.updates_with(self.optimizer):
+        if training and self.optimizer is not None and not self.pipeline.updates_with(self.optimizer):
             if self.pipeline.num_stages > 1:
                 raise ValueError(
                     "create_optimizer was overridden and has replaced the optimizer of super().create_optimizer(),"
