@@ -99,6 +99,7 @@ class PipelinePreparation(Trainer):
         self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
         self._num_items: int | float = 1
+        self._items_scale = 1.0  # items of a batch as collated, over those in what _prepare_inputs made of it
         self._num_rows = 1  # of the batch of an optimizer step, over all replicas
         self._slices: deque[BatchSlice] = deque()
         self._slice = BatchSlice(0, 0)
@@ -411,7 +412,8 @@ class PipelinePreparation(Trainer):
         """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
         assert self.pipeline is not None
         with self._noting_exchanged_inputs(model, micro_batch):
-            part = self._part_of_loss(model, micro_batch, self._num_items, self._share_of(micro_batch))
+            items = self._num_items if self._items_scale == 1.0 else self._num_items / self._items_scale
+            part = self._part_of_loss(model, micro_batch, items, self._share_of(micro_batch))
         cache = micro_batch.get("past_key_values")
         if self._micro_losses and isinstance(cache, SliceCache) and cache.get_seq_length():
             self._micro_losses[-1] = self._micro_losses[-1] + part.detach()  # later tokens of the same rows
@@ -440,6 +442,13 @@ class PipelinePreparation(Trainer):
             yield
         finally:
             hook.remove()
+
+    def _items_scale_of(self, batch: Batch) -> float:
+        """Items are counted before `_prepare_inputs`, which may make probabilities of class labels."""
+        if self._reduction.kind != "mean" or not self._slice.rows or not self._slice.items:
+            return 1.0
+        count = self._reduction.count(batch)
+        return 1.0 if count == self._slice.items or not count else self._slice.items / count
 
     def _share_of(self, micro_batch: Batch) -> float:
         """Share of this micro-batch in the rows of an optimizer step's batch; 0 where its row does not count."""

@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -422,10 +423,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             except StopIteration:
                 break
             batches.append(batch)
-            self._slices.append(self._train_batches.last_slice)
-            self._num_rows += self._train_batches.last_slice.global_rows
-            if self._train_batches.last_slice.rows:
-                items += self._reduction.count(batch)
+            last = self._train_batches.last_slice
+            last = replace(last, items=self._reduction.count(batch) if last.rows else 0)
+            self._slices.append(last)
+            self._num_rows += last.global_rows
+            items += last.items
         # every pipeline once; where it is the only one, its first stage's number comes with the batch
         mine = items if self.pipeline.stage_index == 0 else 0
         dtype = torch.float64 if self._reduction.items == "total" else torch.int64
@@ -579,6 +581,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             met_other_inputs &= self._is_first_stage
             if doubts_weights and KEYS_NAME in batch:
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
+        self._items_scale = self._items_scale_of(batch)
         with naming_long_rows(self.model, batch):
             pipeline.prepare(batch)
             self._micro_losses.clear()
@@ -614,9 +617,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
 
         Each has prepared its own, and what a collator or `_prepare_inputs` draws need not be the same on two.
         """
-        mine = (batch, self._slice.rows, self._slice.global_rows, self._num_items)
-        batch, rows, global_rows, self._num_items = pipeline.share(mine)
-        self._slice = BatchSlice(rows, global_rows)
+        mine = (batch, self._slice.rows, self._slice.global_rows, self._slice.items, self._num_items)
+        batch, rows, global_rows, items, self._num_items = pipeline.share(mine)
+        self._slice = BatchSlice(rows, global_rows, items=items)
         return batch
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:

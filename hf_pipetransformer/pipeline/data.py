@@ -40,6 +40,7 @@ class BatchSlice:
     global_rows: int
     keys: torch.Tensor | None = None  # of the rows in the activation cache, on the CPU
     keyed: KeyedInputs | None = field(default=None, compare=False)  # what they are keys of
+    items: int | float = 0  # that a loss counts in it, as the collator has returned it
 
 
 def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
