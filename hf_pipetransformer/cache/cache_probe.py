@@ -256,7 +256,9 @@ class _Probe:
             for stack, tensors in carry.items()
         }
         with torch.enable_grad():
-            output = self._above_all_units(leaves, rows, lambda batch: self._stack.model(**batch))
+            output = self._above_all_units(
+                leaves, rows, lambda batch: self._stack.model(**self._stack.runner.arguments(batch))
+            )
             reached = {id(leaf) for leaf in reachable_leaves(answers(output_tensors(output)))}
         return [
             CarrySlot(stack, position, id(leaf) in reached or not leaf.requires_grad, id(leaf) in reached)

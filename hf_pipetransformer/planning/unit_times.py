@@ -228,7 +228,7 @@ class _Measurement:
                     outputs = list(stack.runner.run(k, k + 1, carry, self._batch)[stack.units[k].stack])
                 else:
                     with stack.runner.to_the_end(k, carry):
-                        outputs = answers(output_tensors(stack.model(**self._batch)))
+                        outputs = answers(output_tensors(stack.model(**stack.runner.arguments(self._batch))))
             # of the marks the second is the unit's entry
             begin = marks[1] if 0 < k < stack.num_units else marks[0]
             scalars = [output.float().sum() for output in outputs if output.requires_grad]
