@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from itertools import groupby
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -537,9 +538,17 @@ def publish(current: Path, generations: Sequence[tuple[int, str]]) -> None:
         new.unlink(missing_ok=True)  # of a full disk
 
 
-def current_file(folder: str | os.PathLike[str], output_dir: str) -> Path:
-    """Where a training names the generations that it reads: of several in one folder each has a file of its own."""
-    return store_folder(folder) / f"current-{xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())}.json"
+def current_file(folder: str | os.PathLike[str], output_dir: str, nodes: Sequence[str]) -> Path:
+    """Where a training names the generations that it reads: of several in one folder each has a file of its own.
+
+    Args:
+        folder: of the stores.
+        output_dir: of the training.
+        nodes: name of each rank's node.
+    """
+    return (
+        store_folder(folder, nodes) / f"current-{xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())}.json"
+    )
 
 
 def highest_boundary(plan: PipelinePlan, nodes: Sequence[str]) -> int:
@@ -561,16 +570,22 @@ def highest_boundary(plan: PipelinePlan, nodes: Sequence[str]) -> int:
     return highest
 
 
-def store_folder(folder: str | os.PathLike[str]) -> Path:
+def store_folder(folder: str | os.PathLike[str], nodes: Sequence[str]) -> Path:
     """Each node has a folder of its own: nodes may share a file system, but they do not share a page cache."""
-    return Path(folder, node_name()).absolute() if len(node_shares()) > 1 else Path(folder).absolute()
+    return Path(folder, node_name()).absolute() if len(set(nodes)) > 1 else Path(folder).absolute()
 
 
-def node_shares() -> tuple[int, ...]:
-    """Processes on each node, as the launcher says; one node, where it does not."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return (here,) * (world // here) if here and world % here == 0 else (world,)
+def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
+    """Processes on each node, in the order of ranks.
+
+    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the rows of
+    a batch are not divided by node then.
+
+    Args:
+        nodes: name of each rank's node (`node_name`). Launchers other than `torchrun` may give no number of processes.
+    """
+    shares = tuple(len(list(ranks)) for _, ranks in groupby(nodes))
+    return shares if len(shares) == len(set(nodes)) and len(set(shares)) == 1 else (len(nodes),)
 
 
 def node_name() -> str:

@@ -45,6 +45,7 @@ from .freezing import (
 from .model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
 from .model.layer_stack import LayerStack
 from .model.micro_batch import slice_rows
+from .resilience.exit import end_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     ) -> None:
         if not self._is_driven:
             _refuse_setup(args)
+            end_at_exit()
             self._release()
             self._begin(state)
             self._num_layers = None

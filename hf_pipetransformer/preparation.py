@@ -299,7 +299,11 @@ class PipelinePreparation(Trainer):
                 ) from failure
         found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
         # rounding may tell processes apart, and a stage that refuses packed rows alone would keep the others waiting
-        return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
+        return replace(
+            found[0],
+            separates_documents=all(theirs.separates_documents for theirs in found),
+            allows_left_padding=all(theirs.allows_left_padding for theirs in found),
+        )
 
     # ------------------------------------------------------------------------------------ the loss
     @property

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_shares
+from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_name, node_shares
 from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
@@ -346,11 +346,13 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if is_iterable:
             dataset = _whole_stream(dataset)
         args = self.args
+        nodes: list[str] = []  # of each rank
         if self._may_cache:
+            nodes = self._processes.gather_objects(node_name())
             # processes share it, even if each was given a temporary output_dir of its own
             output_dir = self._processes.gather_objects(args.output_dir or ".")[0]
             folder = args.activation_cache_dir or os.path.join(output_dir, CACHE_FOLDER)
-            self._current_generations = current_file(folder, output_dir)
+            self._current_generations = current_file(folder, output_dir, nodes)
         self._train_batches = NumberedBatches(
             dataset,
             None if is_iterable else _sampler_of(stock),
@@ -359,7 +361,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
             keying_collate_fn=self._keying_collator(stock.collate_fn) if self._may_cache else None,
-            node_shares=node_shares() if self._may_cache else (1,),
+            node_shares=node_shares(nodes) if self._may_cache else (1,),
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,

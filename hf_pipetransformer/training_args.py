@@ -18,6 +18,7 @@ from transformers.training_args import OptimizerNames
 
 from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.partition import SCHEDULES
+from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
 logger = logging.getLogger(__name__)
@@ -260,6 +261,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self.use_cpu = True
         timeout = timedelta(seconds=self.ddp_timeout)
         use_fresh_store(os.environ, timeout)
+        end_at_exit()
         try:
             super().__post_init__()
         finally:

@@ -777,3 +777,20 @@ def test_what_a_model_depends_on_is_described_whatever_its_configuration_is() ->
     model.config = {"width": 2}  # type: ignore[assignment]
     assert auto_cache.describe_model(model, "no") != plain
     assert auto_cache.describe_model(model, "no") != auto_cache.describe_model(model, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shares"),
+    [
+        (["a-0"] * 4, (4,)),
+        (["a-0", "a-0", "b-0", "b-0"], (2, 2)),
+        (["a-0", "b-0", "a-0", "b-0"], (4,)),  # their ranks alternate
+        (["a-0", "a-0", "a-0", "b-0"], (4,)),
+    ],
+)
+def test_nodes_are_told_by_their_names(
+    nodes: list[str], shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as launchers give it, or leave it, that start one process each
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert auto_cache.node_shares(nodes) == shares

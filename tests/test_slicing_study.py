@@ -10,13 +10,21 @@ from distributed import run_ranks_expecting_error
 from sliced_models import CONFIGURATIONS, LAYERS, Padding, batch_for, build, loss_of
 from torch import nn
 from training_runs import Run, pipeline_trainer
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.model import kv_slices, slicing_study
 from hf_pipetransformer.model.kv_slices import attention_windows
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.slicing_study import study_slicing, telling_rows
+from hf_pipetransformer.model.token_slices import SlicedSequence
 
 SMALL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
 
@@ -296,3 +304,27 @@ def test_a_single_token_cannot_be_cut() -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="1 token"):
         study(model, batch)
+
+
+def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> None:
+    """The sample has no padding, so that only the trial with padding shows it."""
+    config = RobertaConfig(
+        **SMALL,
+        is_decoder=True,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = RobertaForCausalLM(config)
+    words = torch.arange(3, 35).reshape(2, 16)
+    batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words.clone()}
+    windows = study(model, batch, lambda part: loss_of(model, part, batch))
+    assert not windows.allows_left_padding
+    SlicedSequence(model, batch, [8, 8], windows)
+    words[1, :3] = config.pad_token_id
+    with pytest.raises(UnsupportedModelError, match="padding before its tokens"):
+        SlicedSequence(model, batch, [8, 8], windows)

@@ -76,6 +76,18 @@ def test_an_address_of_another_jobs_store_is_not_taken(monkeypatch: pytest.Monke
     assert environ["MASTER_PORT"] == str(launchers.port)
 
 
+def test_a_port_of_zero_is_refused_at_once() -> None:
+    environ = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    with pytest.raises(ValueError, match=r"MASTER_PORT=0.*--standalone"):
+        use_fresh_store(environ, timedelta(seconds=1))
+
+
 @pytest.mark.parametrize("missing", [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"WORLD_SIZE": "1"}])
 def test_nothing_is_done_without_a_launcher(missing: dict[str, str]) -> None:
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "RANK": "0", **missing}

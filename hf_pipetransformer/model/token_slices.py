@@ -65,6 +65,8 @@ class SlicedSequence:
         self._states: SequenceStates | None = None
         if len(self.spans) == 1:
             return
+        if not windows.allows_left_padding:
+            _refuse_left_padding(model, batch)
         self._batch = _with_shifted_labels(batch)
         masks = _masks_of_packed_rows(model, batch, windows)
         if masks is not None:
@@ -96,6 +98,27 @@ class SlicedSequence:
         if value.dim() >= 2 and value.shape[1] == self.length:
             return value[:, start:stop].contiguous()  # losses take views of their labels
         return value
+
+
+def _refuse_left_padding(model: nn.Module, batch: Batch) -> None:
+    words, padding = batch.get("input_ids"), padding_word(model)
+    if padding is None or not isinstance(words, torch.Tensor) or batch.get("position_ids") is not None:
+        return
+    is_word = words != padding
+    if bool((~is_word[:, :-1] & is_word[:, 1:]).any()):
+        raise UnsupportedModelError(
+            model,
+            "it computes positions from the padding that it sees, and a row has padding before its tokens, which"
+            " later slices would not see.",
+            "Pad on the right (tokenizer.padding_side='right'), or set token_slices='off'.",
+        )
+
+
+def padding_word(model: nn.Module) -> int | None:
+    """The token that a model is padded with, by its configuration."""
+    config: Any = model.config
+    number = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    return number if isinstance(number, int) and number >= 0 else None
 
 
 def _with_shifted_labels(batch: Batch) -> Batch:

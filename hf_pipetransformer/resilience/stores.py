@@ -56,8 +56,15 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
         timeout: how long the others wait for rank 0.
 
     Raises:
+        ValueError: the launcher has given port 0.
         TimeoutError: rank 0 was not there in time; or torch's own error of a store, where it never was.
     """
+    if "RANK" in environ and environ.get("MASTER_PORT") == "0" and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "MASTER_PORT=0: the processes cannot find one another by it, and would wait in vain. Give torchrun a free"
+            " port (--master_port 29501), or let it choose one (--standalone, or --rdzv-backend=c10d"
+            " --rdzv-endpoint=localhost:0)."
+        )
     is_launched = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if not is_launched or int(environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_available() or dist.is_initialized():
         return

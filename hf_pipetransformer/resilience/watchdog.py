@@ -35,6 +35,7 @@ import psutil
 import torch.distributed as dist
 
 from ..errors import PeerFailedError
+from .exit import end_at_exit
 from .preemption import EXIT_CODE as PREEMPTED
 from .progress import LEFT, PROGRESS, SIZE, UNKNOWN_PACE, Record, doing_when
 from .stores import keep_store, own_address
@@ -217,7 +218,9 @@ class Watchdog:
             )
         for watch in (self._watch_this_host, self._watch_other_hosts):
             if self._has_store or watch == self._watch_this_host:
-                threading.Thread(target=watch, name="watchdog", daemon=True).start()
+                thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+                end_at_exit(thread)
+                thread.start()
         return self
 
     def _meet(self, node: tuple[int, int]) -> None:

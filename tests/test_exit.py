@@ -1,0 +1,54 @@
+"""What a process that ends does about its process groups."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.resilience import exit as process_exit
+
+HELD: list[SimpleNamespace] = []
+
+
+def threads_of_gloo() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def ends_its_groups(rank: int, world_size: int) -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    mesh.gather_objects(rank)
+    HELD.append(SimpleNamespace(mesh=mesh, group=mesh.layout(2)))  # as a trainer that the script holds
+    before = threads_of_gloo()
+    process_exit.end()
+    return before, threads_of_gloo()
+
+
+def test_threads_of_groups_that_a_trainer_holds_are_ended() -> None:
+    for before, after in run_ranks(ends_its_groups, 2):
+        assert after <= before - 9  # three for each of the three groups that the mesh holds
+
+
+def ends_beside_a_stuck_peer(rank: int, world_size: int) -> float:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(5)
+        return 0.0
+    work = dist.all_reduce(torch.ones(1), async_op=True)  # the other one never comes
+    began = time.monotonic()
+    process_exit.end(seconds=1)
+    del work
+    return time.monotonic() - began
+
+
+def test_the_end_is_bounded_where_a_peer_is_stuck() -> None:
+    assert run_ranks(ends_beside_a_stuck_peer, 2)[0] < 4
