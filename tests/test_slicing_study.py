@@ -252,7 +252,8 @@ def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.Monke
     model, batch = checkpointed("llama"), batch_for("none")
     if factor == 1.0:
         study(model, batch)
-        assert list(times.values()) == [2] * (LAYERS * 2 * 3)  # keys and values of three slices
+        again = [count for count in times.values() if count > 1]
+        assert again == [2] * (LAYERS * 2 * 3)  # keys and values of three slices; padded rows have no backward
     else:
         with pytest.raises(UnsupportedModelError, match="gradient of"):
             study(model, batch)
