@@ -46,6 +46,7 @@ from .pipeline.agreement import check_same_size
 from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
 from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
+from .pipeline.optimizer_probe import probe_coupling
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
@@ -226,7 +227,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 windows = self._study_slicing(pipeline, rows)
                 pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
             times = self._measure_times(pipeline, rows)
+        coupling = None
         if self.optimizer is not None and not pipeline.has_optimizer:
+            coupling = self._coupling_of(self.optimizer, pipeline)
             pipeline.adopt(self.optimizer)
         self._layouts = self._make_layouts(pipeline, times)
         kept = self._recall()
@@ -248,6 +251,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             plan = self._plan_after_freezing(plan, num_frozen)
         self._watches_steps = any(self._processes.gather_objects(_watch_steps(self.callback_handler.callbacks)))
         pipeline.parks &= not self._watches_steps
+        if plan.pipeline_parallel_size > 1:
+            self._refuse_coupling(coupling)
         pipeline.place(plan)
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
@@ -265,9 +270,34 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 optimizer = super().create_optimizer()
+            if plan.pipeline_parallel_size > 1:
+                self._refuse_coupling(self._coupling_of(optimizer, pipeline))
             pipeline.adopt(optimizer)
         assert self.optimizer is not None
         return self.optimizer
+
+    def _coupling_of(self, optimizer: torch.optim.Optimizer, pipeline: ElasticPipeline) -> str | None:
+        """Why stages cannot divide an optimizer, for a message. Collective over all processes."""
+        why = None
+        if self.args.uses_pipeline:
+            stack = pipeline.stack
+            units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
+            why = probe_coupling(optimizer, units)
+        found = next((theirs for theirs in self._processes.gather_objects(why) if theirs is not None), None)
+        return None if found is None else f"{type(optimizer).__name__}: {found}"
+
+    def _refuse_coupling(self, coupling: str | None) -> None:
+        """
+        Raises:
+            ValueError: on all processes.
+        """
+        if coupling is not None:
+            self.make_model_whole()
+            self.optimizer = None
+            raise ValueError(
+                f"{coupling}, and each stage of a pipeline has its own parameters only. Choose an optimizer that"
+                " updates each parameter by its own gradient, or set pipeline_parallel_size=1."
+            )
 
     def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> PipelinePlan | None:
         """The one in force when the checkpoint was written, if all that decides about it is as it was.
@@ -738,6 +768,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         """
         if self.pipeline is None or not self.pipeline.is_placed:
             return super().save_model(output_dir, _internal_call)
+        self.pipeline.synchronise_buffers()
         with self.pipeline.weights.gathered(self.pipeline.holders()), self._keeping_errors():
             super().save_model(output_dir, _internal_call)
         self._is_collected = self.args.save_only_model and not self.state.best_global_step  # else a barrier comes

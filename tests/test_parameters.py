@@ -177,3 +177,55 @@ def test_hooks_on_parameters_and_lists_of_parameters_hold() -> None:
         results = run_ranks(hooked, 2, stages)
         assert_same_training([outcome for outcome, *_ in results], wanted)
         assert all(same and is_trained for _, same, is_trained in results)
+
+
+# ------------------------------------------------------------------------------------------ buffers
+class Masked(nn.Module):
+    """Multiplies by random buffers, of which one is not saved with the model."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("saved", torch.rand(size) + 0.5)
+        self.register_buffer("unsaved", torch.rand(size) + 0.5, persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.saved * self.unsaved
+
+
+class ChangesMask(TrainerCallback):
+    """As pruning does: from weights, which another stage may hold."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        if state.global_step == 2:
+            layer = model.bert.encoder.layer[0]
+            layer.output.dropout.saved.copy_(1 + layer.output.dense.bias.detach().sign() / 2)
+
+
+def masked(rank: int, world_size: int, stages: int) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    run = Run(
+        samples=48, accumulation=1, epochs=2, per_device=8 // world_size, keywords={"callbacks": [ChangesMask()]}
+    )
+    model = run.build_model()
+    torch.manual_seed(rank)  # no common seed
+    model.bert.encoder.layer[0].output.dropout = Masked(16)
+    model.dropout = Masked(16)
+    if world_size > 1:
+        outcome = outcome_of(pipeline_trainer(run, stages, model=model))
+    else:
+        arguments = TrainingArguments("ref", use_cpu=True, per_device_train_batch_size=8, **run.common_options())
+        data, collator = run.data(run.samples), PadCollator(run.kind)
+        outcome = outcome_of(
+            Trainer(model, arguments, train_dataset=data, data_collator=collator, callbacks=[ChangesMask()])
+        )
+    return outcome, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_are_those_of_one_process() -> None:
+    """Random ones are process 0's at the start, and in the end the stage's that runs their module."""
+    wanted, wanted_buffers = run_ranks(masked, 1, 1)[0]
+    for stages in (1, 2):
+        results = run_ranks(masked, 2, stages)
+        assert_same_training([outcome for outcome, _ in results], wanted)
+        for _, buffers in results:
+            assert buffers.keys() == wanted_buffers.keys()
+            assert all(torch.equal(buffers[name], value) for name, value in wanted_buffers.items())

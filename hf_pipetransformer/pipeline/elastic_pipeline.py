@@ -34,7 +34,7 @@ from .shared_batch import BatchChannel
 from .slice_choice import OnPlan, SliceChooser, TokenSlices
 from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, CarriedTensor, LossFunction, ShapeBook, StageModule
-from .state import Holders, OptimizerState, WeightState, WholeParameter, exchange, moves_between
+from .state import Holders, OptimizerState, WeightState, WholeParameter, exchange, moves_between, synchronise_buffers
 from .token_schedule import Neighbours, TokenScheduler
 
 WORTH_A_TRIAL = 0.15
@@ -206,6 +206,7 @@ class ElasticPipeline(nn.Module):
         before = self.current_plan
         self.weights.unpark()
         self.weights.follow_flags(self.holders())
+        self.synchronise_buffers()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
         with _timed_phase("freeze", seconds):
@@ -371,6 +372,7 @@ class ElasticPipeline(nn.Module):
         Args:
             device: where the weights go.
         """
+        self.synchronise_buffers()
         holders = self.holders()
         self._leave_plan()
         self.weights.restore(holders, device)
@@ -378,6 +380,25 @@ class ElasticPipeline(nn.Module):
     def holders(self) -> Holders:
         """The ranks that hold each parameter under the plan in force."""
         return holders_under(self.current_plan, self.stack)
+
+    def synchronise_buffers(self) -> None:
+        """Give every process the buffers of the process that runs their module. Collective over all processes.
+
+        The first replica's count, as under DDP. All processes have all buffers, but a callback may compute them from
+        weights (a pruning mask), and of these a process has its own.
+        """
+        holders = self.holders()
+
+        def source_of(buffer: str) -> int:
+            module = buffer.rpartition(".")[0]
+            while module:
+                for name, ranks in holders.items():
+                    if any(alias.startswith(module + ".") for alias in self.stack.table.aliases[name]):
+                        return ranks[0]
+                module = module.rpartition(".")[0]
+            return 0
+
+        synchronise_buffers(self.model, self.mesh, source_of)
 
     def _leave_plan(self) -> None:
         self.weights.unpark()

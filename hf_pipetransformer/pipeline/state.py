@@ -566,6 +566,40 @@ def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
     return different
 
 
+def synchronise_buffers(model: nn.Module, mesh: ProcessMesh, source_of: Callable[[str], int]) -> list[str]:
+    """Give every process the buffers of one, saved with the model or not. Collective over all processes.
+
+    Only those that differ somewhere travel.
+
+    Args:
+        model: the whole model, on every process; a buffer that some process lacks is left alone.
+        mesh: the processes.
+        source_of: the rank whose value counts, by the buffer's name; the same on every process.
+
+    Returns:
+        The names of those that differed.
+    """
+    if mesh.world_size == 1:
+        return []
+    here = dict(model.named_buffers())
+    mine = {name: (tuple(buffer.shape), buffer.dtype, _checksum(buffer)) for name, buffer in here.items()}
+    everyone = mesh.gather_objects(mine)
+    different = [
+        name for name, first in everyone[0].items() if any(other.get(name, first) != first for other in everyone)
+    ]
+    different = [name for name in different if all(name in other for other in everyone)]
+    for name in different:
+        source = source_of(name)
+        shape, dtype, _ = everyone[source][name]
+        value = torch.empty(shape, dtype=dtype)
+        if mesh.rank == source:
+            value.copy_(here[name].detach())
+        mesh.broadcast_tensor(value, source)
+        if mesh.rank != source:
+            here[name].data = value.to(here[name].device)
+    return different
+
+
 def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
