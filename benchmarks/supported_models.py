@@ -49,7 +49,7 @@ from transformers.utils import logging as hf_logging
 
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
-from hf_pipetransformer.model.ghosts import make_ghost
+from hf_pipetransformer.model.ghosts import placeholder
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, answers, output_tensors, refuse_batch_statistics
 
@@ -312,7 +312,7 @@ def step_when_cut(stack: LayerStack, cut: int, batch: dict[str, Any]) -> dict[st
 def _only_parameters_of(stack: LayerStack, start: int, stop: int, absent: float) -> Iterator[None]:
     owned = stack.owned(start, stop)
     ghosts = {
-        name: make_ghost(stack.table[name], absent if stack.table[name].is_floating_point() else 0)
+        name: placeholder(stack.table[name], absent if stack.table[name].is_floating_point() else 0)
         for name in stack.table.names
         if name not in owned
     }

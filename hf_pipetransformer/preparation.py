@@ -57,7 +57,7 @@ from .pipeline.devices import fits, name_of_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
 from .pipeline.stage import StageModule
-from .pipeline.state import synchronise_weights
+from .pipeline.state import synchronise_buffers, synchronise_weights
 from .planning.costs import UnitCost, cost_of_whole, measure_costs
 from .planning.plan import PipelinePlan
 from .planning.unit_times import ModelTimes
@@ -185,10 +185,11 @@ class PipelinePreparation(Trainer):
                 self._unit_costs = measure_costs(stack, padded, freezable.never_frozen if freezable else ())
         else:
             self._unit_costs = (cost_of_whole(stack),)
-        different = synchronise_weights(stack.table, mesh)
+        different = synchronise_weights(stack.table, mesh) + synchronise_buffers(self.model, mesh, lambda _: 0)
         if different:
             logger.warning(
-                "%d parameters differed between the processes and were set to those of process 0, as DDP does (%s%s)."
+                "%d parameters and buffers differed between the processes and were set to those of process 0, as DDP"
+                " does (%s%s)."
                 " Call set_seed() before the model is made to avoid this.",
                 len(different),
                 ", ".join(different[:3]),

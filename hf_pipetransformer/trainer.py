@@ -9,7 +9,8 @@ for `_load_optimizer_and_scheduler` in `saving.py`; `tests/test_private_api.py` 
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
       create_optimizer        the model is cut here: discovered, planned, placed, as an interrupted job had it
       get_batch_samples       the one safe point: a proposed freeze is carried out; counts the global batch's items
-      training_step           ElasticPipeline.step -> compute_loss on the last stage
+      training_step           what callbacks have frozen or unfrozen; ElasticPipeline.step -> compute_loss on the last
+                              stage
       clip_grad_norm_         of the accelerator: the norm over all stages
       evaluate, save          the stock methods, over gathered rows and weights
 """
@@ -46,6 +47,7 @@ from .pipeline.agreement import check_same_size
 from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
 from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
+from .pipeline.optimizer_probe import probe_coupling
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
@@ -84,7 +86,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
     global batch, `per_device_train_batch_size` x number of processes, whatever the layout.
 
     While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
-    other parameters of `trainer.model` are empty stand-ins. Before and after it, `trainer.model` is whole.
+    other parameters of `trainer.model` are placeholders without values. Before and after it, `trainer.model` is whole.
 
     With a `freeze_policy` layers are frozen from the bottom up while training goes on, and the others are packed into
     fewer stages; the freed processes become replicas (PipeTransformer, ICML 2021).
@@ -119,7 +121,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._evaluated: KeysApart | None = None  # the loader of the evaluation that is under way
         self._met_other_inputs = False  # than those that the cache's keys are of, on some process
         self._doubts_weights = False  # frozen ones, which a callback seems to have changed, on some process
-        self._watches_steps = False  # a callback of the user's
+        self._watches_steps = False  # a callback of the user's, on some process
+        self._may_flags_have_changed = False  # `requires_grad` of parameters: a callback may have set it
         self._shows_weights = False  # a callback may have got them, and so they are not off the device
         self._epoch_begins = False
         self._epochs_begun = 0
@@ -233,6 +236,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 optimizer = super().create_optimizer()
+            if pipeline.num_stages > 1:
+                self._refuse_coupling(self._coupling_of(optimizer, pipeline))
             pipeline.adopt(optimizer)
         assert self.optimizer is not None
         return self.optimizer
@@ -257,7 +262,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 windows = self._study_slicing(pipeline, rows)
                 pipeline.slicing = Slicing(self.args.token_slices, windows, self._tell_slices)
             times = self._measure_times(pipeline, rows)
+        coupling = None
         if self.optimizer is not None and not pipeline.updates_with(self.optimizer):
+            coupling = self._coupling_of(self.optimizer, pipeline)
             pipeline.adopt(self.optimizer)
         self._layouts = self._make_layouts(pipeline, times)
         kept = self._recall()
@@ -277,8 +284,10 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         plan = again or self._layouts.first
         if plan.num_frozen_layers < num_frozen:
             plan = self._plan_after_freezing(plan, num_frozen)
-        self._watches_steps = _watch_steps(self.callback_handler.callbacks)
+        self._watches_steps = any(self._processes.gather_objects(_watch_steps(self.callback_handler.callbacks)))
         pipeline.parks &= not self._watches_steps
+        if plan.pipeline_parallel_size > 1:
+            self._refuse_coupling(coupling)
         pipeline.place(plan)
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
@@ -294,6 +303,29 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 self._auto_cache.go_on(self._num_cached)
             self._auto_cache.freeze(plan.num_frozen_layers)
         return pipeline
+
+    def _coupling_of(self, optimizer: torch.optim.Optimizer, pipeline: ElasticPipeline) -> str | None:
+        """Why stages cannot divide an optimizer, for a message. Collective over all processes."""
+        why = None
+        if self.args.uses_pipeline:
+            stack = pipeline.stack
+            units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
+            why = probe_coupling(optimizer, units)
+        found = next((theirs for theirs in self._processes.gather_objects(why) if theirs is not None), None)
+        return None if found is None else f"{type(optimizer).__name__}: {found}"
+
+    def _refuse_coupling(self, coupling: str | None) -> None:
+        """
+        Raises:
+            ValueError: on all processes.
+        """
+        if coupling is not None:
+            self.make_model_whole()
+            self.optimizer = None
+            raise ValueError(
+                f"{coupling}, and each stage of a pipeline has its own parameters only. Choose an optimizer that"
+                " updates each parameter by its own gradient, or set pipeline_parallel_size=1."
+            )
 
     def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> PipelinePlan | None:
         """The one in force when the checkpoint was written, if all that decides about it is as it was.
@@ -561,6 +593,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         pipeline = self.pipeline
         assert pipeline is not None
         PROGRESS.enter("step")
+        self._follow_flags()
         pipeline.train()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
@@ -602,13 +635,21 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if pipeline.mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss = loss.float()
-            mine = (self._is_preempted, met_other_inputs, doubts_weights, self._exchanges_inputs)
+            flags_changed = pipeline.weights.flags_changed
+            mine = (self._is_preempted, met_other_inputs, doubts_weights, self._exchanges_inputs, flags_changed)
             together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in mine)])
             dist.all_reduce(together)
             loss = together[0]
-            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs = (together[1:] > 0).tolist()
+            votes = (together[1:] > 0).tolist()
+            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs, flags_changed = votes
             if exchanges_inputs:
                 raise_for_exchanged_inputs(self.model)
+            if flags_changed:
+                raise ValueError(
+                    "requires_grad of parameters was changed by something else than a callback (in compute_loss,"
+                    " training_step or another method): where several processes train one model, all have to know of"
+                    " it before the step. Change it in a TrainerCallback, at on_step_begin for one."
+                )
         self._met_other_inputs |= met_other_inputs
         self._doubts_weights |= doubts_weights
         PROGRESS.enter("callbacks")
@@ -630,6 +671,22 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             self.args.average_tokens_across_devices = False
             logger.warning("average_tokens_across_devices=True has no effect: a loss is that of the global batch.")
         return super().compute_loss(model, inputs, *positional, **keywords)
+
+    def _follow_flags(self) -> None:
+        """Train what the user's callbacks have made trainable since the last step, and not what they have frozen.
+
+        Collective over all processes where a callback may have done so: only the processes that hold a parameter
+        can tell.
+        """
+        pipeline = self.pipeline
+        assert pipeline is not None
+        has_changed = pipeline.weights.flags_changed
+        if pipeline.mesh.world_size > 1:
+            may_have_changed = self._watches_steps or self._may_flags_have_changed
+            has_changed = may_have_changed and pipeline.mesh.any(has_changed)
+        self._may_flags_have_changed = False
+        if has_changed:
+            pipeline.follow_flags()
 
     def _prepare_keyed(
         self, inputs: Mapping[str, Any], keys: torch.Tensor | None, keyed: KeyedInputs | None = None
@@ -771,6 +828,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         """
         if self.pipeline is None or not self.pipeline.is_placed:
             return super().save_model(output_dir, _internal_call)
+        self.pipeline.synchronise_buffers()
         with self.pipeline.weights.gathered(self.pipeline.holders()), self._keeping_errors():
             super().save_model(output_dir, _internal_call)
         self._is_collected = self.args.save_only_model and not self.state.best_global_step  # else a barrier comes
@@ -791,7 +849,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self.pipeline.use_cache(None)
         best = str(self.state.best_model_checkpoint)
         # loading a sharded checkpoint looks at the model's keys
-        with self.pipeline.weights.listing_ghosts(), self._translating_names(best):
+        with self.pipeline.weights.listing_placeholders(), self._translating_names(best):
             return super()._load_best_model()
 
     def _check_cached_weights(self) -> None:
@@ -803,7 +861,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
         if self.pipeline is not None and self.pipeline.is_placed:
             self.pipeline.weights.unpark()
-            self._shows_weights = True
+            self._shows_weights = self._may_flags_have_changed = True
 
     def make_model_whole(self) -> None:
         """Bring all weights back into `trainer.model` on every process. Collective; done when `train()` ends.
@@ -824,7 +882,7 @@ class _Hooks(TrainerCallback):
             self._trainer._evaluate_what_is_owed()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._epoch_begins = True
+        self._trainer._epoch_begins = self._trainer._may_flags_have_changed = True
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._evaluate_what_is_owed()  # here the random states are those of the checkpoint
@@ -855,9 +913,12 @@ class _Hooks(TrainerCallback):
 
 def _watch_steps(callbacks: Sequence[Any]) -> bool:
     """Whether a callback of the user's may read weights at each step, as a running average does."""
-    theirs = [type(c) for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
+    theirs = [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
     stock = {name: getattr(TrainerCallback, name) for name in STEP_EVENTS}
-    return any(getattr(cls, name, None) is not method for cls in theirs for name, method in stock.items())
+    # looked up on the object, which may have a method of its own
+    return any(
+        getattr(getattr(c, n, None), "__func__", None) is not method for c in theirs for n, method in stock.items()
+    )
 
 
 def _whole_stream(dataset: Any) -> Any:

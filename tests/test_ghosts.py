@@ -7,7 +7,7 @@ import torch
 from model_zoo import MODELS
 from torch import nn
 
-from hf_pipetransformer.model.ghosts import ParameterTable, evaluation_mode, make_ghost, reachable_leaves
+from hf_pipetransformer.model.ghosts import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -19,17 +19,17 @@ def table() -> ParameterTable:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
-def test_a_ghost_has_the_shape_and_one_element_of_memory(dtype):
+def test_a_placeholder_has_the_shape_and_one_element_of_memory(dtype):
     real = torch.ones(1000, 2000, dtype=dtype)
-    ghost = make_ghost(real)
-    assert (ghost.shape, ghost.dtype, ghost.requires_grad) == (real.shape, dtype, False)
-    assert ghost.untyped_storage().nbytes() == real.element_size()
-    assert not ghost[3, 5]
+    stands_in = placeholder(real)
+    assert (stands_in.shape, stands_in.dtype, stands_in.requires_grad) == (real.shape, dtype, False)
+    assert stands_in.untyped_storage().nbytes() == real.element_size()
+    assert not stands_in[3, 5]
 
 
-def test_what_a_ghost_is_filled_with():
-    assert make_ghost(torch.ones(2, 3), float("nan")).isnan().all()
-    assert make_ghost(torch.ones(2, 3), device=torch.device("meta")).is_meta
+def test_what_a_placeholder_is_filled_with():
+    assert placeholder(torch.ones(2, 3), float("nan")).isnan().all()
+    assert placeholder(torch.ones(2, 3), device=torch.device("meta")).is_meta
 
 
 def test_tied_parameters_are_one_entry(table):
@@ -63,12 +63,16 @@ def test_parameters_of_the_model_itself_and_of_parametrizations():
 
 
 def test_substitutes_are_taken_back_after_an_error_too(table):
-    originals = {name: table[name] for name in table.names}
-    ghosts = {name: make_ghost(table[name]) for name in table.names}
-    with pytest.raises(KeyError), table.replaced(ghosts):
-        assert all(table[name] is ghosts[name] for name in table.names)
+    """And they are seen by whoever has kept a parameter in a list of his own."""
+    mine = [table[name] for name in table.names]
+    values = {name: table[name].detach().clone() for name in table.names}
+    table[EMBEDDING].requires_grad_(False)
+    with pytest.raises(KeyError), table.replaced({name: placeholder(table[name], float("nan")) for name in values}):
+        assert all(p.isnan().all() and not p.requires_grad for p in mine)
         raise KeyError
-    assert all(table[name] is originals[name] for name in table.names)
+    assert all(table[name] is parameter for name, parameter in zip(table.names, mine, strict=True))
+    assert all(torch.equal(table[name], value) for name, value in values.items())
+    assert [name for name in table.names if not table[name].requires_grad] == [EMBEDDING]
 
 
 def test_all_trainable_puts_the_flags_back(table):

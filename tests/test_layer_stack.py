@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.model.ghosts import make_ghost
+from hf_pipetransformer.model.ghosts import placeholder
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
 
@@ -83,7 +83,7 @@ def cut_step(stack: LayerStack, bounds: tuple[int, ...], batch: Batch) -> Step:
 def only_parameters_of(stack: LayerStack, start: int, stop: int) -> Iterator[None]:
     owned = stack.owned(start, stop)
     absent = {
-        name: make_ghost(stack.table[name], NAN if stack.table[name].is_floating_point() else 0)
+        name: placeholder(stack.table[name], NAN if stack.table[name].is_floating_point() else 0)
         for name in stack.table.names
         if name not in owned
     }

@@ -22,6 +22,7 @@ from hf_pipetransformer.pipeline.state import OptimizerState, WeightState, synch
 CPU = torch.device("cpu")
 NAME = "llama-tied"  # embedding and head are one parameter, needed by the first and the last stage
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_NORM = "model.norm.weight"
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
@@ -103,17 +104,17 @@ def test_what_is_not_kept_frees_its_memory():
     missing = [name for name in spread.table.names if name not in spread.mine]
     elsewhere = sum(spread.table[name].nbytes for name in missing)
     spread.keep_mine()
-    assert bytes_held(spread.model) == whole - elsewhere + 4 * len(missing)  # a ghost is one float
+    assert bytes_held(spread.model) == whole - elsewhere + 4 * len(missing)  # a placeholder is one float
     assert not spread.weights.is_whole
     assert all(spread.weights.is_here(name) == (name in spread.mine) for name in spread.table.names)
 
 
-def test_what_is_kept_is_the_same_object_and_what_is_not_looks_the_same():
+def test_parameters_stay_the_same_objects_and_look_the_same():
     spread = Spread()
     before = {name: (spread.table[name], spread.table[name].shape) for name in spread.table.names}
     spread.keep_mine()
     for name, (parameter, shape) in before.items():
-        assert (spread.table[name] is parameter) == (name in spread.mine)
+        assert spread.table[name] is parameter
         assert spread.table[name].shape == shape
         assert spread.table[name].requires_grad == (name in spread.mine)
         assert spread.weights.is_trainable(name)
@@ -138,7 +139,7 @@ def test_saving_a_part_is_refused_but_its_keys_may_be_listed():
     spread.keep_mine()
     with pytest.raises(RuntimeError, match=r"spread over a pipeline.*trainer\.save_model\(\)"):
         spread.model.state_dict()
-    with spread.weights.listing_ghosts():
+    with spread.weights.listing_placeholders():
         assert list(spread.model.state_dict()) == keys
 
 
@@ -173,8 +174,12 @@ def test_put_back():
     spread = Spread()
     before = {name: spread.table[name] for name in spread.table.names}
     saved = copy_of(spread.model.state_dict())
+    before[HEAD_NORM].grad = gradient = torch.ones_like(before[HEAD_NORM])
+    kept = spread.weights.set_aside()
     spread.keep_mine()
-    spread.weights.put_back(before)
+    spread.weights.put_back(kept)
+    assert all(spread.table[name] is parameter and parameter.requires_grad for name, parameter in before.items())
+    assert before[HEAD_NORM].grad is gradient
     assert spread.weights.is_whole
     assert spread.model.lm_head.weight is spread.model.model.embed_tokens.weight
     assert_equal_states(spread.model.state_dict(), saved)  # and it is no longer refused
@@ -191,7 +196,7 @@ def gather_and_restore(rank, world_size, stages, dtype, frozen):
     original = copy_of(spread.model.state_dict())
     flags = {name: spread.table[name].requires_grad for name in spread.table.names}
     spread.keep_mine()
-    kept = {name: spread.table[name] for name in spread.mine}
+    kept = {name: spread.table[name] for name in spread.table.names}
     with spread.weights.gathered(spread.holders):
         state_dict = spread.model.state_dict()
         if rank == 0:

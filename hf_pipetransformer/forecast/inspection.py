@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.dummy_inputs import dummy_batch
-from ..model.ghosts import ParameterTable, make_ghost
+from ..model.ghosts import ParameterTable, placeholder
 from ..model.layer_stack import LayerStack
 from ..planning.costs import UnitCost, measure_costs
 from ..planning.plan import MIB, PipelinePlan, align
@@ -158,9 +159,8 @@ def build_ghost_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
     model.tie_weights()  # moving to the meta device gave each place a parameter of its own
     table = ParameterTable(model)
     for name in table.names:
-        ghost = make_ghost(table[name], GHOST_VALUE, torch.device("cpu"))
-        ghost.requires_grad_(ghost.is_floating_point())
-        table[name] = ghost
+        ghost = placeholder(table[name], GHOST_VALUE, torch.device("cpu"))
+        table[name] = nn.Parameter(ghost, requires_grad=ghost.is_floating_point())
     return model
 
 

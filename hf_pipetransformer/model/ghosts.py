@@ -1,4 +1,8 @@
-"""Parameters that are not here: one element of memory in the shape of the real one."""
+"""A model's parameters by name, and placeholders for those that are not here.
+
+A parameter object is never replaced: one that is elsewhere has one element of memory in the shape of its values. So
+tied weights, hooks on parameters, a user's lists and the optimizer's references stay right while it is away.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,15 @@ import torch
 from torch import nn
 
 
-def make_ghost(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> nn.Parameter:
-    """A stand-in with shape and dtype of `parameter`, no gradient, and a single element of memory."""
-    element = torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device)
-    return nn.Parameter(element.expand(parameter.shape), requires_grad=False)
+def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor with shape and dtype of `parameter` in a single element of memory."""
+    return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
 
 class ParameterTable:
     """Every parameter of a model by its first name, with all the names under which the model knows it.
 
-    Tied parameters (an embedding that is also the head) are one entry with several aliases; replacing one
-    replaces it everywhere, so that the model stays tied.
+    Tied parameters (an embedding that is also the head) are one entry with several aliases.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,21 +42,24 @@ class ParameterTable:
         return self.model.get_parameter(name)
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
+        """Put another parameter in its place, under all its names; for a model that nobody knows yet."""
         for alias in self.aliases[name]:
             owner, _, attribute = alias.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, parameter)
 
     @contextmanager
-    def replaced(self, substitutes: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Inside, the model uses `substitutes`; afterwards the parameters that it had."""
-        originals = {name: self[name] for name in substitutes}
-        for name, parameter in substitutes.items():
-            self[name] = parameter
+    def replaced(self, substitutes: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, these parameters have other values, whoever holds them, and require no gradient."""
+        originals = {name: (self[name], self[name].data, self[name].requires_grad) for name in substitutes}
         try:
+            for name, substitute in substitutes.items():
+                self[name].requires_grad_(False)
+                self[name].data = substitute
             yield
         finally:
-            for name, parameter in originals.items():
-                self[name] = parameter
+            for parameter, data, requires_grad in originals.values():
+                parameter.data = data
+                parameter.requires_grad_(requires_grad)
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:

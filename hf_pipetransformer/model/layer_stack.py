@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from .ghosts import ParameterTable, evaluation_mode, make_ghost, reachable_leaves
+from .ghosts import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 from .layer_range import Carry, LayerRangeRunner, Unit, tensors_of
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
@@ -155,7 +155,7 @@ class LayerStack:
         carry: Carry = {}
         with torch.no_grad(), self.runner.poisoning_skipped():
             for k in range(self.num_units):
-                absent = {n: make_ghost(self.table[n], _poison(self.table[n])) for n in self.table.names}
+                absent = {n: placeholder(self.table[n], _poison(self.table[n])) for n in self.table.names}
                 for name in self.owners[k]:
                     del absent[name]
                 for slot in self.boundaries[k]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .dropout import WithoutDropout
-from .ghosts import evaluation_mode, make_ghost, reachable_leaves
+from .ghosts import evaluation_mode, placeholder, reachable_leaves
 from .layer_range import tensors_of
 from .layer_stack import LayerStack
 from .left_as_found import left_as_found
@@ -298,7 +298,7 @@ class _Study:
             with torch.no_grad(), left_as_found(stack.model, *self._others):
                 carry = stack.runner.run(0, last, None, batch) if last else {}
             absent = {
-                name: make_ghost(table[name], float("nan") if table[name].is_floating_point() else 0)
+                name: placeholder(table[name], float("nan") if table[name].is_floating_point() else 0)
                 for name in table.names
                 if name not in mine
             }

@@ -35,7 +35,7 @@ from .shared_batch import BatchChannel
 from .slice_choice import OnPlan, SliceChooser, TokenSlices
 from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, CarriedTensor, LossFunction, ShapeBook, StageModule
-from .state import Holders, OptimizerState, WeightState, exchange, moves_between
+from .state import Holders, OptimizerState, WeightState, WholeParameter, exchange, moves_between, synchronise_buffers
 from .token_schedule import Neighbours, TokenScheduler
 
 WORTH_A_TRIAL = 0.15
@@ -130,7 +130,7 @@ class ElasticPipeline(nn.Module):
         self._token_scheduler: TokenScheduler | None = None
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._gradients_synchronise = True
-        self._set_aside: dict[str, nn.Parameter] | None = None
+        self._set_aside: dict[str, WholeParameter] | None = None
         self._group: dist.ProcessGroup | None = None  # of this pipeline
         self._control: dist.ProcessGroup | None = None  # the same processes, on the CPU
         self._shared_groups: list[tuple[list[str], dist.ProcessGroup | None]] = []
@@ -142,7 +142,7 @@ class ElasticPipeline(nn.Module):
     # ------------------------------------------------------------------------------------ layout
     @property
     def model(self) -> nn.Module:
-        """The user's model. While a plan is in force, the parameters of other stages are ghosts in it."""
+        """The user's model. While a plan is in force, the parameters of other stages are placeholders."""
         return self.stack.model
 
     @property
@@ -179,10 +179,9 @@ class ElasticPipeline(nn.Module):
                 does not change them.
         """
         assert not self.is_placed, "the model must be whole"
+        self.weights.read_flags()
         if keep_weights_aside:
-            self._set_aside = {name: self.stack.table[name] for name in self.stack.table.names}
-            for name, parameter in self._set_aside.items():
-                self.stack.table[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            self._set_aside = self.weights.set_aside()
         self._freeze(plan)
         self.plan = plan
         self.weights.keep_only(self._names_of(plan), self.device)
@@ -194,7 +193,7 @@ class ElasticPipeline(nn.Module):
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
         2. Move: parameters and their optimizer state go to the ranks that hold them under the new plan.
-        3. Drop: what this process holds no more becomes a ghost.
+        3. Drop: what this process holds no more becomes a placeholder.
         4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay, with other parameters in them.
 
         The Trainer's loop, the learning rate schedule and the gradient scaler notice nothing.
@@ -207,6 +206,8 @@ class ElasticPipeline(nn.Module):
         """
         before = self.current_plan
         self.weights.unpark()
+        self.weights.follow_flags(self.holders())
+        self.synchronise_buffers()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
         with _timed_phase("freeze", seconds):
@@ -224,6 +225,22 @@ class ElasticPipeline(nn.Module):
             self._build(plan, takes_optimizer=True)
         PROGRESS.forget_pace()
         return Transformation(before, plan, seconds, moved)
+
+    def follow_flags(self) -> None:
+        """Train what the user's code has set `requires_grad` for, and nothing else. Collective over all processes.
+
+        Between two passes; the plan stays in force.
+
+        Raises:
+            ValueError: parameters that a freeze policy has frozen require a gradient again.
+        """
+        plan = self.current_plan
+        self.weights.unpark()
+        self.weights.follow_flags(self.holders())
+        self._unbuild()
+        self.weights.keep_only(self._names_of(plan), self.device)
+        self._build(plan, takes_optimizer=True)
+        PROGRESS.forget_pace()
 
     def _freeze(self, plan: PipelinePlan) -> None:
         if plan.num_frozen_layers:
@@ -356,6 +373,7 @@ class ElasticPipeline(nn.Module):
         Args:
             device: where the weights go.
         """
+        self.synchronise_buffers()
         holders = self.holders()
         self._leave_plan()
         self.weights.restore(holders, device)
@@ -363,6 +381,25 @@ class ElasticPipeline(nn.Module):
     def holders(self) -> Holders:
         """The ranks that hold each parameter under the plan in force."""
         return holders_under(self.current_plan, self.stack)
+
+    def synchronise_buffers(self) -> None:
+        """Give every process the buffers of the process that runs their module. Collective over all processes.
+
+        The first replica's count, as under DDP. All processes have all buffers, but a callback may compute them from
+        weights (a pruning mask), and of these a process has its own.
+        """
+        holders = self.holders()
+
+        def source_of(buffer: str) -> int:
+            module = buffer.rpartition(".")[0]
+            while module:
+                for name, ranks in holders.items():
+                    if any(alias.startswith(module + ".") for alias in self.stack.table.aliases[name]):
+                        return ranks[0]
+                module = module.rpartition(".")[0]
+            return 0
+
+        synchronise_buffers(self.model, self.mesh, source_of)
 
     def _leave_plan(self) -> None:
         self.weights.unpark()

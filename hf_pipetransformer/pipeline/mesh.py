@@ -115,6 +115,14 @@ class ProcessMesh:
         dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
 
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on some process; much cheaper than objects. Collective over all processes."""
+        if self.control is None:
+            return mine
+        flag = torch.tensor([int(mine)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
+        return bool(flag)
+
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """`tensor` of rank `source` (CPU, any dtype, written in place elsewhere). Collective over all processes."""
         if self.control is not None:

@@ -67,7 +67,7 @@ class StageModule(nn.Module):
 
     def __init__(self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction, device: torch.device) -> None:
         super().__init__()
-        self.__dict__["stack"] = stack  # not registered: its modules hold other stages' ghosts
+        self.__dict__["stack"] = stack  # not registered: its modules hold other stages' placeholders
         self.start, self.stop = start, stop
         self.is_last = stop == stack.num_units
         self.device = device

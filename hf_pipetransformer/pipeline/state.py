@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.ghosts import ParameterTable, make_ghost
+from ..model.ghosts import ParameterTable, placeholder
 from .mesh import ProcessMesh, as_bytes
 
 Holders = Mapping[str, tuple[int, ...]]
@@ -44,8 +44,18 @@ def moves_between(before: Holders, after: Holders) -> tuple[Move, ...]:
     )
 
 
+@dataclass(frozen=True)
+class WholeParameter:
+    """What is kept of a parameter of the whole model while an evaluation uses a part of it."""
+
+    data: torch.Tensor
+    grad: torch.Tensor | None
+
+
 class WeightState:
-    """The model's parameters, of which some are here and the others are ghosts.
+    """The model's parameters, of which some are here and the others are placeholders.
+
+    Parameters keep their identity, and so do their hooks, wherever their values are.
 
     While a part is missing, `model.state_dict()` and `model.load_state_dict()` keep working through hooks: saving
     (inside `gathered`) sees every weight on rank 0, loading takes what is here and skips the rest.
@@ -60,8 +70,10 @@ class WeightState:
         self._parked: dict[str, torch.Tensor] = {}
         self._park_hooks: list[Any] = []
         self._gathered: dict[str, torch.Tensor] | None = None
-        self._lists_ghosts = False
+        self._lists_placeholders = False
         self._hooks: list[Any] = []
+        self._here: tuple[nn.Parameter, ...] = ()
+        self._flags_here: list[bool] = []  # `requires_grad` of these, as we know it
 
     @property
     def is_whole(self) -> bool:
@@ -74,6 +86,10 @@ class WeightState:
         """Whether this parameter is trained, here or elsewhere: the user wants it, and it is not frozen."""
         return self._trainable[name] and name not in self._frozen
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether a freeze policy has frozen it, for good."""
+        return name in self._frozen
+
     def freeze(self, names: Collection[str]) -> None:
         """From now on these are not trained: no gradient, and no optimizer state once the optimizer is told."""
         self._frozen.update(names)
@@ -82,30 +98,68 @@ class WeightState:
                 self._table[name].requires_grad_(False)
                 self._table[name].grad = None
 
+    @property
+    def flags_changed(self) -> bool:
+        """Whether the user's code has set `requires_grad` of a parameter that is here. Cheap, and not collective."""
+        return [parameter.requires_grad for parameter in self._here] != self._flags_here
+
+    def read_flags(self) -> None:
+        """Note which parameters of the whole model the user wants to be trained. Not collective."""
+        assert self.is_whole
+        self._trainable = {name: self._table[name].requires_grad for name in self._table.names}
+
+    def follow_flags(self, holders: Holders) -> None:
+        """Take over what the user's code has set `requires_grad` to. Collective over all processes.
+
+        The first of the ranks that hold a parameter decides: a placeholder's flag says nothing.
+
+        Raises:
+            ValueError: parameters that a freeze policy has frozen require a gradient again.
+        """
+        flags = self._flags_of_first_holders(holders)
+        thawed = [name for name in self._table.names if name in self._frozen and flags[name]]
+        if thawed:
+            raise ValueError(
+                f"{thawed[0]!r} and {len(thawed) - 1} more parameters have been given requires_grad=True (by a"
+                " callback?), and the freeze policy has frozen their layers, which stay frozen. Leave them out there,"
+                " or train without freeze_policy."
+            )
+        for name in self._table.names:
+            if name not in self._frozen:
+                self._trainable[name] = flags[name]
+                if self.is_here(name):
+                    self._table[name].requires_grad_(flags[name])
+
+    def _flags_of_first_holders(self, holders: Holders) -> dict[str, bool]:
+        mine = {name: self._table[name].requires_grad for name, r in holders.items() if r[0] == self._mesh.rank}
+        return {name: flag for theirs in self._mesh.gather_objects(mine) for name, flag in theirs.items()}
+
     def put(self, name: str, value: torch.Tensor) -> nn.Parameter:
-        """A parameter that has come from another process."""
-        parameter = nn.Parameter(value, requires_grad=self.is_trainable(name))
-        self._table[name] = parameter
+        """The values of a parameter that have come from another process."""
+        parameter = self._table[name]
+        parameter.data = value
+        parameter.requires_grad_(self.is_trainable(name))
         self._missing -= {name}
         return parameter
 
     def keep_only(self, names: Collection[str], device: torch.device) -> None:
-        """Move these parameters to `device`; replace the others by ghosts and free their memory.
-
-        Parameters that stay keep their identity, so an optimizer made before still knows them.
-        """
+        """Move these parameters to `device`; free the memory of the others, which become placeholders."""
         self.unpark()
         model = self._table.model
-        known = [name for name in self._table.names if self.is_here(name) and name not in self._frozen]
-        self._trainable.update({name: self._table[name].requires_grad for name in known})
         for name in self._table.names:
+            parameter = self._table[name]
             if name in names:
-                _move(self._table[name], device)
-            elif self.is_here(name):
-                self._table[name] = make_ghost(self._table[name], device=device)
+                _move(parameter, device)
+                continue
+            parameter.requires_grad_(False)  # a user's code may have set it
+            parameter.grad = None
+            if self.is_here(name):
+                parameter.data = placeholder(parameter, device=device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._missing = frozenset(self._table.names) - frozenset(names)
+        self._here = tuple(self._table[name] for name in self._table.names if name in names)
+        self._flags_here = [parameter.requires_grad for parameter in self._here]
         if not self._hooks:
             self._hooks = [
                 model.register_load_state_dict_pre_hook(self._skip_missing),
@@ -115,14 +169,14 @@ class WeightState:
             ]
 
     def park(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
-        """Send frozen weights that nothing computes with at present to the CPU; the device keeps ghosts of them.
+        """Send frozen weights that nothing computes with at present to the CPU; the device keeps placeholders.
 
         They come back when their modules are saved, or run where `needs_them` says so.
         """
         for name in set(names) - self._parked.keys():
             parameter = self._table[name]
             self._parked[name] = parameter.data.cpu()
-            parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            parameter.data = placeholder(parameter)
 
             def bring_back_if_needed(*_: Any) -> None:
                 if needs_them():
@@ -171,17 +225,19 @@ class WeightState:
             self._gathered = None
 
     @contextmanager
-    def listing_ghosts(self) -> Iterator[None]:
+    def listing_placeholders(self) -> Iterator[None]:
         """Inside, `model.state_dict()` may be asked for its keys; the values of missing weights mean nothing."""
-        self._lists_ghosts = True
+        self._lists_placeholders = True
         try:
             yield
         finally:
-            self._lists_ghosts = False
+            self._lists_placeholders = False
 
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Bring every weight back to every process, on `device`. Collective over all processes."""
         self.unpark()
+        for name, flag in self._flags_of_first_holders(holders).items():
+            self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
         for name, ranks in holders.items():
             mine = self._table[name]
             if len(ranks) < self._mesh.world_size:
@@ -190,24 +246,34 @@ class WeightState:
                     value.copy_(mine.detach())
                 self._mesh.broadcast_tensor(value, ranks[0])
                 if not self.is_here(name):
-                    self._table[name] = nn.Parameter(value.to(device), requires_grad=self._trainable[name])
+                    mine.data = value.to(device)
                     continue
             _move(mine, device)
         self._is_whole_again(device)
 
-    def put_back(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Make the model whole with the complete weights that it had before `keep_only`."""
-        for name, parameter in weights.items():
-            self._table[name] = parameter
-        self._is_whole_again(next(iter(weights.values())).device)
+    def set_aside(self) -> dict[str, WholeParameter]:
+        """The complete weights, for `put_back`. Not collective."""
+        kept = {}
+        for name in self._table.names:
+            parameter = self._table[name]
+            kept[name] = WholeParameter(parameter.data, parameter.grad)
+            parameter.grad = None
+        return kept
+
+    def put_back(self, weights: Mapping[str, WholeParameter]) -> None:
+        """Make the model whole with the complete weights that it had before `keep_only`. Not collective."""
+        for name, kept in weights.items():
+            self._table[name].data = kept.data
+            self._table[name].grad = kept.grad
+        self._is_whole_again(next(iter(weights.values())).data.device)
 
     # ------------------------------------------------------------------------------------ inside
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
             buffer.data = buffer.data.to(device)
-        for name in self._frozen:
+        for name in self._table.names:
             self._table[name].requires_grad_(self._trainable[name])
-        self._missing, self._frozen = frozenset(), set()
+        self._missing, self._frozen, self._here, self._flags_here = frozenset(), set(), (), []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -237,7 +303,7 @@ class WeightState:
         incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
 
     def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self._gathered is None and self._missing and not self._lists_ghosts:
+        if self._gathered is None and self._missing and not self._lists_placeholders:
             raise RuntimeError(
                 f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
                 " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
@@ -278,17 +344,21 @@ class OptimizerState:
             )
         self._group_names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._gathered: dict[str, Any] | None = None
-        self._placeholder = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
+        # of a stage that trains nothing
+        self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered)
         optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict))
         self.keep_what_is_here()
 
     def keep_what_is_here(self) -> None:
-        """Take out what is not held by this process (any more): parameters and their state."""
+        """Take out what is not held by this process (any more) or frozen for good: parameters and their state.
+
+        What the user has frozen for the time being stays, with its state, and has no gradient.
+        """
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
             group["params"] = [self._table[name] for name in names if self._updates(name)]
         if self._is_idle:
-            self.optimizer.param_groups[0]["params"] = [self._placeholder]
+            self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
@@ -296,16 +366,18 @@ class OptimizerState:
     @property
     def _is_idle(self) -> bool:
         """Whether nothing that is here is trained (a stage of frozen layers)."""
-        return not any(self._updates(name) for names in self._group_names for name in names)
+        return not any(
+            self._updates(name) and self._table[name].requires_grad for names in self._group_names for name in names
+        )
 
     def stand_in(self, value: float) -> None:
-        """Where nothing is trained, give a gradient to a placeholder, so that a gradient scaler finds one.
+        """Where nothing is trained, give a gradient to a parameter of no one, so that a gradient scaler finds one.
 
         Args:
             value: 0, or infinite where the other stages' gradients are.
         """
         if self._is_idle:
-            self._placeholder.grad = torch.full_like(self._placeholder, value)
+            self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
 
     @contextmanager
     def gathered(self, holders: Holders) -> Iterator[None]:
@@ -340,7 +412,7 @@ class OptimizerState:
 
     # ------------------------------------------------------------------------------------ inside
     def _updates(self, name: str) -> bool:
-        return self._weights.is_here(name) and self._table[name].requires_grad
+        return self._weights.is_here(name) and not self._weights.is_frozen(name)
 
     def _gather(self, holders: Holders) -> dict[str, dict[str, Any]]:
         """On rank 0: parameter name -> its optimizer state, on the CPU."""
@@ -370,7 +442,7 @@ class OptimizerState:
         if [len(numbers) for numbers in saved] != [len(names) for names in self._group_names]:
             return None
         state: dict[int, Any] = {}
-        groups = []
+        groups: list[dict[str, Any]] = []
         position = 0
         for group, numbers, names in zip(state_dict["param_groups"], saved, self._group_names, strict=True):
             here = []
@@ -382,9 +454,10 @@ class OptimizerState:
                         state[position] = {k: _own(v) for k, v in values.items()}
                     here.append(position)
                     position += 1
+            if not groups and self._is_idle:
+                here.append(position)
+                position += 1
             groups.append({**group, "params": here})
-        if self._is_idle:
-            groups[0]["params"] = [0]
         return {"state": state, "param_groups": groups}
 
 
@@ -408,7 +481,7 @@ def exchange(
     outgoing: dict[int, _Parcel] = {}
     for move in moves:
         if move.source == mesh.rank:
-            state = optimizer.state_of(move.name) if optimizer is not None and weights.is_trainable(move.name) else {}
+            state = optimizer.state_of(move.name) if optimizer is not None and not weights.is_frozen(move.name) else {}
             values = {key: _Scalar.of(value) for key, value in state.items()}
             outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **values}
     announced = mesh.gather_objects({to: _as_meta(parcel) for to, parcel in outgoing.items()})  # 1
@@ -490,6 +563,40 @@ def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
         value = table[name].detach().cpu().clone(memory_format=torch.contiguous_format)
         mesh.broadcast_tensor(value, source=0)
         table[name].data.copy_(value)
+    return different
+
+
+def synchronise_buffers(model: nn.Module, mesh: ProcessMesh, source_of: Callable[[str], int]) -> list[str]:
+    """Give every process the buffers of one, saved with the model or not. Collective over all processes.
+
+    Only those that differ somewhere travel.
+
+    Args:
+        model: the whole model, on every process; a buffer that some process lacks is left alone.
+        mesh: the processes.
+        source_of: the rank whose value counts, by the buffer's name; the same on every process.
+
+    Returns:
+        The names of those that differed.
+    """
+    if mesh.world_size == 1:
+        return []
+    here = dict(model.named_buffers())
+    mine = {name: (tuple(buffer.shape), buffer.dtype, _checksum(buffer)) for name, buffer in here.items()}
+    everyone = mesh.gather_objects(mine)
+    different = [
+        name for name, first in everyone[0].items() if any(other.get(name, first) != first for other in everyone)
+    ]
+    different = [name for name in different if all(name in other for other in everyone)]
+    for name in different:
+        source = source_of(name)
+        shape, dtype, _ = everyone[source][name]
+        value = torch.empty(shape, dtype=dtype)
+        if mesh.rank == source:
+            value.copy_(here[name].detach())
+        mesh.broadcast_tensor(value, source)
+        if mesh.rank != source:
+            here[name].data = value.to(here[name].device)
     return different
 
 

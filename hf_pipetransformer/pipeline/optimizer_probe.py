@@ -1,0 +1,134 @@
+"""Try whether an optimizer updates each parameter by that parameter's own gradient, as stages do.
+
+Prodigy, D-Adaptation, SAM and optimizers that clip by the norm over all parameters compute one value of all gradients.
+Each stage of a pipeline would compute its own. That cannot be read off an optimizer, so copies of it are stepped over
+tiny parameters: nothing of the real one changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..randomness import seeded
+
+INDEPENDENT = ("torch.optim.", "transformers.optimization", "bitsandbytes.")
+"""Modules whose optimizers are known to update each parameter by itself; they are not tried."""
+INDEPENDENT_IF_UNTRIED = (
+    "galore_torch.",
+    "apollo_torch.",
+    "schedulefree.",
+    "torchao.",
+    "grokadamw.",
+    "q_galore_torch.",
+)
+"""Likewise, of the choices of `TrainingArguments.optim`; they are tried where they run on the CPU."""
+GRADIENT_SCALES = (1.0, 100.0, 0.01, 1e4, 1.0)
+"""Of the gradients in each step, so that a bound on their norm is reached."""
+
+
+def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int]) -> str | None:
+    """Why an optimizer over the whole model cannot be divided among stages; None: it can. Not collective.
+
+    Args:
+        optimizer: over real parameters, which are not touched.
+        unit_of: the first unit that owns each parameter, by the parameter's id. Parameters of one unit stay together.
+    """
+    module = f"{type(optimizer).__module__}."
+    if module.startswith(INDEPENDENT) and not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    units = sorted({unit_of.get(id(p), 0) for p in parameters})
+    if len(units) < 2:
+        return None
+    half_of = [units.index(unit_of.get(id(p), 0)) % 2 for p in parameters]
+    try:
+        with seeded(0):
+            if any(_depends_on(optimizer, half_of, half) for half in (0, 1)):
+                return "what it does to a parameter depends on other parameters' gradients"
+    except Exception as error:
+        if not module.startswith(INDEPENDENT_IF_UNTRIED):
+            return f"whether it updates each parameter by itself could not be tried ({type(error).__name__}: {error})"
+    return None
+
+
+def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int) -> bool:
+    """Whether anything of the other half changes when the gradients of this one do."""
+    first, second = (_Twin(optimizer) for _ in range(2))
+    for step, scale in enumerate(GRADIENT_SCALES):
+        for index, (a, b) in enumerate(zip(first.parameters, second.parameters, strict=True)):
+            gradient = torch.rand(a.shape, generator=torch.Generator().manual_seed(index), dtype=a.dtype)
+            a.grad = gradient * scale
+            b.grad = a.grad * 3 if half_of[index] == half else a.grad.clone()
+        for twin in (first, second):
+            torch.manual_seed(step)
+            twin.optimizer.step()
+    others = [index for index, its_half in enumerate(half_of) if its_half != half]
+    return not all(_equal(first.values_of(index), second.values_of(index)) for index in others)
+
+
+class _Twin:
+    """A copy of an optimizer as it was made, without hooks, over tiny parameters on the CPU.
+
+    Optimizers inside it (`base_optimizer`) are copied likewise. Not by `copy.deepcopy` alone: an optimizer's
+    `__getstate__` drops attributes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        real = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [_tiny(p, index) for index, p in enumerate(real)]
+        memo: dict[int, Any] = {id(p): tiny for p, tiny in zip(real, self.parameters, strict=True)}
+        originals = _optimizers_in(optimizer)
+        for original in originals:
+            memo[id(original)] = object.__new__(type(original))
+            memo[id(original.state)] = defaultdict(dict)
+        for original in originals:
+            twin = memo[id(original)]
+            for name, value in original.__dict__.items():
+                if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                    twin.__dict__[name] = OrderedDict()
+                elif name != "step":  # a learning rate scheduler counts the real one's steps
+                    twin.__dict__[name] = copy.deepcopy(value, memo)
+        self.optimizer = memo[id(optimizer)]
+        switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
+        if callable(switch):
+            switch()
+
+    def values_of(self, index: int) -> list[Any]:
+        """A parameter and its state."""
+        parameter = self.parameters[index]
+        return [parameter.detach(), *self.optimizer.state.get(parameter, {}).values()]
+
+
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    found, todo = [optimizer], [optimizer]
+    while todo:
+        for value in todo.pop().__dict__.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(inner, torch.optim.Optimizer) and all(inner is not other for other in found):
+                    found.append(inner)
+                    todo.append(inner)
+    return found
+
+
+def _tiny(parameter: torch.Tensor, seed: int) -> nn.Parameter:
+    shape = tuple(min(size, 2) for size in parameter.shape)
+    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32  # half precision hides differences
+    return nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 0.01)
+
+
+def _equal(a: list[Any], b: list[Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            if x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()):
+                return False
+        elif isinstance(x, (int, float, str)) and x != y:
+            return False
+    return True
