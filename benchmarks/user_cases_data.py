@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -244,14 +245,17 @@ def user_dict(setting: Setting) -> Job:
     return Job(collator=lambda rows: UserDict(pad(rows)))
 
 
+@dataclass
 class BatchOutput(ModelOutput):
-    pass
+    input_ids: Any = None
+    attention_mask: Any = None
+    labels: Any = None
 
 
 @case("collator", layouts=("K2", "one"), expect="equal")
 def model_output_as_a_batch(setting: Setting) -> Job:
     """The collator returns an `OrderedDict` with attributes."""
-    return Job(collator=lambda rows: BatchOutput(pad(rows)))
+    return Job(collator=lambda rows: BatchOutput(**pad(rows)))
 
 
 class TakesAll(Classifier):

@@ -176,7 +176,7 @@ def span_loss(setting: Setting) -> Job:
         {"input_ids": r["input_ids"], "start_positions": 1, "end_positions": len(r["input_ids"]) - 1}
         for r in texts().rows
     ]
-    model = large_weights(BertForQuestionAnswering(BertConfig(**sizes())))
+    model = large_weights(BertForQuestionAnswering(BertConfig(**sizes(num_labels=2))))
     return Job(model=model, data=Rows(rows), collator=collator)
 
 
