@@ -227,7 +227,7 @@ def without_repeats(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return pad(list({row["input_ids"][0] % 9: row for row in rows}.values()))
 
 
-@case("collator", layouts=("K2", "DP2", "K2 acc2"))
+@case("collator", layouts=("K2",))
 def collator_that_drops_rows(setting: Setting) -> Job:
     """Fewer rows than samples, another number in each batch."""
     return Job(collator=without_repeats)
@@ -298,7 +298,7 @@ def with_class_weights(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**pad(rows), "weight": torch.tensor([0.5, 2.0, 4.0])}
 
 
-@case("collator", layouts=("K2", "one acc2"))
+@case("collator", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
 def class_weights_in_the_batch(setting: Setting) -> Job:
     """A tensor that has no rows; the loss is divided by the weights."""
     return Job(model=built(TakesAll), collator=with_class_weights, options={"remove_unused_columns": False})
@@ -389,7 +389,7 @@ def left_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-@case("collator", layouts=("K2", "DP2", "one cache"), expect="equal")
+@case("collator", layouts=("K2", "one cache"), expect="equal")
 def padding_on_the_left(setting: Setting) -> Job:
     """With positions of its own."""
     return Job(collator=left_padded, options={"num_train_epochs": 4})
@@ -414,7 +414,7 @@ class WithinBatch(Classifier):
         )
 
 
-@case("collator", layouts=("K2", "one acc2"))
+@case("collator", layouts=("K2", "one"))
 def labels_that_index_a_list_of_the_batch(setting: Setting) -> Job:
     """Sampled softmax: labels point into a tensor of classes of the batch."""
     return Job(model=built(WithinBatch), collator=of_class_one_first, options={"remove_unused_columns": False})

@@ -146,6 +146,8 @@ def mixup_in_prepare_inputs_from_global_generators(setting: Setting) -> Job:
 
 
 class MixesInForward(Classifier):
+    draws = 12  # six steps of two micro-batches
+
     def __init__(self, tape: Any) -> None:
         super().__init__()
         self.tape = tape
@@ -154,10 +156,11 @@ class MixesInForward(Classifier):
         embedded = self.bert.embeddings.word_embeddings(input_ids)
         order = torch.arange(len(embedded))
         if self.training:
-            draw = self.tape.draw if torch.is_grad_enabled() else lambda make: make()
-            order = draw(lambda: torch.randperm(len(embedded)))
+            while self.tape.replays and len(self.tape.values) > self.draws:
+                self.tape.values.popleft()  # of examinations
+            order = self.tape.draw(lambda: torch.randperm(len(embedded)))
             if len(order) < len(embedded):  # the reference: two micro-batches of a pipeline in one
-                rest = draw(lambda: order)
+                rest = self.tape.draw(lambda: order)
                 order = torch.cat([order, rest + len(order)])
             embedded = 0.7 * embedded + 0.3 * embedded[order]
         hidden = self.bert(inputs_embeds=embedded, attention_mask=attention_mask).last_hidden_state

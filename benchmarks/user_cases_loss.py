@@ -143,7 +143,7 @@ def _rmse(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) ->
     return F.mse_loss(logits.squeeze(-1), labels).sqrt()
 
 
-@case("loss", layouts=("K2", "one acc2"))
+@case("loss", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
 def root_of_the_mean_square(setting: Setting) -> Job:
     """RMSE: as in many Kaggle notebooks."""
     rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
@@ -311,7 +311,7 @@ def _dice(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) ->
     return (1 - (2 * (p * wanted).sum(0) + 1) / (p.sum(0) + wanted.sum(0) + 1)).mean()
 
 
-@case("loss", layouts=("K2", "DP2"))
+@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
 def dice_loss(setting: Setting) -> Job:
     """A ratio of sums over the batch for each class; on DP2 as under DDP."""
     return _job(_dice)
@@ -463,7 +463,7 @@ class VICReg(Classifier):
         return F.cross_entropy(logits, labels) + spread
 
 
-@case("loss", layouts=("K2", "DP2"))
+@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
 def variance_over_the_batch(setting: Setting) -> Job:
     """VICReg's variance term beside a cross entropy; on DP2 as under DDP."""
     return Job(model=built(VICReg))

@@ -355,7 +355,7 @@ def _scaled_by_rows(self: Any, model: Any, inputs: Any, logits: Tensor, labels: 
     return F.cross_entropy(logits, labels, reduction="sum") / math.sqrt(len(labels))
 
 
-@case("loss", layouts=("K2", "one acc2"))
+@case("loss", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
 def sum_divided_by_the_root_of_rows(setting: Setting) -> Job:
     """Neither a sum nor a mean."""
     return _job(_scaled_by_rows)

@@ -478,7 +478,7 @@ def table_in_a_buffer_that_is_not_saved(setting: Setting) -> Job:
 @case("model with state", layouts=("K2", "DP2"), expect="equal")
 def model_init(setting: Setting) -> Job:
     """`model_init=` in place of a model."""
-    return Job(trainer=InitialisesItself, keywords={"model_init": bert_classifier})
+    return Job(trainer=InitialisesItself, keywords={"model_init": lambda: bert_classifier()})
 
 
 class InitialisesItself:

@@ -199,6 +199,9 @@ class Case:
         because: Part of the message of a refusal.
         replays: The reference trains on what rank 0's `_prepare_inputs` has returned: for random collators.
         tolerance: Of final weights.
+        is_taped: The reference is run behind the others, with what rank 0 has drawn.
+        as_ddp: Layouts in which each part of a batch has a loss of its own, as under DDP or accumulation of the stock
+            Trainer, and the trainer says so: rows that belong together, with K = 1.
     """
 
     name: str
@@ -212,6 +215,7 @@ class Case:
     replays: bool
     tolerance: float
     is_taped: bool
+    as_ddp: tuple[str, ...] = ()
 
 
 CASES: dict[str, Case] = {}
@@ -227,6 +231,7 @@ def case(
     replays: bool = False,
     is_taped: bool = False,
     tolerance: float = 1e-5,
+    as_ddp: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Setting], Job]], Callable[[Setting], Job]]:
     """Enters a function into `CASES`."""
     assert group in GROUPS and set(layouts) <= set(LAYOUTS)
@@ -236,7 +241,7 @@ def case(
         assert name not in CASES, name
         what = (make.__doc__ or "").strip().partition("\n")[0]
         CASES[name] = Case(
-            name, what, group, make, layouts, source, expect, because, replays, tolerance, is_taped or replays
+            name, what, group, make, layouts, source, expect, because, replays, tolerance, is_taped or replays, as_ddp
         )
         return make
 

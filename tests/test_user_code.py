@@ -30,8 +30,9 @@ def check(entries):
 
 
 def is_first(entry: user_code.Entry) -> bool:
-    """Whether it is the case's first layout: the others take several times as long together."""
-    return user_code_kit.CASES[entry[0]].layouts[0] == entry[1]
+    """Whether it is the case's pipeline, or first, layout: the others take more than twice as long together."""
+    layouts = user_code_kit.CASES[entry[0]].layouts
+    return entry[1] == ("K2" if "K2" in layouts else layouts[0])
 
 
 @pytest.mark.timeout(900)
