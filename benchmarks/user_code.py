@@ -293,7 +293,9 @@ def _compare(finding: Finding, case: Case, reference: Outcome, ranks: Sequence[O
         if outcome.weights.keys() != reference.weights.keys():
             problems.append(f"other weights: {sorted(outcome.weights.keys() ^ reference.weights.keys())[:3]}")
         else:
-            weight, name = max((_distance(outcome.weights[n], w), n) for n, w in reference.weights.items())
+            weight, name = max(
+                ((_distance(outcome.weights[n], w), n) for n, w in reference.weights.items()), default=(0.0, "")
+            )
             finding.weight_difference = max(finding.weight_difference, weight)
             if not weight <= case.tolerance:
                 problems.append(f"{name} differs by {weight:.1e} on rank {rank}")
