@@ -84,6 +84,7 @@ WORLD = 2
 DEADLINE_S = 60.0
 GRACE_S = 8.0
 """For the other processes, once one has failed."""
+DIED = "the process died"
 LOSS_TOLERANCE = 1e-4
 """Relative."""
 GOOD = ("equal", "refused", "stopped", "as DDP")
@@ -249,9 +250,15 @@ def _loss_of_finished(trainer: Any) -> Any:
 def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence[Outcome]) -> Finding:
     """Compare what all processes report with the reference."""
     finding = Finding(case.name, layout.name, case.group, case.source, case.what, "")
+    for outcome in ranks:
+        # the watchdog of one that was not yet as far ends it, with the error of the other
+        told = [o.error.partition(": ")[2][:60] for o in ranks if o.is_refusal and o.steps == 0]
+        outcome.is_refusal |= outcome.error == DIED and any(text in outcome.trace for text in told)
     failures = [outcome for outcome in ranks if outcome.error]
     # what fails because a peer is gone comes last
-    failures.sort(key=lambda o: (o.is_hang, "peer" in o.error.lower() or "connect" in o.error.lower()))
+    failures.sort(
+        key=lambda o: (o.is_hang, o.error == DIED, "peer" in o.error.lower() or "connect" in o.error.lower())
+    )
     if failures:
         finding.reason, finding.trace = failures[0].error, failures[0].trace
         if any(outcome.is_hang for outcome in ranks) and all(o.is_hang for o in failures):
@@ -383,10 +390,10 @@ class _Fork:
         """What it returned; a hang or a death as an outcome."""
         if self.answer.exists():
             return pickle.loads(self.answer.read_bytes())
-        log = self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
+        log = self.log.read_text(errors="replace")[-12000:] if self.log.exists() else ""
         if not self.has_ended:
             return Outcome(error="it was still running", trace=log, is_hang=True)
-        return Outcome(error="the process died", trace=log)
+        return Outcome(error=DIED, trace=log)
 
     def kill(self) -> None:
         if not self.has_ended:
