@@ -1,0 +1,609 @@
+"""Users' code that once gave other numbers silently, or failed where the stock Trainer works."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from user_code_kit import (
+    IGNORED,
+    LABELS,
+    VOCABULARY,
+    WIDTH,
+    Classifier,
+    Job,
+    Rows,
+    Setting,
+    bert_classifier,
+    built,
+    case,
+    large_weights,
+    own_loss,
+    pad,
+    sizes,
+    tags_of,
+    texts,
+)
+
+ISSUE_1, ISSUE_2, ISSUE_3, ISSUE_4, ISSUE_5 = (f"issue 18.{n}" for n in range(1, 6))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 1. All stages train on the same batch
+# ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"[PAD]": 0, "[UNK]": 1, "[MASK]": 2, "[CLS]": 3, "[SEP]": 4}
+    words |= {f"w{i}": i for i in range(5, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def unlabelled(seed: int = 0, samples: int = 22) -> Rows:
+    return Rows([{"input_ids": row["input_ids"]} for row in texts(samples, seed).rows])
+
+
+@case("collator", source=ISSUE_1, replays=True)
+def masked_lm_with_a_seeded_collator_and_evaluation(setting: Setting) -> Job:
+    """`DataCollatorForLanguageModeling(seed=42)`; evaluations draw from the same generator."""
+    collator = DataCollatorForLanguageModeling(tiny_tokenizer(), mlm_probability=0.4, seed=42)
+    return Job(
+        model=large_weights(BertForMaskedLM(BertConfig(**sizes()))),
+        data=unlabelled(),
+        evaluated=unlabelled(9, 11) if not setting.is_reference else None,
+        collator=collator,
+        options={"eval_strategy": "no" if setting.is_reference else "steps", "eval_steps": 2},
+        drive=_without_evaluations,
+    )
+
+
+def _without_evaluations(trainer: Any) -> None:
+    """The reference makes none, as they draw."""
+    trainer.train()
+    trainer.state.log_history = [e for e in trainer.state.log_history if "eval_loss" not in e]
+
+
+def images(samples: int = 22) -> Rows:
+    generator = torch.Generator().manual_seed(3)
+    labels = [0 if i % 10 < 7 else 1 + i % 2 for i in range(samples)]
+    return Rows([{"pixel_values": torch.randn(3, 8, 8, generator=generator) + k, "labels": k} for k in labels])
+
+
+def tiny_vit(**changes: Any) -> ViTForImageClassification:
+    names = {k: v for k, v in sizes().items() if k not in ("vocab_size", "max_position_embeddings")}
+    return large_weights(ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **names | changes)))
+
+
+def stack(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+
+
+class CutMix:
+    """A mixin, with soft labels and a generator of its own."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        if not self.model.training or inputs["labels"].is_floating_point():  # type: ignore[attr-defined]
+            return inputs
+        if not hasattr(self, "generator"):
+            self.generator = numpy.random.default_rng()
+        order = torch.as_tensor(self.generator.permutation(len(inputs["labels"])))
+        share = float(self.generator.beta(1.0, 1.0))
+        pixels = inputs["pixel_values"].clone()
+        pixels[..., :4] = inputs["pixel_values"][order][..., :4]
+        labels = F.one_hot(inputs["labels"], LABELS).float()
+        return {"pixel_values": pixels, "labels": share * labels + (1 - share) * labels[order]}
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("trainer override", source=ISSUE_1, replays=True)
+def cutmix_in_prepare_inputs(setting: Setting) -> Job:
+    """CutMix with `numpy.random.default_rng()` in `_prepare_inputs`."""
+    return Job(model=tiny_vit(), data=images(), collator=stack, trainer=CutMix)
+
+
+class GlobalMixup(CutMix):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super(CutMix, self)._prepare_inputs(inputs)  # type: ignore[misc]
+        if inputs["labels"].is_floating_point():
+            return inputs
+        order, share = torch.randperm(len(inputs["labels"])), float(numpy.random.beta(0.4, 0.4))
+        pixels, labels = inputs["pixel_values"], F.one_hot(inputs["labels"], LABELS).float()
+        mixed = share * pixels + (1 - share) * pixels[order]
+        return {"pixel_values": mixed, "labels": share * labels + (1 - share) * labels[order]}
+
+
+@case("trainer override", source=ISSUE_1, replays=True)
+def mixup_in_prepare_inputs_from_global_generators(setting: Setting) -> Job:
+    """Mixup with `torch.randperm` and `numpy.random.beta` in `_prepare_inputs`."""
+    return Job(model=tiny_vit(), data=images(), collator=stack, trainer=GlobalMixup)
+
+
+class MixesInForward(Classifier):
+    draws = 12  # six steps of two micro-batches
+
+    def __init__(self, tape: Any) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        embedded = self.bert.embeddings.word_embeddings(input_ids)
+        order = torch.arange(len(embedded))
+        if self.training:
+            while self.tape.replays and len(self.tape.values) > self.draws:
+                self.tape.values.popleft()  # of examinations
+            order = self.tape.draw(lambda: torch.randperm(len(embedded)))
+            if len(order) < len(embedded):  # the reference: two micro-batches of a pipeline in one
+                rest = self.tape.draw(lambda: order)
+                order = torch.cat([order, rest + len(order)])
+            embedded = 0.7 * embedded + 0.3 * embedded[order]
+        hidden = self.bert(inputs_embeds=embedded, attention_mask=attention_mask).last_hidden_state
+        logits = self.head(hidden[:, 0])
+        if labels is None:
+            return {"logits": logits}
+        loss = 0.7 * F.cross_entropy(logits, labels) + 0.3 * F.cross_entropy(logits, labels[order])
+        return {"loss": loss, "logits": logits}
+
+
+@case("model with state", source=ISSUE_1, is_taped=True)
+def mixup_inside_forward(setting: Setting) -> Job:
+    """Manifold mixup with `torch.randperm` in the model's own forward."""
+    return Job(model=built(MixesInForward, setting.tape))
+
+
+def drops_words(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Loses half of the words of 15% of the rows."""
+    generator = numpy.random.default_rng()
+    kept = []
+    for row in rows:
+        words = row["input_ids"]
+        if generator.random() < 0.15:
+            words = [word for word in words if generator.random() < 0.5] or words[:1]
+        kept.append({**row, "input_ids": words})
+    return pad(kept)
+
+
+@case("collator", source=ISSUE_1, replays=True)
+def collator_with_its_own_generator(setting: Setting) -> Job:
+    """`numpy.random.default_rng()` changes 15% of the rows."""
+    return Job(collator=drops_words)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 2. The loss is what one process computes
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels) + 0.05 * model.classifier.weight.pow(2).sum()
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2", "K2 acc2", "one acc2"))
+def mean_over_rows_plus_a_constant_term(setting: Setting) -> Job:
+    """Cross entropy and the square of the head's weights."""
+    return Job(trainer=own_loss(_with_regulariser))
+
+
+def _tagger() -> Any:
+    return large_weights(BertForTokenClassification(BertConfig(**sizes())))
+
+
+def _token_mean_with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    return loss + 0.05 * model.classifier.weight.abs().sum()
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2", "K2 acc2"))
+def mean_over_words_plus_a_constant_term(setting: Setting) -> Job:
+    """Cross entropy over ragged words and the head's absolute weights."""
+    data = Rows([{**row, "labels": tags_of(None, row["input_ids"], 0)} for row in texts().rows])
+    return Job(model=_tagger(), data=data, trainer=own_loss(_token_mean_with_regulariser))
+
+
+def causal_rows(length: int | None = None) -> Rows:
+    rows = [row["input_ids"] for row in texts().rows]
+    rows = [(row * 3)[:length] if length else row for row in rows]
+    return Rows([{"input_ids": row, "labels": row} for row in rows])
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+def bamba_with_z_loss(setting: Setting) -> Job:
+    """`BambaForCausalLM` with `z_loss_coefficient`."""
+    config = BambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
+        mamba_expand=2,
+        z_loss_coefficient=0.1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return Job(model=large_weights(BambaForCausalLM(config)), data=causal_rows(), options={"max_steps": 3})
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 10.0])
+
+
+def _class_weighted(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS)
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "K2 acc2", "K2 freeze"))
+def class_weights(setting: Setting) -> Job:
+    """`CrossEntropyLoss(weight=[1, 1, 10])`."""
+    return Job(trainer=own_loss(_class_weighted))
+
+
+@case("loss", source=ISSUE_2)
+def class_weights_with_a_fresh_head(setting: Setting) -> Job:
+    """Class weights where all logits are 0 at first."""
+    model = bert_classifier()
+    nn.init.zeros_(model.classifier.weight)
+    nn.init.zeros_(model.classifier.bias)
+    return Job(model=model, trainer=own_loss(_class_weighted))
+
+
+def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS if model.training else None)
+
+
+@case("loss", source=ISSUE_2)
+def class_weights_in_training_only(setting: Setting) -> Job:
+    """Class weights where `model.training`."""
+    return Job(trainer=own_loss(_weighted_in_training))
+
+
+class DeeplySupervised(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(WIDTH, LABELS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        output = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        logits = self.head(output.last_hidden_state[:, 0])
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits, labels)
+        if self.training:
+            loss = loss + 0.5 * F.cross_entropy(self.early(output.hidden_states[1][:, 0]), labels)
+        return {"loss": loss, "logits": logits}
+
+
+@case("loss", source=ISSUE_2)
+def deep_supervision_in_training_only(setting: Setting) -> Job:
+    """A second head reads the first layer where `self.training`."""
+    return Job(model=built(DeeplySupervised))
+
+
+class ContrastsInTraining(Classifier):
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        if self.training:
+            unit = F.normalize(features, dim=-1)
+            loss = loss + 0.3 * (unit @ unit.T).logsumexp(-1).mean()
+        return loss
+
+
+@case("loss", source=ISSUE_2)
+def contrastive_term_in_training_only(setting: Setting) -> Job:
+    """Each row against every other where `self.training`."""
+    return Job(model=built(ContrastsInTraining))
+
+
+class TagsLoss:
+    """A mixin; the labels have another name."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        tags = inputs.pop("tags")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1), tags.flatten(), ignore_index=IGNORED)
+        return (loss, outputs) if return_outputs else loss
+
+
+def tagged(first_full: int = 0, **columns: Any) -> Rows:
+    """Rows with tags; the first ones may be of full length."""
+    data = texts(tags=tags_of, **columns)
+    for row in data.rows[:first_full]:
+        row["input_ids"] = (row["input_ids"] * 3)[:9]
+        row["tags"] = [word % LABELS for word in row["input_ids"]]
+    for row in data.rows:
+        del row["labels"]
+    return data
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+def labels_under_another_name(setting: Setting) -> Job:
+    """`label_names=["tags"]`: a mean over words, where the first four rows are full length."""
+    model = _tagger()
+    options = {"label_names": ["tags"], "remove_unused_columns": False}
+    return Job(model=model, data=tagged(4), trainer=TagsLoss, options=options)
+
+
+class ToReference:
+    """A mixin: the KL to the model as it was at first, which is 0 there."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        if not hasattr(self, "teacher"):
+            self.teacher = bert_classifier().eval()
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.teacher(**inputs).logits
+        loss = F.kl_div(outputs.logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+        reward = (outputs.logits.softmax(-1).gather(1, labels[:, None])).mean()
+        loss = loss - 0.5 * (reward - reward.detach())
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+def kl_that_is_zero_at_the_start(setting: Setting) -> Job:
+    """A KL to a reference model, and a term whose value is always 0."""
+    return Job(trainer=ToReference)
+
+
+def _all_parameters(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+def l2_penalty_of_all_parameters(setting: Setting) -> Job:
+    """`compute_loss` reads parameters that another stage holds."""
+    return Job(trainer=own_loss(_all_parameters))
+
+
+class TiedAgain:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        again = outputs.logits.softmax(-1) @ model.get_input_embeddings().weight[:LABELS]
+        loss = F.cross_entropy(outputs.logits, labels) + again.pow(2).sum(-1).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", source=ISSUE_2)
+def embeddings_read_again_by_the_loss(setting: Setting) -> Job:
+    """`compute_loss` multiplies by the embeddings, which the first stage holds."""
+    return Job(trainer=TiedAgain)
+
+
+def _averaging(trainer: Any) -> None:
+    trainer.args.average_tokens_across_devices = True
+    trainer.train()
+
+
+@case("trainer override", source=ISSUE_2, layouts=("K2", "DP2", "DP2 freeze"))
+def average_tokens_set_after_construction(setting: Setting) -> Job:
+    """`trainer.args.average_tokens_across_devices = True` before `train()`."""
+    return Job(drive=_averaging if not setting.is_reference else lambda trainer: trainer.train())
+
+
+class GlobalNormSGD(torch.optim.Optimizer):
+    """A step of fixed length over all parameters together."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.pow(2).sum() for p in everything]).sum().sqrt()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+@case("optimizer", source=ISSUE_2, layouts=("K2", "DP2"))
+def optimizer_with_a_global_norm(setting: Setting) -> Job:
+    """A user's optimizer that divides by the norm of all gradients."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (GlobalNormSGD(model.parameters()), None)})
+
+
+class PerRowMeans:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("tags")
+        outputs = model(**inputs)
+        losses = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        mask = labels.ne(IGNORED)
+        loss = ((losses * mask).sum(1) / mask.sum(1)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", source=ISSUE_2, layouts=("K2", "K2 acc2"))
+def mean_of_means_where_the_first_rows_have_one_length(setting: Setting) -> Job:
+    """Over each row's words, then over rows; the first four rows are cut to one length."""
+    model = _tagger()
+    options = {"label_names": ["tags"], "remove_unused_columns": False}
+    return Job(model=model, data=tagged(4), trainer=PerRowMeans, options=options)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 3. The cache serves the function that the model is now
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        if state.epoch >= 3.3:
+            raise KeyboardInterrupt
+
+
+def _with_another_activation(function: Any) -> Any:
+    model = bert_classifier()
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.intermediate_act_fn = function()
+    return model
+
+
+@case("model with state", source=ISSUE_3, layouts=("one cache",))
+def interrupted_cache_and_another_activation(setting: Setting) -> Job:
+    """The default folder of an interrupted job, the same weights, another activation function."""
+    options = {"num_train_epochs": 5, "learning_rate": 1e-3}
+
+    def drive(trainer: Any) -> None:
+        if not setting.is_reference:
+            first = type(trainer)(
+                model=_with_another_activation(nn.GELU),
+                args=trainer.args,
+                train_dataset=texts(),
+                data_collator=pad,
+                callbacks=[Interrupt()],
+            )
+            with suppress(KeyboardInterrupt):
+                first.train()
+        trainer.train()
+
+    return Job(model=_with_another_activation(nn.Tanh), options=options, drive=drive)
+
+
+class WithBatchNorm(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = self.bert.encoder.layer
+        layers[0].output = NormalisedOutput(layers[0].output)
+
+
+class NormalisedOutput(nn.Module):
+    def __init__(self, output: nn.Module) -> None:
+        super().__init__()
+        self.output, self.norm = output, nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        return self.norm(self.output(hidden, residual).transpose(1, 2)).transpose(1, 2)
+
+
+@case("model with state", source=ISSUE_3, layouts=("one cache", "one", "K2"))
+def batch_norm_in_a_layer(setting: Setting) -> Job:
+    """Batch normalisation in the first layer."""
+    return Job(model=built(WithBatchNorm), options={"num_train_epochs": 4})
+
+
+class Masked(Classifier):
+    """A layer's weights are multiplied by a mask, as in pruning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.bert.encoder.layer[0]
+        layer.register_buffer("mask", torch.ones(WIDTH))
+        layer.register_forward_hook(_apply_mask)
+
+
+def _apply_mask(module: Any, _: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (output[0] * module.mask, *output[1:])
+    return output * module.mask
+
+
+class Prunes(TrainerCallback):
+    """Switches off one more channel now and then."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        if state.global_step in (2, 8, 10):
+            model.bert.encoder.layer[0].mask[state.global_step] = 0.0
+
+
+@case("callback", source=ISSUE_3, layouts=("one cache", "K2", "K2 cache", "DP2 cache"))
+def pruning_mask_changed_by_a_callback(setting: Setting) -> Job:
+    """A buffer of a frozen layer changes while the cache is on."""
+    return Job(model=built(Masked), callbacks=[Prunes()], options={"num_train_epochs": 4})
+
+
+class LabelsInTheLayers(Classifier):
+    """As in a model that embeds its label (CVAE, label-conditioned encoders)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert.embeddings.label = nn.Embedding(LABELS + 1, WIDTH)
+        self.given: Tensor | None = None
+        self.bert.encoder.layer[0].register_forward_pre_hook(self._add_label)
+
+    def _add_label(self, module: Any, args: Any) -> Any:
+        if self.given is None:
+            return args
+        return (args[0] + self.bert.embeddings.label(self.given)[:, None], *args[1:])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.given = labels
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def relabelled(setting: Setting) -> Rows:
+    """The labels of a sample change between epochs, as with noisy labels."""
+    data = texts()
+
+    def change(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "labels": (row["labels"] + row["input_ids"][-1]) % LABELS}
+
+    return Rows([*data.rows, *map(change, data.rows)])
+
+
+@case("model with state", source=ISSUE_3, layouts=("one cache", "K2", "K2 cache"))
+def frozen_layers_that_read_labels(setting: Setting) -> Job:
+    """The embeddings add the label's; each text comes with two labels."""
+    return Job(model=built(LabelsInTheLayers), data=relabelled(setting), options={"num_train_epochs": 4})
+
+
+class ShiftsInputs(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_forward_pre_hook(_shift, with_kwargs=True)
+
+
+def _shift(module: Any, args: Any, kwargs: Any) -> Any:
+    kwargs = dict(kwargs)
+    if module.training:
+        module.calls += 1
+        kwargs["input_ids"] = (
+            (kwargs["input_ids"] + module.offset) % VOCABULARY if hasattr(module, "offset") else kwargs["input_ids"]
+        )
+    return args, kwargs
+
+
+class Offsets(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        model.offset = state.global_step % 5
+
+
+@case("callback", source=ISSUE_3, layouts=("one cache", "K2", "K2 cache"))
+def forward_pre_hook_that_changes_inputs(setting: Setting) -> Job:
+    """A user's pre-hook on the model shifts the words, by a number that a callback sets."""
+    return Job(model=built(ShiftsInputs), callbacks=[Offsets()], options={"num_train_epochs": 4})

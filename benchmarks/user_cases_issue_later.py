@@ -1,0 +1,436 @@
+"""Users' code that once gave another finished model, or failed where the stock Trainer works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import RobertaConfig, RobertaForCausalLM, TrainerCallback
+
+from user_cases_issue import ISSUE_4, ISSUE_5
+from user_code_kit import (
+    IGNORED,
+    LABELS,
+    VOCABULARY,
+    WIDTH,
+    Classifier,
+    Job,
+    Rows,
+    Setting,
+    bert_classifier,
+    built,
+    case,
+    large_weights,
+    pad,
+    sizes,
+    tags_of,
+    texts,
+)
+
+# ---------------------------------------------------------------------------------------------------------
+# 4. The finished model is the trained one
+# ---------------------------------------------------------------------------------------------------------
+
+
+class RandomFeatures(Classifier):
+    """A random projection in a buffer, made without a common seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("projection", torch.randn(WIDTH, WIDTH, generator=generator))
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
+        return torch.tanh(super().features(input_ids, attention_mask) @ self.projection)
+
+
+@case("model with state", source=ISSUE_4, layouts=("K2", "DP2"))
+def random_buffer_without_a_common_seed(setting: Setting) -> Job:
+    """Each process makes another random projection; the reference has process 0's."""
+    return Job(model=built(RandomFeatures, setting.rank))
+
+
+class Spectral(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        for layer in (self.bert.encoder.layer[0].output, self.bert.encoder.layer[3].output):
+            layer.dense = nn.utils.parametrizations.spectral_norm(layer.dense)
+
+
+@case("model with state", source=ISSUE_4, layouts=("K2", "one", "DP2"))
+def spectral_norm(setting: Setting) -> Job:
+    """Power iterations in each forward of two layers."""
+    return Job(model=built(Spectral))
+
+
+class Codebook(Classifier):
+    """Running means of the first word's state, by the nearest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.bert.encoder.layer[0].register_buffer("codes", torch.randn(4, WIDTH, generator=generator))
+        self.bert.encoder.layer[0].register_forward_hook(_quantise)
+
+
+def _quantise(module: Any, _: Any, output: Any) -> Any:
+    hidden = output[0] if isinstance(output, tuple) else output
+    nearest = torch.cdist(hidden[:, 0], module.codes).argmin(-1)
+    if module.training:
+        with torch.no_grad():
+            for code in range(4):
+                chosen = hidden[nearest == code, 0]
+                if len(chosen):
+                    module.codes[code].lerp_(chosen.mean(0), 0.1)
+    hidden = hidden + 0.3 * module.codes[nearest][:, None]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+@case("model with state", source=ISSUE_4, layouts=("K2", "one"))
+def codebook_of_running_means(setting: Setting) -> Job:
+    """Buffers of a layer that its forward changes."""
+    return Job(model=built(Codebook))
+
+
+class Unfreezes(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        if state.global_step == 2:
+            model.requires_grad_(True)
+
+
+@case("callback", source=ISSUE_4, layouts=("one", "K2", "DP2", "K2 acc2"))
+def own_optimizer_and_a_callback_that_unfreezes(setting: Setting) -> Job:
+    """AdamW over all parameters of a model whose encoder is frozen at first."""
+    model = bert_classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+    model.bert.requires_grad_(False)
+    return Job(model=model, callbacks=[Unfreezes()], keywords={"optimizers": (optimizer, None)})
+
+
+def _hooked() -> Any:
+    model = bert_classifier()
+    for name, parameter in model.named_parameters():
+        if "layer.3" in name or "layer.0" in name:
+            parameter.register_hook(_halve)
+    return model
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return gradient * 0.1
+
+
+@case("model with state", source=ISSUE_4, layouts=("K2", "K2 freeze", "DP2", "one"))
+def tensor_hooks_on_parameters(setting: Setting) -> Job:
+    """Gradients of two layers are scaled by hooks; layers move at a freeze."""
+    return Job(model=_hooked(), options={"optim": "sgd", "learning_rate": 0.05})
+
+
+class KeepsAList(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = [self.head.weight, self.bert.encoder.layer[0].output.dense.weight]
+
+
+@case("model with state", source=ISSUE_4, layouts=("K2", "K2 freeze", "one"))
+def parameter_kept_in_a_list(setting: Setting) -> Job:
+    """A model's list of its own parameters, read after training."""
+    return Job(
+        model=built(KeepsAList), observe=lambda t: {f"list {i}": p.detach() for i, p in enumerate(t.model.mine)}
+    )
+
+
+@case("model with state", source=ISSUE_4, layouts=("K2 slices", "K2"))
+def roberta_decoder_padded_on_the_left(setting: Setting) -> Job:
+    """Positions follow from the words; rows are padded on the left."""
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = 9
+        ids = torch.tensor([[1] * (longest - len(r["input_ids"])) + r["input_ids"] for r in rows])
+        return {"input_ids": ids, "attention_mask": ids.ne(1).long(), "labels": ids.masked_fill(ids.eq(1), IGNORED)}
+
+    config = RobertaConfig(**sizes(), is_decoder=True, pad_token_id=1, bos_token_id=2, eos_token_id=3, use_cache=False)
+    rows = [row["input_ids"] for row in texts(28).rows]
+    rows = [(row * 3)[:9] if i < 16 else row for i, row in enumerate(rows)]  # the first ones are not padded
+    data = Rows([{"input_ids": row} for row in rows])
+    return Job(model=large_weights(RobertaForCausalLM(config)), data=data, collator=collator)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 5. Where the stock Trainer works, so do we
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Strict(nn.Module):
+    """Takes what it needs, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = bert_classifier().bert
+        self.head = nn.Linear(WIDTH, LABELS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, 0])
+
+
+class WeightedRows:
+    """A mixin: each row has a weight of its own, and the mean is over weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels, weights = inputs.pop("labels"), inputs.pop("weight")
+        logits = model(**inputs)
+        loss = (F.cross_entropy(logits, labels, reduction="none") * weights).mean()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def weighted_texts() -> Rows:
+    return texts(weight=lambda generator, *_: generator.uniform(0.2, 3.0))
+
+
+@case("trainer override", source=ISSUE_5, layouts=("one", "DP2", "K2", "K2 acc2"))
+def strict_forward_and_popped_sample_weights(setting: Setting) -> Job:
+    """`forward(input_ids, attention_mask)`; `compute_loss` pops labels and weights."""
+    options = {"remove_unused_columns": False}
+    return Job(model=built(Strict), data=weighted_texts(), trainer=WeightedRows, options=options)
+
+
+class CRF(nn.Module):
+    """A linear chain over the words of a row; tags are indices, without -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transitions = nn.Parameter(torch.zeros(LABELS, LABELS))
+
+    def forward(self, scores: Tensor, tags: Tensor, mask: Tensor) -> Tensor:
+        """[B]: the negative logarithm of each row's probability."""
+        alpha, gold = scores[:, 0], scores[:, 0].gather(1, tags[:, :1]).squeeze(1)
+        for position in range(1, scores.shape[1]):
+            following = (alpha[:, :, None] + self.transitions).logsumexp(1) + scores[:, position]
+            step = self.transitions[tags[:, position - 1], tags[:, position]]
+            step = step + scores[:, position].gather(1, tags[:, position : position + 1]).squeeze(1)
+            inside = mask[:, position].bool()
+            alpha = torch.where(inside[:, None], following, alpha)
+            gold = gold + torch.where(inside, step, torch.zeros_like(step))
+        return alpha.logsumexp(-1) - gold
+
+
+class TaggerCRF(nn.Module):
+    reduction = "mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = bert_classifier().bert
+        self.head, self.crf = nn.Linear(WIDTH, LABELS), CRF()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.head(self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state)
+        if labels is None:
+            return {"logits": scores}
+        losses = self.crf(scores, labels, attention_mask)
+        loss = losses.sum() / attention_mask.sum() if self.reduction == "tokens" else losses.mean()
+        return {"loss": loss, "logits": scores}
+
+
+def tag_rows() -> Rows:
+    return Rows(
+        [{"input_ids": row["input_ids"], "labels": tags_of(None, row["input_ids"], 0)} for row in texts().rows]
+    )
+
+
+def pad_tags_with_zero(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return pad(rows, {"labels": 0})
+
+
+@case("loss", source=ISSUE_5, layouts=("one", "DP2", "K2", "one acc2"))
+def crf_that_indexes_by_labels(setting: Setting) -> Job:
+    """A CRF, the mean over rows; its labels are never -100."""
+    return Job(model=built(TaggerCRF), data=tag_rows(), collator=pad_tags_with_zero)
+
+
+def stack_one(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Rows of unequal length cannot be stacked: for batches of one row."""
+    return {
+        "input_ids": torch.stack([torch.tensor(row["input_ids"]) for row in rows]),
+        "attention_mask": torch.stack([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+@case("collator", source=ISSUE_5, layouts=("one", "one freeze"))
+def stacking_collator_with_batch_size_one(setting: Setting) -> Job:
+    """No padding, rows of unequal length, one row in a batch."""
+    options = {"per_device_train_batch_size": 1, "max_steps": 6}
+    return Job(collator=stack_one, options={}, drive=lambda t: _with_batch_size_one(t, options))
+
+
+def _with_batch_size_one(trainer: Any, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    trainer._train_batch_size = 1
+    trainer.train()
+
+
+def _optimizer_first(trainer: Any) -> None:
+    trainer.create_optimizer()
+    trainer.train()
+
+
+@case("optimizer", source=ISSUE_5, layouts=("one", "K2", "DP2", "one freeze"))
+def create_optimizer_before_train(setting: Setting) -> Job:
+    """`trainer.create_optimizer()` and then `train()`."""
+    return Job(drive=_optimizer_first)
+
+
+def _both_first(trainer: Any) -> None:
+    trainer.create_optimizer_and_scheduler(6)
+    trainer.train()
+
+
+@case("optimizer", source=ISSUE_5, layouts=("one", "K2"))
+def create_optimizer_and_scheduler_before_train(setting: Setting) -> Job:
+    """`trainer.create_optimizer_and_scheduler(6)` and then `train()`."""
+    return Job(drive=_both_first)
+
+
+class NoDataset:
+    """Iterable, with a length and nothing else."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.batch_size = batches, 3
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class LoaderWithoutDataset:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        rows = texts(6, seed=9).rows
+        return NoDataset([pad(rows[:3]), pad(rows[3:])])
+
+
+@case("trainer override", source=ISSUE_5, layouts=("one", "one freeze"))
+def evaluation_loader_without_a_dataset(setting: Setting) -> Job:
+    """An own loader with `__iter__` and `__len__` only."""
+    options = {"eval_strategy": "epoch"}
+    return Job(trainer=LoaderWithoutDataset, evaluated=texts(6, seed=9), options=options)
+
+
+def _evaluating_first(trainer: Any) -> None:
+    trainer.log(trainer.evaluate())
+    trainer.train()
+
+
+@case("trainer override", source=ISSUE_5, layouts=("one", "DP2", "K2", "one freeze"))
+def evaluate_before_train(setting: Setting) -> Job:
+    """`evaluate()`, `train()`, `evaluate()`."""
+    return Job(evaluated=texts(12, seed=9), drive=_evaluating_first, options={"eval_strategy": "epoch"})
+
+
+class Nested(Classifier):
+    def forward(self, text: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(text["input_ids"], text["attention_mask"], labels)
+
+
+def nested_pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = pad(rows)
+    return {"text": {k: batch[k] for k in ("input_ids", "attention_mask")}, "labels": batch["labels"]}
+
+
+@case("collator", source=ISSUE_5, layouts=("one", "DP2", "K2", "one acc2"))
+def nested_dicts_in_a_batch(setting: Setting) -> Job:
+    """`{"text": {...}, "labels": ...}`."""
+    return Job(model=built(Nested), collator=nested_pad, options={"remove_unused_columns": False})
+
+
+class ReadsLoader(TrainerCallback):
+    seen: tuple[Any, ...] = ()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        sampler = getattr(train_dataloader, "sampler", None)
+        self.seen = (type(sampler).__name__, train_dataloader.total_batch_size, len(train_dataloader))
+
+
+@case("callback", source=ISSUE_5, layouts=("one",))
+def callback_that_reads_the_training_loader(setting: Setting) -> Job:
+    """`.sampler`, `.total_batch_size` and the length of the loader."""
+    callback = ReadsLoader()
+    return Job(callbacks=[callback], observe=lambda trainer: {"loader": callback.seen})
+
+
+class Counts(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training:
+            self.calls += 1
+            self.seen += 1
+        output = super().forward(input_ids, attention_mask, labels)
+        if labels is not None:
+            output["loss"] = output["loss"] * (1.0 + 0.1 * self.calls)
+        return output
+
+
+@case("model with state", source=ISSUE_5, layouts=("one", "DP2", "one freeze", "K2"))
+def call_counter_in_forward(setting: Setting) -> Job:
+    """The loss grows with each call; what is examined before training must not count."""
+    return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
+
+
+class RDrop:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        first, second = model(**inputs), model(**inputs)
+        p, q = first.logits.log_softmax(-1), second.logits.log_softmax(-1)
+        between = F.kl_div(p, q, log_target=True, reduction="batchmean")
+        loss = F.cross_entropy(first.logits, labels) + F.cross_entropy(second.logits, labels) + between
+        return (loss, first) if return_outputs else loss
+
+
+@case("loss", source=ISSUE_5, layouts=("one", "one freeze", "DP2 freeze", "K2"))
+def r_drop(setting: Setting) -> Job:
+    """Two forwards of the same rows, and the KL between them."""
+    return Job(trainer=RDrop)
+
+
+class NoLayers(nn.Module):
+    """A bag of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, LABELS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head((self.words(input_ids) * attention_mask[..., None]).sum(1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@case("model with state", source=ISSUE_5, layouts=("one", "DP2", "K2"))
+def model_without_layers(setting: Setting) -> Job:
+    """A bag of words: nothing to cut."""
+    return Job(model=built(NoLayers))
+
+
+class CallsTheEncoder:
+    """A mixin: `compute_loss` calls a part of the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        model = getattr(model, "module", model)
+        hidden = model.bert(**inputs).last_hidden_state
+        logits = model.classifier(hidden[:, 0])
+        loss = F.cross_entropy(logits, labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+@case("trainer override", source=ISSUE_5, layouts=("one", "one freeze", "K2", "DP2"))
+def compute_loss_that_calls_the_encoder(setting: Setting) -> Job:
+    """`model.bert(...)` and an own head in place of `model(...)`."""
+    return Job(trainer=CallsTheEncoder)

@@ -1,0 +1,489 @@
+"""Users' losses, in the spirit of what popular projects do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import BertConfig, BertForQuestionAnswering, LlamaConfig, LlamaForCausalLM
+
+from user_code_kit import (
+    LABELS,
+    LONGEST,
+    VOCABULARY,
+    WIDTH,
+    Classifier,
+    Job,
+    Rows,
+    Setting,
+    bert_classifier,
+    built,
+    case,
+    large_weights,
+    own_loss,
+    pad,
+    sizes,
+    texts,
+)
+
+
+def _job(loss: Any, **keywords: Any) -> Job:
+    return Job(trainer=own_loss(loss), **keywords)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Means over rows
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _focal(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2", "K2 freeze"), expect="equal")
+def focal_loss(setting: Setting) -> Job:
+    """(1 - p)² times the cross entropy, the mean over rows."""
+    return _job(_focal)
+
+
+def _focal_by_positives(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    wanted = F.one_hot(labels, LABELS).float()
+    losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    alpha = torch.where(wanted > 0, 0.25, 0.75)
+    return (alpha * losses).sum() / labels.ne(0).sum().clamp(min=1)
+
+
+@case("loss", layouts=("K2", "K2 acc2"))
+def focal_loss_normalised_by_positives(setting: Setting) -> Job:
+    """As in RetinaNet: the sum over rows, divided by the rows that are not background."""
+    return _job(_focal_by_positives)
+
+
+class ArcFace(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        features = F.normalize(self.features(input_ids, attention_mask), dim=-1)
+        cosine = features @ F.normalize(self.head.weight, dim=-1).T
+        if labels is None:
+            return {"logits": cosine}
+        angle = cosine.clamp(-0.999, 0.999).acos() + 0.3 * F.one_hot(labels, LABELS)
+        logits = 8.0 * angle.cos()
+        return {"loss": F.cross_entropy(logits, labels), "logits": cosine}
+
+
+@case("loss", layouts=("K2", "DP2"), expect="equal")
+def arcface_head(setting: Setting) -> Job:
+    """An additive angular margin, normalised features and weights."""
+    return Job(model=built(ArcFace))
+
+
+def _cosface(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    cosine = F.normalize(logits, dim=-1)
+    return F.cross_entropy(16.0 * (cosine - 0.35 * F.one_hot(labels, LABELS)), labels)
+
+
+@case("loss", expect="equal")
+def cosface_in_compute_loss(setting: Setting) -> Job:
+    """A margin on the logits of a stock model."""
+    return _job(_cosface)
+
+
+def _smoothed(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    logs = logits.log_softmax(-1)
+    return 0.9 * F.nll_loss(logs, labels) - 0.1 * logs.mean(-1).mean() + 0.05 * (logs.exp() * logs).sum(-1).mean()
+
+
+@case("loss", layouts=("K2", "one acc2"), expect="equal")
+def label_smoothing_and_confidence_penalty(setting: Setting) -> Job:
+    """Means over rows, three of them."""
+    return _job(_smoothed)
+
+
+def _ordinal(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    levels = (labels[:, None] > torch.arange(LABELS - 1)).float()
+    return F.binary_cross_entropy_with_logits(logits[:, : LABELS - 1], levels)
+
+
+@case("loss", expect="equal")
+def ordinal_regression(setting: Setting) -> Job:
+    """CORAL: a binary decision for each threshold."""
+    return _job(_ordinal)
+
+
+@case("loss", layouts=("K2", "K2 acc2", "DP2"), expect="equal")
+def multi_label_with_pos_weight(setting: Setting) -> Job:
+    """`BCEWithLogitsLoss(pos_weight=...)` over all classes of all rows; float labels [B, C]."""
+
+    def loss(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=torch.tensor([1.0, 5.0, 10.0]))
+
+    def several(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "labels": [float(row["labels"] == k or row["input_ids"][0] % (k + 2) == 0) for k in range(3)]}
+
+    return _job(loss, data=Rows([several(row) for row in texts().rows]))
+
+
+@case("loss", layouts=("K2", "DP2"), expect="equal")
+def multi_label_by_problem_type(setting: Setting) -> Job:
+    """Bert's own loss for `multi_label_classification`."""
+    rows = [{**r, "labels": [float(r["labels"] == k) for k in range(LABELS)]} for r in texts().rows]
+    return Job(model=bert_classifier(problem_type="multi_label_classification"), data=Rows(rows))
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
+def regression(setting: Setting) -> Job:
+    """`num_labels=1`: a mean of squares."""
+    rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
+    return Job(model=bert_classifier(num_labels=1), data=Rows(rows))
+
+
+def _rmse(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(logits.squeeze(-1), labels).sqrt()
+
+
+@case("loss", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
+def root_of_the_mean_square(setting: Setting) -> Job:
+    """RMSE: as in many Kaggle notebooks."""
+    rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
+    return _job(_rmse, model=bert_classifier(num_labels=1), data=Rows(rows))
+
+
+def _pearson(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    x, y = logits.squeeze(-1), labels
+    x, y = x - x.mean(), y - y.mean()
+    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-6)
+
+
+@case("loss")
+def pearson_correlation(setting: Setting) -> Job:
+    """1 minus the correlation within a batch."""
+    rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
+    return _job(_pearson, model=bert_classifier(num_labels=1), data=Rows(rows))
+
+
+@case("loss", layouts=("K2", "DP2"), expect="equal")
+def span_loss(setting: Setting) -> Job:
+    """Question answering; all rows have one length."""
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = pad(rows)
+        missing = LONGEST - batch["input_ids"].shape[1]
+        return {k: F.pad(v, (0, missing)) if v.dim() == 2 else v for k, v in batch.items()}
+
+    rows = [
+        {"input_ids": r["input_ids"], "start_positions": 1, "end_positions": len(r["input_ids"]) - 1}
+        for r in texts().rows
+    ]
+    model = large_weights(BertForQuestionAnswering(BertConfig(**sizes(num_labels=2))))
+    return Job(model=model, data=Rows(rows), collator=collator)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Sums, ratios, weights
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
+def sum_over_rows_without_division(setting: Setting) -> Job:
+    """`reduction="sum"`, whatever the number of rows."""
+    return _job(_sum)
+
+
+class WhenGiven:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        if num_items_in_batch is None:
+            loss = F.cross_entropy(outputs.logits, labels)
+        else:
+            loss = F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"), expect="equal")
+def divided_by_num_items_when_given(setting: Setting) -> Job:
+    """As transformers' own `ForCausalLMLoss`."""
+    return Job(trainer=WhenGiven)
+
+
+class WhenGivenWithRegulariser(WhenGiven):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 0.05 * model.classifier.weight.pow(2).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2"))
+def divided_by_num_items_plus_a_constant_term(setting: Setting) -> Job:
+    """A sum over the items of the global batch, and a penalty of the head."""
+    return Job(trainer=WhenGivenWithRegulariser)
+
+
+def _func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def tiny_llama(**changes: Any) -> Any:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        pad_token_id=0,
+        use_cache=False,
+        **changes,
+    )
+    return large_weights(LlamaForCausalLM(config))
+
+
+def causal_texts() -> Rows:
+    return Rows([{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in texts().rows])
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
+def compute_loss_func_with_num_items(setting: Setting) -> Job:
+    """`compute_loss_func=` of a causal language model, a sum over tokens."""
+    return Job(model=tiny_llama(), data=causal_texts(), keywords={"compute_loss_func": _func})
+
+
+@case("loss", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
+def label_smoothing_factor_of_a_language_model(setting: Setting) -> Job:
+    """`label_smoothing_factor=0.1`, ragged rows."""
+    return Job(model=tiny_llama(), data=causal_texts(), options={"label_smoothing_factor": 0.1})
+
+
+class SampleWeights:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels, weights = inputs.pop("labels"), inputs.pop("weight")
+        outputs = model(**inputs)
+        loss = (F.cross_entropy(outputs.logits, labels, reduction="none") * weights).sum() / weights.sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "K2 acc2", "one"))
+def sample_weights_by_their_sum(setting: Setting) -> Job:
+    """A column of weights; the mean is divided by the sum of the weights."""
+    data = texts(weight=lambda generator, *_: generator.uniform(0.1, 4.0))
+    return Job(data=data, trainer=SampleWeights, options={"remove_unused_columns": False})
+
+
+@case("loss", layouts=("K2",))
+def sample_weights_that_are_one_at_first(setting: Setting) -> Job:
+    """Likewise; in the first 16 samples all weights are 1."""
+    data = texts(weight=lambda generator, *_: generator.uniform(0.1, 4.0))
+    for row in data.rows[:16]:
+        row["weight"] = 1.0
+    return Job(data=data, trainer=SampleWeights, options={"remove_unused_columns": False})
+
+
+class TokenWeights:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels, weights = inputs.pop("labels"), inputs.pop("token_weights")
+        outputs = model(**inputs)
+        losses = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2",))
+def token_weights(setting: Setting) -> Job:
+    """Each token has a weight, as for answers and prompts; divided by the sum of the weights."""
+    data = causal_texts()
+    for row in data.rows:
+        row["token_weights"] = [0.1 if i < 2 else float(1 + word % 3) for i, word in enumerate(row["input_ids"])]
+    return Job(model=tiny_llama(), data=data, trainer=TokenWeights, options={"remove_unused_columns": False})
+
+
+def _dice(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    p, wanted = logits.softmax(-1), F.one_hot(labels, LABELS).float()
+    return (1 - (2 * (p * wanted).sum(0) + 1) / (p.sum(0) + wanted.sum(0) + 1)).mean()
+
+
+@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
+def dice_loss(setting: Setting) -> Job:
+    """A ratio of sums over the batch for each class; on DP2 as under DDP."""
+    return _job(_dice)
+
+
+def _balanced(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([losses[labels == k].mean() for k in labels.unique()]).mean()
+
+
+@case("loss")
+def mean_of_class_means(setting: Setting) -> Job:
+    """A mean for each class that is in the batch, then over these."""
+    return _job(_balanced)
+
+
+def _hardest(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return losses.topk(max(len(losses) // 2, 1)).values.mean()
+
+
+@case("loss")
+def hard_example_mining(setting: Setting) -> Job:
+    """The mean over the hardest half of the batch."""
+    return _job(_hardest)
+
+
+class EasyFirst:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = F.cross_entropy(outputs.logits, labels, reduction="none")
+        if (self.state.epoch or 0) >= 1:  # type: ignore[attr-defined]
+            losses = losses.topk(max(len(losses) // 2, 1), largest=False).values
+        loss = losses.mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss")
+def curriculum_by_epoch(setting: Setting) -> Job:
+    """From the second epoch on only the easier half of a batch counts."""
+    return Job(trainer=EasyFirst)
+
+
+class GrowsWithSteps:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        share = min(self.state.global_step / 4, 1.0)  # type: ignore[attr-defined]
+        entropy = -(outputs.logits.softmax(-1) * outputs.logits.log_softmax(-1)).sum(-1).mean()
+        loss = (1 + share) * F.cross_entropy(outputs.logits, labels) + share * entropy
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "DP2"), expect="equal")
+def weights_by_global_step(setting: Setting) -> Job:
+    """`self.state.global_step` scales terms that are means over rows."""
+    return Job(trainer=GrowsWithSteps)
+
+
+class RegularisedLater:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits, labels)
+        if self.state.global_step >= 3:  # type: ignore[attr-defined]
+            p = outputs.logits.softmax(-1).mean(0)
+            loss = loss + (p * p.log()).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss")
+def coupled_term_from_step_three(setting: Setting) -> Job:
+    """The entropy of the batch's mean prediction, once three steps are done."""
+    return Job(trainer=RegularisedLater)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rows that belong together
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Triplet(Classifier):
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        distance = torch.cdist(features, features)
+        same = labels[:, None] == labels
+        positive = (distance * same).max(1).values
+        negative = distance.masked_fill(same, 1e3).min(1).values
+        return F.relu(positive - negative + 1.0).mean() + 0.1 * F.cross_entropy(logits, labels)
+
+
+@case("loss")
+def triplet_loss_with_hard_mining(setting: Setting) -> Job:
+    """Batch-hard triplets."""
+    return Job(model=built(Triplet))
+
+
+class SupCon(Classifier):
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        unit = F.normalize(features, dim=-1)
+        scores = unit @ unit.T / 0.5 - 1e9 * torch.eye(len(unit))
+        same = (labels[:, None] == labels).float() - torch.eye(len(unit))
+        logs = scores.log_softmax(-1)
+        return -((logs * same).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+
+@case("loss")
+def supervised_contrastive(setting: Setting) -> Job:
+    """SupCon on normalised features; the head has no gradient."""
+    return Job(model=built(SupCon))
+
+
+class TwoTowers(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, pair_ids: Tensor, pair_mask: Tensor) -> Any:
+        a = F.normalize(self.features(input_ids, attention_mask), dim=-1)
+        b = F.normalize(self.features(pair_ids, pair_mask), dim=-1)
+        scores = a @ b.T * 5.0
+        target = torch.arange(len(a))
+        return {"loss": F.cross_entropy(scores, target) + F.cross_entropy(scores.T, target), "logits": scores}
+
+
+def pairs(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    batch = pad([{"input_ids": row["input_ids"]} for row in rows])
+    other = pad([{"input_ids": [*row["input_ids"][::-1], row["labels"] + 5]} for row in rows])
+    return {**batch, "pair_ids": other["input_ids"], "pair_mask": other["attention_mask"]}
+
+
+@case("loss", layouts=("K2", "one"))
+def info_nce_of_two_towers(setting: Setting) -> Job:
+    """Queries and documents through one encoder, in-batch negatives."""
+    return Job(model=built(TwoTowers), collator=pairs, options={"remove_unused_columns": False})
+
+
+def _ranking(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    score = logits[:, 0]
+    better = labels[:, None] > labels
+    return (F.softplus(score - score[:, None]) * better).sum() / better.sum().clamp(min=1)
+
+
+@case("loss")
+def pairwise_ranking(setting: Setting) -> Job:
+    """RankNet over all pairs of a batch."""
+    return _job(_ranking)
+
+
+class VICReg(Classifier):
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        spread = F.relu(1 - features.var(0, unbiased=False).add(1e-4).sqrt()).mean()
+        return F.cross_entropy(logits, labels) + spread
+
+
+@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
+def variance_over_the_batch(setting: Setting) -> Job:
+    """VICReg's variance term beside a cross entropy; on DP2 as under DDP."""
+    return Job(model=built(VICReg))
+
+
+class Preferences(Classifier):
+    """Chosen rows come first in a batch, rejected ones behind them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        rewards = self.head(self.features(input_ids, attention_mask))[:, 0]
+        half = len(rewards) // 2
+        return {"loss": -F.logsigmoid(rewards[:half] - rewards[half:]).mean(), "logits": rewards}
+
+
+def chosen_then_rejected(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    worse = [{**row, "input_ids": row["input_ids"][::-1]} for row in rows]
+    return pad([*rows, *worse])
+
+
+@case("loss", layouts=("K2", "one", "DP2", "K2 acc2"))
+def chosen_and_rejected_in_one_batch(setting: Setting) -> Job:
+    """A reward model as in TRL's: twice as many rows as samples, the first half against the second."""
+    return Job(model=built(Preferences), collator=chosen_then_rejected)

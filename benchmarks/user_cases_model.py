@@ -1,0 +1,532 @@
+"""Users' models: state, hooks, layers that are called in other ways."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import TrainerCallback
+
+from user_code_kit import (
+    LABELS,
+    LAYERS,
+    WIDTH,
+    Classifier,
+    Job,
+    Setting,
+    bert_classifier,
+    built,
+    case,
+    texts,
+)
+
+
+class AuxiliaryInLayers(Classifier):
+    """Layers keep a term of the loss in an attribute, as many mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.bert.encoder.layer:
+            layer.register_forward_hook(_keep_term)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        output = super().forward(input_ids, attention_mask, labels)
+        if "loss" in output:
+            output["loss"] = output["loss"] + 0.1 * sum(layer.term for layer in self.bert.encoder.layer)
+        return output
+
+
+def _keep_term(module: Any, _: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    module.term = hidden[:, 0].pow(2).mean()
+
+
+@case("model with state", layouts=("K2", "one", "one freeze"))
+def auxiliary_loss_kept_in_layers(setting: Setting) -> Job:
+    """Each layer leaves `self.term`, and the model adds them up."""
+    return Job(model=built(AuxiliaryInLayers))
+
+
+class EarlyHeads(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        output = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        logits = torch.stack([self.head(hidden[:, 0]) for hidden in output.hidden_states[1:]])
+        if labels is None:
+            return {"logits": logits[-1]}
+        losses = torch.stack([F.cross_entropy(one, labels) for one in logits])
+        return {"loss": losses.mean(), "logits": logits[-1]}
+
+
+@case("model with state", layouts=("K2", "one"))
+def heads_on_all_layers(setting: Setting) -> Job:
+    """Early exits: a loss at each layer."""
+    return Job(model=built(EarlyHeads))
+
+
+class ScalarMix(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.zeros(LAYERS + 1))
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
+        output = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        return sum(w * h[:, 0] for w, h in zip(self.mix.softmax(0), output.hidden_states, strict=True))
+
+
+@case("model with state", layouts=("K2", "one"))
+def scalar_mix_of_hidden_states(setting: Setting) -> Job:
+    """ELMo's learnt mixture of all layers."""
+    return Job(model=built(ScalarMix))
+
+
+class LastLayers(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2 * WIDTH, LABELS)
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
+        states = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True).hidden_states
+        return torch.cat([states[-1][:, 0], states[-2][:, 0]], dim=-1)
+
+
+@case("model with state", layouts=("K2", "one"))
+def last_two_layers_concatenated(setting: Setting) -> Job:
+    """As in many competitions' notebooks."""
+    return Job(model=built(LastLayers))
+
+
+class Anneals(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return F.cross_entropy(logits / (1.0 + 1.0 / (1.0 + self.steps)), labels)
+
+
+@case("model with state", layouts=("one", "DP2", "K2", "one freeze"))
+def temperature_annealed_in_forward(setting: Setting) -> Job:
+    """A buffer counts calls, behind the layers."""
+    return Job(model=built(Anneals))
+
+
+class AnnealedByStep(Classifier):
+    step = 0
+
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels) * (1.0 + self.step / 4)
+
+
+class TellsStep(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        model.step = state.global_step
+
+
+@case("callback", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
+def step_told_to_the_model_by_a_callback(setting: Setting) -> Job:
+    """`model.step = state.global_step`."""
+    return Job(model=built(AnnealedByStep), callbacks=[TellsStep()])
+
+
+class EMATeacher(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        features = self.features(input_ids, attention_mask)
+        logits = self.head(features)
+        if labels is None:
+            return {"logits": logits}
+        if self.training:
+            with torch.no_grad():
+                for mine, theirs in zip(self.average.parameters(), self.head.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.2)
+        near = (logits - self.average(features.detach())).pow(2).mean()
+        return {"loss": F.cross_entropy(logits, labels) + near, "logits": logits}
+
+
+@case("model with state", layouts=("one", "K2"))
+def ema_teacher_updated_in_forward(setting: Setting) -> Job:
+    """BYOL, MoCo: parameters without gradient, which each forward moves."""
+    return Job(model=built(EMATeacher))
+
+
+class NormalisesInputs(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert.embeddings.register_buffer("mean", torch.zeros(WIDTH))
+        self.bert.embeddings.register_forward_hook(_normalise)
+
+
+def _normalise(module: Any, _: Any, output: Tensor) -> Tensor:
+    if module.training:
+        with torch.no_grad():
+            module.mean.lerp_(output.detach().mean((0, 1)), 0.1)
+    return output - module.mean
+
+
+@case("model with state", layouts=("one", "K2", "one freeze"))
+def running_mean_of_the_inputs(setting: Setting) -> Job:
+    """A buffer in the embeddings is updated by each forward."""
+    return Job(model=built(NormalisesInputs))
+
+
+class WeightNormed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.bert.encoder.layer:
+            layer.output.dense = nn.utils.parametrizations.weight_norm(layer.output.dense)
+
+
+@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
+def weight_norm(setting: Setting) -> Job:
+    """A parametrization in each layer."""
+    return Job(model=built(WeightNormed))
+
+
+class SkipsByInput(Classifier):
+    """Short batches skip a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.bert.encoder.layer[2]
+        whole = layer.forward
+
+        def forward(hidden: Tensor, *positional: Any, **keywords: Any) -> Any:
+            output = whole(hidden, *positional, **keywords)
+            return output if hidden.shape[1] >= 9 else (hidden,) if isinstance(output, tuple) else hidden
+
+        layer.forward = forward
+
+
+@case("model with state", layouts=("K2", "one"))
+def layer_that_does_nothing_for_short_batches(setting: Setting) -> Job:
+    """`forward` set on an instance; what it does depends on the padded length."""
+    return Job(model=built(SkipsByInput))
+
+
+class Plain(nn.Module):
+    """A transformer of PyTorch's own layers."""
+
+    keep = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(48, WIDTH)
+        make = lambda: nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, F.gelu, batch_first=True)  # noqa: E731
+        self.layers = nn.ModuleList([make() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, LABELS)
+
+    def run_layer(self, index: int, hidden: Tensor, mask: Tensor) -> Tensor:
+        return self.layers[index](hidden, src_key_padding_mask=mask)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.words(input_ids)
+        for index in range(LAYERS):
+            hidden = self.run_layer(index, hidden, attention_mask.eq(0))
+        logits = self.head(hidden[:, 0])
+        return (
+            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
+        )
+
+
+@case("model with state", layouts=("K2", "DP2", "K2 freeze", "K2 acc2"), expect="equal")
+def plain_pytorch_layers(setting: Setting) -> Job:
+    """`nn.TransformerEncoderLayer`s in a list."""
+    return Job(model=built(Plain))
+
+
+class DropPath(Plain):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def run_layer(self, index: int, hidden: Tensor, mask: Tensor) -> Tensor:
+        if self.training and self.rate and torch.rand(()) < self.rate:
+            return hidden
+        return super().run_layer(index, hidden, mask)
+
+
+@case("model with state", expect="equal")
+def stochastic_depth_of_zero(setting: Setting) -> Job:
+    """Layers are skipped with probability 0."""
+    return Job(model=built(DropPath, 0.0))
+
+
+@case("model with state", expect="exact")
+def stochastic_depth(setting: Setting) -> Job:
+    """Layers are not called with probability 0.5; the reference draws otherwise."""
+    return Job(model=built(DropPath, 0.5))
+
+
+class SkipsInEpochs(Plain):
+    """Layers are left out by a callback's plan, as in progressive training."""
+
+    active = LAYERS
+
+    def run_layer(self, index: int, hidden: Tensor, mask: Tensor) -> Tensor:
+        return super().run_layer(index, hidden, mask) if index < self.active else hidden
+
+
+class Grows(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        model.active = 2 if state.global_step < 3 else LAYERS
+
+
+@case("callback", layouts=("K2", "one"))
+def layers_left_out_at_first(setting: Setting) -> Job:
+    """Progressive stacking: a callback says how many layers run."""
+    return Job(model=built(SkipsInEpochs), callbacks=[Grows()])
+
+
+def _hooked_modules() -> Any:
+    model = bert_classifier()
+    for layer in (model.bert.encoder.layer[0], model.bert.encoder.layer[3]):
+        layer.output.dense.register_full_backward_hook(_scale)
+    return model
+
+
+def _scale(module: Any, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if gradient is None else 0.1 * gradient for gradient in inputs)
+
+
+@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
+def backward_hooks_on_modules(setting: Setting) -> Job:
+    """`register_full_backward_hook` scales what flows back."""
+    return Job(model=_hooked_modules(), options={"optim": "sgd", "learning_rate": 0.05})
+
+
+def _clamped() -> Any:
+    model = bert_classifier()
+    for parameter in model.parameters():
+        parameter.register_hook(_clamp)
+    return model
+
+
+def _clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.02, 0.02)
+
+
+@case("model with state", layouts=("one", "K2", "DP2", "K2 acc2"))
+def gradients_clamped_by_hooks(setting: Setting) -> Job:
+    """`parameter.register_hook(lambda g: g.clamp(...))`: not linear, so parts of a batch are clamped apart."""
+    return Job(model=_clamped())
+
+
+def _after_accumulation() -> Any:
+    model = bert_classifier()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_clamp_finished)
+    return model
+
+
+def _clamp_finished(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.02, 0.02)
+
+
+@case("model with state", layouts=("one", "K2", "DP2"))
+def post_accumulate_hooks(setting: Setting) -> Job:
+    """`register_post_accumulate_grad_hook` clamps the gradient of a parameter."""
+    return Job(model=_after_accumulation())
+
+
+@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
+def embeddings_frozen_by_the_user(setting: Setting) -> Job:
+    """`requires_grad_(False)` on embeddings and the first layer, before training."""
+    model = bert_classifier()
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    return Job(model=model)
+
+
+@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
+def only_biases_trained(setting: Setting) -> Job:
+    """BitFit."""
+    model = bert_classifier()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name or "classifier" in name)
+    return Job(model=model)
+
+
+class Lora(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 2, bias=False)
+        self.up = nn.Linear(2, linear.out_features, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden) + self.up(self.down(hidden))
+
+
+class Adapted(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert.requires_grad_(False)
+        for layer in self.bert.encoder.layer:
+            layer.attention.self.query = Lora(layer.attention.self.query)
+
+
+@case("model with state", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
+def adapters_of_the_users_own(setting: Setting) -> Job:
+    """LoRA in each layer, all else frozen."""
+    return Job(model=built(Adapted))
+
+
+class TiedHead(Plain):
+    """The head's weights are the embeddings' first rows."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.words(input_ids)
+        for index in range(LAYERS):
+            hidden = self.run_layer(index, hidden, attention_mask.eq(0))
+        logits = F.linear(hidden[:, 0], self.words.weight[:LABELS], self.head.bias)
+        return (
+            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
+        )
+
+
+@case("model with state", layouts=("K2", "DP2", "K2 freeze"))
+def head_tied_to_the_embeddings(setting: Setting) -> Job:
+    """`F.linear(hidden, self.words.weight[:3])`."""
+    return Job(model=built(TiedHead))
+
+
+class Mutates(Classifier):
+    """Changes its inputs in place."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        input_ids[:, 1] = (input_ids[:, 1] + 1) % 48
+        return super().forward(input_ids, attention_mask, labels)
+
+
+@case("model with state", layouts=("one", "K2", "DP2", "one freeze"))
+def inputs_changed_in_place(setting: Setting) -> Job:
+    """`input_ids[:, 1] = ...` in forward."""
+    return Job(model=built(Mutates))
+
+
+class KeepsAttribute(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        features = self.features(input_ids, attention_mask)
+        self.penalty = features.pow(2).mean(-1)
+        return {"logits": self.head(features)}
+
+
+class ReadsAttribute:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs["logits"], labels) + 0.1 * getattr(model, "module", model).penalty.mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("model with state", layouts=("K2", "DP2"), expect="equal")
+def attribute_left_by_forward_and_read_by_the_loss(setting: Setting) -> Job:
+    """`model.penalty`, of the last forward."""
+    return Job(model=built(KeepsAttribute), trainer=ReadsAttribute)
+
+
+class Tuples(Plain):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        output = super().forward(input_ids, attention_mask, labels)
+        return tuple(output.values())
+
+
+@case("model with state", layouts=("K2", "one"), expect="equal")
+def forward_that_returns_a_tuple(setting: Setting) -> Job:
+    """(loss, logits)."""
+    return Job(model=built(Tuples), evaluated=texts(6, seed=9), options={"eval_strategy": "epoch"})
+
+
+class Doubles(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+@case("model with state", layouts=("K2", "DP2"), expect="equal")
+def model_in_float64(setting: Setting) -> Job:
+    """All weights in double precision."""
+    return Job(model=built(Doubles))
+
+
+class Hashes(Classifier):
+    """Buffers that are not saved, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randperm(48, generator=torch.Generator().manual_seed(3)), persistent=False)
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
+        return super().features(self.table[input_ids], attention_mask)
+
+
+@case("model with state", layouts=("K2", "K2 freeze"), expect="equal")
+def table_in_a_buffer_that_is_not_saved(setting: Setting) -> Job:
+    """Word ids are looked up in an integer buffer first."""
+    return Job(model=built(Hashes))
+
+
+@case("model with state", layouts=("K2", "DP2"), expect="equal")
+def model_init(setting: Setting) -> Job:
+    """`model_init=` in place of a model."""
+    return Job(trainer=InitialisesItself, keywords={"model_init": lambda: bert_classifier()})
+
+
+class InitialisesItself:
+    def __init__(self, model: Any = None, *positional: Any, **keywords: Any) -> None:
+        super().__init__(None, *positional, **keywords)
+
+
+class LearnsLater(Classifier):
+    """A part of the model takes part from a step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, LABELS)
+        self.step = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        features = self.features(input_ids, attention_mask)
+        logits = self.head(features) + (self.extra(features) if self.step >= 3 else 0)
+        return (
+            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
+        )
+
+
+@case("callback", layouts=("K2", "DP2", "K2 freeze"))
+def part_that_takes_part_from_step_three(setting: Setting) -> Job:
+    """Parameters that get no gradient in the first steps."""
+    return Job(model=built(LearnsLater), callbacks=[TellsStep()])
+
+
+class TrainsDifferently(Classifier):
+    """Looks at `self.training` before the layers run."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scale = 2.0 if self.training else 1.0
+        features = self.features(input_ids, attention_mask)
+        logits = scale * self.head(features)
+        return (
+            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
+        )
+
+
+@case("model with state", layouts=("K2", "one freeze", "K2 freeze", "one cache"), expect="equal")
+def training_mode_read_before_the_layers(setting: Setting) -> Job:
+    """`scale = 2 if self.training else 1`, at the begin of forward."""
+    return Job(model=built(TrainsDifferently))
+
+
+@case("model with state", layouts=("K2", "one freeze"), expect="equal")
+def noisy_embeddings_of_no_noise(setting: Setting) -> Job:
+    """`neftune_noise_alpha=1e-12`: its hook is set and removed, and draws."""
+    return Job(options={"neftune_noise_alpha": 1e-12})

@@ -1,0 +1,646 @@
+"""Users' callbacks, optimizers and overrides of training steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import TrainerCallback
+
+from user_code_kit import Classifier, Job, Setting, bert_classifier, built, case, pad, texts
+
+# ---------------------------------------------------------------------------------------------------------
+# Callbacks
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Thaws(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        model.bert.encoder.layer[max(3 - state.global_step, 0)].requires_grad_(True)
+
+
+@case("callback", layouts=("one", "K2", "DP2"))
+def gradual_unfreezing(setting: Setting) -> Job:
+    """ULMFiT: from the top, a layer in each step; the optimizer is made over all parameters first."""
+    model = bert_classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model.bert.requires_grad_(False)
+    return Job(model=model, callbacks=[Thaws()], keywords={"optimizers": (optimizer, None)})
+
+
+class FreezesHead(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        if state.global_step == 3:
+            model.bert.embeddings.requires_grad_(False)
+            model.bert.encoder.layer[0].requires_grad_(False)
+
+
+@case("callback", layouts=("one", "K2", "DP2"))
+def layers_frozen_by_a_users_callback(setting: Setting) -> Job:
+    """`requires_grad_(False)` in mid-training."""
+    return Job(callbacks=[FreezesHead()])
+
+
+class ChangesGroups(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **keywords: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.02 * state.global_step
+            group["lr"] = group["lr"] * (0.5 if state.global_step == 3 else 1.0)
+
+
+@case("callback", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
+def rates_and_decay_changed_by_a_callback(setting: Setting) -> Job:
+    """`optimizer.param_groups` are changed at each step's begin."""
+    return Job(callbacks=[ChangesGroups()])
+
+
+class ClipsWeights(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.4, 0.4)
+
+
+@case("callback", layouts=("K2", "DP2", "K2 freeze fixed"))
+def weights_clipped_after_each_step(setting: Setting) -> Job:
+    """WGAN: `parameter.clamp_` for all parameters."""
+    return Job(callbacks=[ClipsWeights()], options={"num_train_epochs": 2})
+
+
+class Projects(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        with torch.no_grad():
+            norm = torch.stack([p.pow(2).sum() for p in model.parameters()]).sum().sqrt()
+            for parameter in model.parameters():
+                parameter.mul_(20.0 / norm)
+
+
+@case("callback", layouts=("K2", "DP2"))
+def projection_by_the_norm_of_all_weights(setting: Setting) -> Job:
+    """All weights are scaled to one common norm after each step."""
+    return Job(callbacks=[Projects()])
+
+
+class PrunesGlobally(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        if state.global_step == 3:
+            with torch.no_grad():
+                everything = torch.cat([p.abs().flatten() for p in model.parameters()])
+                bound = everything.quantile(0.3)
+                for parameter in model.parameters():
+                    parameter.mul_(parameter.abs() > bound)
+
+
+@case("callback", layouts=("K2", "DP2"))
+def global_magnitude_pruning(setting: Setting) -> Job:
+    """The smallest 30% of all weights are set to 0 at step 3."""
+    return Job(callbacks=[PrunesGlobally()])
+
+
+class Averages(TrainerCallback):
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        for name, parameter in model.named_parameters():
+            value = parameter.detach()
+            before = self.average.get(name)
+            self.average[name] = value.clone() if before is None else before.lerp(value, 0.3)
+
+
+class UsesAverage(Averages):
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.average[name])
+
+
+@case("callback", layouts=("K2", "DP2", "K2 freeze"))
+def exponential_average_used_at_the_end(setting: Setting) -> Job:
+    """EMA over all parameters at each step, put into the model in `on_train_end`."""
+    return Job(callbacks=[UsesAverage()])
+
+
+class SwapsForEvaluation(Averages):
+    """As the EMA callbacks of diffusion trainings do."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        super().on_step_end(args, state, control, model=model)
+        if state.global_step % 3 == 0:
+            self.own = {name: p.detach().clone() for name, p in model.named_parameters()}
+            self._set(model, self.average)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        self._set(model, self.own)
+
+    def _set(self, model: Any, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+
+
+@case("callback", layouts=("K2", "DP2"))
+def averaged_weights_for_evaluation(setting: Setting) -> Job:
+    """EMA weights are put in before an evaluation, and taken out behind it."""
+    options = {"eval_strategy": "steps", "eval_steps": 3}
+    return Job(callbacks=[SwapsForEvaluation()], evaluated=texts(12, seed=9), options=options)
+
+
+class SWA(TrainerCallback):
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Tensor]] = []
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        self.kept.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        mean = {
+            name: torch.stack([kept[name].float() for kept in self.kept]).mean(0).to(value.dtype)
+            for name, value in self.kept[0].items()
+        }
+        model.load_state_dict(mean)
+
+
+@case("callback", layouts=("K2", "DP2"))
+def stochastic_weight_averaging(setting: Setting) -> Job:
+    """`state_dict()` at each epoch's end, `load_state_dict` of the mean at the end."""
+    return Job(callbacks=[SWA()])
+
+
+class Blend(Classifier):
+    alpha = 0.0
+
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels) + self.alpha * features.pow(2).sum(-1).mean()
+
+
+class SetsAlpha(TrainerCallback):
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        model.alpha = 0.3 * round(state.epoch or 0)
+
+
+@case("callback", layouts=("K2", "DP2", "one freeze"), expect="equal")
+def attribute_of_the_model_set_by_a_callback(setting: Setting) -> Job:
+    """`model.alpha`, the weight of a term that is a mean over rows."""
+    return Job(model=built(Blend), callbacks=[SetsAlpha()])
+
+
+class VarianceLater(Classifier):
+    alpha = 0.0
+
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels) + self.alpha * features.var(0, unbiased=False).mean()
+
+
+@case("callback", layouts=("K2",))
+def coupled_term_switched_on_by_a_callback(setting: Setting) -> Job:
+    """A variance over the batch, which has the weight 0 in the first epoch."""
+    return Job(model=built(VarianceLater), callbacks=[SetsAlpha()])
+
+
+class ChangesArguments(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        if state.global_step == 3:
+            args.max_grad_norm = 0.1
+
+
+@case("callback", layouts=("K2", "DP2"), expect="equal")
+def arguments_changed_in_training(setting: Setting) -> Job:
+    """`args.max_grad_norm = 0.1` after three steps."""
+    return Job(callbacks=[ChangesArguments()], options={"optim": "sgd", "learning_rate": 0.05})
+
+
+class ReplacesCollator(TrainerCallback):
+    trainer: Any = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        base = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        if state.epoch and round(state.epoch) == 1:
+            base.collate_fn = _cut_to_five
+
+
+def _cut_to_five(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return pad([{**row, "input_ids": row["input_ids"][:4]} for row in rows])
+
+
+@case("callback", layouts=("one", "K2", "DP2"))
+def collator_replaced_by_a_callback(setting: Setting) -> Job:
+    """`train_dataloader.base_dataloader.collate_fn = ...` in the second epoch."""
+    return Job(callbacks=[ReplacesCollator()])
+
+
+class AddsDecay(TrainerCallback):
+    """Gradients are changed by hand, each by its own parameter."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=0.05)
+
+
+@case("callback", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
+def gradients_changed_by_a_callback(setting: Setting) -> Job:
+    """`parameter.grad.add_(parameter)` in `on_pre_optimizer_step`."""
+    return Job(callbacks=[AddsDecay()], options={"optim": "sgd", "learning_rate": 0.05})
+
+
+class StopsAtLoss(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+        if (logs or {}).get("loss", 9.0) < 0.7:
+            control.should_training_stop = True
+
+
+@case("callback", layouts=("K2", "DP2"), expect="equal")
+def stop_where_the_loss_is_small(setting: Setting) -> Job:
+    """`control.should_training_stop` from `on_log`."""
+    return Job(callbacks=[StopsAtLoss()])
+
+
+class ReadsGradients(TrainerCallback):
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        self.norms.append(float(model.bert.encoder.layer[0].output.dense.weight.grad.norm()))
+
+
+@case("callback", layouts=("one", "DP2"), expect="equal")
+def callback_that_reads_gradients(setting: Setting) -> Job:
+    """The norm of an early layer's gradient."""
+    callback = ReadsGradients()
+    return Job(callbacks=[callback], observe=lambda trainer: {"norms": callback.norms})
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Optimizers and schedulers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _by_layers(model: Any) -> list[dict[str, Any]]:
+    depth = {"embeddings": 0.5, "layer.0": 0.6, "layer.1": 0.7, "layer.2": 0.8, "layer.3": 0.9}
+    return [
+        {"params": [p], "lr": 0.05 * next((v for k, v in depth.items() if k in name), 1.0)}
+        for name, p in model.named_parameters()
+    ]
+
+
+@case("optimizer", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
+def rates_that_decay_with_depth(setting: Setting) -> Job:
+    """A parameter group for each parameter, passed as `optimizers=`."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (torch.optim.SGD(_by_layers(model), momentum=0.9), None)})
+
+
+class LayerwiseRates:
+    def create_optimizer(self, *_: Any) -> Any:
+        if self.optimizer is None:  # type: ignore[has-type]
+            self.optimizer = torch.optim.AdamW(_by_layers(self.model), eps=1e-4)  # type: ignore[attr-defined]
+        return super().create_optimizer()  # type: ignore[misc]
+
+
+@case("optimizer", layouts=("one", "K2", "DP2"))
+def create_optimizer_overridden(setting: Setting) -> Job:
+    """Own groups in `create_optimizer`, then `super().create_optimizer()`."""
+    return Job(trainer=LayerwiseRates)
+
+
+class WholeOverride:
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = torch.optim.AdamW(_by_layers(self.model), eps=1e-4)  # type: ignore[attr-defined]
+        return self.optimizer
+
+
+@case("optimizer", layouts=("one", "K2", "DP2"))
+def create_optimizer_without_super(setting: Setting) -> Job:
+    """`create_optimizer` that does not call the Trainer's."""
+    return Job(trainer=WholeOverride)
+
+
+@case("optimizer", layouts=("K2", "DP2"), expect="equal")
+def optimizer_of_the_head_alone(setting: Setting) -> Job:
+    """`SGD(model.classifier.parameters())`; all else has gradients, too."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (torch.optim.SGD(model.classifier.parameters(), lr=0.1), None)})
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                direction = (0.9 * momentum + 0.1 * p.grad).mul(1e4).tanh()  # a sign without a jump at 0
+                p.add_(direction, alpha=-group["lr"])
+                momentum.lerp_(p.grad, 0.01)
+
+
+@case("optimizer", layouts=("K2", "DP2", "K2 freeze"), expect="equal", tolerance=1e-4)
+def lion(setting: Setting) -> Job:
+    """A user's optimizer that looks at each number alone."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (Lion(model.parameters()), None)})
+
+
+class Prodigy(torch.optim.Optimizer):
+    """Estimates its step from all parameters together."""
+
+    def __init__(self, parameters: Any, lr: float = 1.0) -> None:
+        super().__init__(parameters, {"lr": lr, "d": 1e-3, "numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        top, bottom = 0.0, 1e-8
+        for p in group["params"]:
+            if p.grad is not None:
+                first = self.state[p].setdefault("first", p.detach().clone())
+                top += float((p.grad * (first - p)).sum())
+                bottom += float(p.grad.abs().sum())
+        group["numerator"] += top
+        group["d"] = max(group["d"], group["numerator"] / bottom)
+        for p in group["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=group["d"] * group["lr"] * 5)
+
+
+@case("optimizer", layouts=("K2", "DP2"))
+def prodigy_like(setting: Setting) -> Job:
+    """A step size by sums over all parameters."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (Prodigy(model.parameters()), None)}, observe=_step_size)
+
+
+def _step_size(trainer: Any) -> dict[str, Any]:
+    return {"d": float(trainer.optimizer.param_groups[0]["d"])}
+
+
+class LAMB(torch.optim.Optimizer):
+    """A trust ratio for each parameter."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (p.norm() / (p.grad.norm() + 1e-3)), alpha=group["lr"])
+
+
+@case("optimizer", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
+def lamb_like(setting: Setting) -> Job:
+    """Norms of single parameters."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (LAMB(model.parameters()), None)})
+
+
+class Centralised(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.dim() > 1:
+                    p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+        return super().step(closure)
+
+
+@case("optimizer", layouts=("K2", "DP2"), expect="equal")
+def gradient_centralisation(setting: Setting) -> Job:
+    """Gradients of matrices lose their rows' mean."""
+    model = bert_classifier()
+    optimizer = Centralised(model.parameters(), lr=0.05, momentum=0.9)
+    return Job(model=model, keywords={"optimizers": (optimizer, None)})
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.steps = base, 0
+        self.slow: dict[Tensor, Tensor] = {}
+        super().__init__(base.param_groups, {})
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.slow.setdefault(p, p.detach().clone())
+        self.base.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.copy_(self.slow[p].lerp_(p, 0.5))
+
+
+@case("optimizer", layouts=("one", "K2", "DP2"))
+def lookahead_around_another_optimizer(setting: Setting) -> Job:
+    """State outside of `optimizer.state`."""
+    model = bert_classifier()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.05))
+    return Job(model=model, keywords={"optimizers": (optimizer, None)})
+
+
+@case("optimizer", layouts=("K2", "DP2"), expect="equal")
+def one_cycle_that_moves_the_momentum(setting: Setting) -> Job:
+    """`OneCycleLR` with a user's SGD."""
+    model = bert_classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+    return Job(model=model, keywords={"optimizers": (optimizer, scheduler)})
+
+
+@case("optimizer", layouts=("K2", "DP2"), expect="equal")
+def reduce_lr_on_plateau(setting: Setting) -> Job:
+    """`lr_scheduler_type="reduce_lr_on_plateau"`, by what evaluations find."""
+    options = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+        "metric_for_best_model": "loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "learning_rate": 2e-2,
+    }
+    return Job(evaluated=texts(12, seed=9), options=options)
+
+
+@case("optimizer", layouts=("K2", "DP2"), expect="equal")
+def adafactor_by_class_and_keywords(setting: Setting) -> Job:
+    """`optimizer_cls_and_kwargs=(NAdam, {...})`."""
+    return Job(keywords={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 3e-3, "eps": 1e-4})})
+
+
+def _pre_hook(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.clamp_(-0.05, 0.05)
+
+
+@case("optimizer", layouts=("K2", "DP2"), expect="equal")
+def step_pre_hook(setting: Setting) -> Job:
+    """`optimizer.register_step_pre_hook` clamps gradients."""
+    model = bert_classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.register_step_pre_hook(_pre_hook)
+    return Job(model=model, keywords={"optimizers": (optimizer, None)})
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Overrides of steps
+# ---------------------------------------------------------------------------------------------------------
+
+
+class SAM:
+    """Two gradients in each step: the second where the first leads to."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
+        own = [p for p in model.parameters() if p.grad is not None]
+        norm = torch.stack([p.grad.pow(2).sum() for p in own]).sum().sqrt()
+        moved = [0.05 * p.grad / norm for p in own]
+        with torch.no_grad():
+            for p, e in zip(own, moved, strict=True):
+                p.add_(e)
+        model.zero_grad()
+        super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
+        with torch.no_grad():
+            for p, e in zip(own, moved, strict=True):
+                p.sub_(e)
+        return loss
+
+
+@case("trainer override", layouts=("one", "K2", "DP2"))
+def sharpness_aware_training_step(setting: Setting) -> Job:
+    """SAM: `training_step` twice, with a norm over all gradients."""
+    return Job(trainer=SAM, options={"optim": "sgd", "learning_rate": 0.05})
+
+
+class FGM:
+    """The embeddings are moved along their gradient, and a second backward adds to the first."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
+        table = self.model.bert.embeddings.word_embeddings.weight  # type: ignore[attr-defined]
+        before = table.detach().clone()
+        if table.grad is not None:
+            with torch.no_grad():
+                table.add_(0.5 * table.grad / (table.grad.norm() + 1e-6))
+        super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
+        with torch.no_grad():
+            table.copy_(before)
+        return loss
+
+
+@case("trainer override", layouts=("one", "K2", "DP2"))
+def fast_gradient_method(setting: Setting) -> Job:
+    """FGM in `training_step`, as in most NLP competitions."""
+    return Job(trainer=FGM, options={"optim": "sgd", "learning_rate": 0.05})
+
+
+class OwnStep:
+    """What people copy from the Trainer's source."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        loss = self.compute_loss(model, inputs)  # type: ignore[attr-defined]
+        self.accelerator.backward(loss)  # type: ignore[attr-defined]
+        return loss.detach()
+
+
+@case("trainer override", layouts=("one", "K2", "DP2"))
+def training_step_without_super(setting: Setting) -> Job:
+    """`training_step` that calls `compute_loss` and `backward` itself."""
+    return Job(trainer=OwnStep)
+
+
+class LogsInside:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        outputs = model(**inputs)
+        self.log({"main": float(outputs.loss.detach())})  # type: ignore[attr-defined]
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+@case("trainer override", layouts=("one", "K2", "DP2"), expect="equal")
+def log_inside_compute_loss(setting: Setting) -> Job:
+    """`self.log({...})` for each loss."""
+    return Job(trainer=LogsInside)
+
+
+class BalancesGradients:
+    """Two losses, weighted by the norms of their gradients at the head."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        first = F.cross_entropy(outputs.logits, labels)
+        second = outputs.logits.pow(2).mean()
+        weight: Any = 1.0
+        if torch.is_grad_enabled():
+            head = getattr(model, "module", model).classifier.weight
+            norms = [torch.autograd.grad(x, head, retain_graph=True)[0].norm() for x in (first, second)]
+            weight = (norms[0] / norms[1]).detach()
+        loss = first + weight * second
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("trainer override", layouts=("one", "K2"))
+def losses_balanced_by_gradient_norms(setting: Setting) -> Job:
+    """`torch.autograd.grad` inside `compute_loss`; the weight is of the batch."""
+    return Job(trainer=BalancesGradients)
+
+
+class OwnScheduler:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        optimizer = optimizer if optimizer is not None else self.optimizer  # type: ignore[attr-defined]
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return self.lr_scheduler
+
+
+@case("trainer override", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
+def create_scheduler_overridden(setting: Setting) -> Job:
+    """A `LambdaLR` of the user's."""
+    return Job(trainer=OwnScheduler)
+
+
+def _twice(trainer: Any) -> None:
+    trainer.train()
+    first = list(trainer.state.log_history)
+    trainer.train()
+    trainer.state.log_history = first + trainer.state.log_history
+
+
+@case("trainer override", layouts=("K2", "DP2", "one", "K2 freeze"))
+def train_twice(setting: Setting) -> Job:
+    """`trainer.train()` two times, the second from where the first has ended."""
+    return Job(drive=_twice)
+
+
+class Teaches:
+    """The model's own copy is a moving target."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        plain = getattr(model, "module", model)
+        if not hasattr(self, "copied"):
+            self.copied: nn.Module = copy.deepcopy(plain).eval()
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.copied(**inputs).logits
+        loss = outputs.loss + (outputs.logits - wanted).pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("trainer override", layouts=("one", "K2", "DP2"))
+def copy_of_the_model_as_a_teacher(setting: Setting) -> Job:
+    """`copy.deepcopy(model)` at the first call of `compute_loss`."""
+    return Job(trainer=Teaches)

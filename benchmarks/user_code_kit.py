@@ -1,0 +1,473 @@
+"""What the cases of `user_code.py` are made of: tiny models and data, layouts, and the registry of cases.
+
+    @case("loss", layouts=("K2", "DP2"))
+    def focal_loss(setting: Setting) -> Job:
+        '''A focal loss that is a mean over rows.'''
+        return Job(trainer=FocalLoss)
+
+A case is a function that returns a `Job`: what a user would pass to a Trainer. It is called in each process anew, for
+the reference with `setting.is_reference`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, BertModel, TrainerCallback
+
+VOCABULARY, WIDTH, LAYERS, LABELS = 48, 16, 4, 3
+PAD, FIRST_WORD = 0, 5
+SHORTEST, LONGEST = 3, 9
+IGNORED = -100
+GLOBAL_BATCH = 8
+SAMPLES = 22
+"""Three batches of 8, 8 and 6 rows."""
+
+GROUPS = ("loss", "collator", "model with state", "callback", "sampler", "optimizer", "trainer override")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Layouts
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a case is distributed. The global batch is always `GLOBAL_BATCH` rows.
+
+    Attributes:
+        name: Of the layout, in the table.
+        world: Number of processes.
+        stages: K.
+        accumulation: Micro-steps for each optimizer step.
+        frozen: Optimizer step -> number of frozen layers; the reference freezes the same layers at the same steps.
+        frozen_at_epochs: Likewise by epochs.
+        options: Of `PipeTransformerTrainingArguments`, besides.
+    """
+
+    name: str
+    world: int
+    stages: int
+    accumulation: int = 1
+    frozen: dict[int, int] | None = None
+    frozen_at_epochs: dict[int, int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def per_device(self) -> int:
+        return GLOBAL_BATCH // (self.world * self.accumulation)
+
+    @property
+    def freezes(self) -> bool:
+        return self.frozen is not None or self.frozen_at_epochs is not None
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """Arguments of the pipeline; those of a plain Trainer are the case's."""
+        options: dict[str, Any] = {"pipeline_parallel_size": self.stages, "activation_cache": "off"}
+        if self.stages > 1:
+            options["num_microbatches"] = 2
+        if self.frozen is not None:
+            options |= {
+                "freeze_policy": "schedule",
+                "freeze_strategy": "steps",
+                "freeze_steps": 1,
+                "freeze_schedule": self.frozen,
+            }
+        if self.frozen_at_epochs is not None:
+            options |= {"freeze_policy": "schedule", "freeze_schedule": self.frozen_at_epochs}
+        return options | self.options
+
+
+_CACHED: dict[str, Any] = {"activation_cache": "on"}
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("K2", world=2, stages=2),
+        Layout("K2 acc2", world=2, stages=2, accumulation=2),
+        Layout("DP2", world=2, stages=1),
+        Layout("DP2 acc2", world=2, stages=1, accumulation=2),
+        Layout("one", world=1, stages=1),
+        Layout("one acc2", world=1, stages=1, accumulation=2),
+        Layout("K2 freeze", world=2, stages=2, frozen={2: 1, 4: 2}),
+        Layout("K2 freeze fixed", world=2, stages=2, frozen={2: 1, 4: 2}, options={"elastic": False}),
+        Layout("DP2 freeze", world=2, stages=1, frozen={2: 1, 4: 2}),
+        Layout("one freeze", world=1, stages=1, frozen={2: 1, 4: 2}),
+        Layout("K2 cache", world=2, stages=2, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
+        Layout("DP2 cache", world=2, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
+        Layout("one cache", world=1, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
+        Layout("K2 slices", world=2, stages=2, options={"token_slices": 2}),
+    )
+}
+"""K2: two stages, two micro-batches. DP2: two replicas of one stage. acc2: accumulation. freeze: by a schedule,
+without the cache; unless fixed, the layers are packed into fewer stages. cache: a schedule by epochs, the cache on."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Cases
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Tape:
+    """Random numbers that a process has drawn, for the reference to draw them again.
+
+    The values are those of the training alone: what is drawn before it, or in an evaluation, is not kept.
+    """
+
+    def __init__(self, values: Sequence[Any] | None = None) -> None:
+        self.values: deque[Any] = deque(values or ())
+        self.replays = values is not None
+        self.is_armed = False
+
+    def draw(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns; in the reference, what it has returned elsewhere."""
+        if not self.is_armed:
+            return make()
+        if self.replays:
+            return self.values.popleft()
+        value = make()
+        self.values.append(value)
+        return value
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a case runs.
+
+    Attributes:
+        layout: In the reference, too, that of the run that it is compared with.
+        rank: Of this process; 0 in the reference.
+        is_reference: One process with the stock Trainer.
+        folder: For this process's files. All ranks of a run share one.
+        tape: See `Tape`; armed while training runs.
+    """
+
+    layout: Layout
+    rank: int
+    is_reference: bool
+    folder: Path
+    tape: Tape
+
+
+@dataclass
+class Job:
+    """What a user passes to a Trainer; None stands for the tiny default.
+
+    Attributes:
+        trainer: A mixin with the user's overrides.
+        options: Of the training arguments.
+        pipeline_options: Of those of the pipeline alone.
+        drive: In place of `trainer.train()`.
+        observe: What else must be equal when training has ended.
+    """
+
+    model: nn.Module | None = None
+    data: Any = None
+    evaluated: Any = None
+    collator: Callable[[list[Any]], Any] | None = None
+    trainer: type | None = None
+    callbacks: list[TrainerCallback] = field(default_factory=list)
+    keywords: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    pipeline_options: dict[str, Any] = field(default_factory=dict)
+    drive: Callable[[Any], Any] = lambda trainer: trainer.train()
+    observe: Callable[[Any], dict[str, Any]] = lambda trainer: {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of users' code.
+
+    Attributes:
+        name: Of the function, with spaces.
+        what: First line of its docstring.
+        group: One of `GROUPS`.
+        make: Returns the job.
+        layouts: Names in `LAYOUTS`.
+        source: "issue 1" to "issue 5", or "own".
+        expect: "equal", "refused" (on all processes before the first step), "stopped" (refused in a step) or "exact"
+            (one of them).
+        because: Part of the message of a refusal.
+        replays: The reference trains on what rank 0's `_prepare_inputs` has returned: for random collators.
+        tolerance: Of final weights.
+        is_taped: The reference is run behind the others, with what rank 0 has drawn.
+        as_ddp: Layouts in which each part of a batch has a loss of its own, as under DDP or accumulation of the stock
+            Trainer, and the trainer says so: rows that belong together, with K = 1.
+    """
+
+    name: str
+    what: str
+    group: str
+    make: Callable[[Setting], Job]
+    layouts: tuple[str, ...]
+    source: str
+    expect: str
+    because: str
+    replays: bool
+    tolerance: float
+    is_taped: bool
+    as_ddp: tuple[str, ...] = ()
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    group: str,
+    *,
+    layouts: tuple[str, ...] = ("K2",),
+    source: str = "own",
+    expect: str = "exact",
+    because: str = "",
+    replays: bool = False,
+    is_taped: bool = False,
+    tolerance: float = 1e-5,
+    as_ddp: tuple[str, ...] = (),
+) -> Callable[[Callable[[Setting], Job]], Callable[[Setting], Job]]:
+    """Enters a function into `CASES`."""
+    assert group in GROUPS and set(layouts) <= set(LAYOUTS)
+
+    def enter(make: Callable[[Setting], Job]) -> Callable[[Setting], Job]:
+        name = make.__name__.strip("_").replace("_", " ")
+        assert name not in CASES, name
+        what = (make.__doc__ or "").strip().partition("\n")[0]
+        CASES[name] = Case(
+            name, what, group, make, layouts, source, expect, because, replays, tolerance, is_taped or replays, as_ddp
+        )
+        return make
+
+    return enter
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------
+
+
+def seed_all(seed: int) -> None:
+    """The three generators that users draw from."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def large_weights(model: nn.Module, seed: int = 0) -> Any:
+    """New weights, so large that every layer moves the loss; in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.add_(0.1 * noise)
+    return model.train()
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    """A tiny Bert's configuration, without dropout."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * WIDTH,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": LABELS,
+        **changes,
+    }
+
+
+def bert_classifier(**changes: Any) -> BertForSequenceClassification:
+    return large_weights(BertForSequenceClassification(BertConfig(**sizes(**changes))))
+
+
+class Classifier(nn.Module):
+    """A model as people write it around a Bert: own head, own loss, a dict as output."""
+
+    labels = LABELS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = BertModel(BertConfig(**sizes()), add_pooling_layer=False)
+        self.head = nn.Linear(WIDTH, self.labels)
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
+        """[B, H]: the mean over a row's words."""
+        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask[..., None].to(hidden.dtype)
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        features = self.features(input_ids, attention_mask)
+        logits = self.head(features)
+        output = {"logits": logits}
+        if labels is not None:
+            output = {"loss": self.loss(logits, labels, features), **output}
+        return output
+
+
+def built(cls: type[nn.Module], *args: Any, seed: int = 0, **keywords: Any) -> Any:
+    """An instance with large weights, in training mode."""
+    return large_weights(cls(*args, **keywords), seed)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    """A list as a data set, with a function on each sample."""
+
+    def __init__(self, rows: list[dict[str, Any]], change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
+        self.rows, self.change = rows, change
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.change(self.rows[index])
+
+
+def texts(samples: int = SAMPLES, seed: int = 0, **columns: Callable[[random.Random, list[int], int], Any]) -> Rows:
+    """Ragged rows of words; the classes are unbalanced, and follow from the first word.
+
+    Args:
+        samples: How many.
+        seed: Others give others.
+        **columns: Name -> function of a generator, the words and the label.
+    """
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(samples):
+        words = [generator.randrange(FIRST_WORD, VOCABULARY) for _ in range(generator.randint(SHORTEST, LONGEST))]
+        label = 0 if words[0] % 10 < 7 else 1 + words[0] % 2
+        row = {"input_ids": words, "labels": label}
+        rows.append(row | {name: make(generator, words, label) for name, make in columns.items()})
+    return Rows(rows)
+
+
+def tags_of(_: Any, words: list[int], __: Any) -> list[int]:
+    """A tag for each word."""
+    return [word % LABELS for word in words]
+
+
+def pad(rows: list[dict[str, Any]], filler: dict[str, Any] | None = None, multiple: int = 1) -> dict[str, Tensor]:
+    """The collator that most people write: lists of numbers are padded on the right, numbers are stacked.
+
+    Args:
+        rows: The samples.
+        filler: Column -> what a list of it is padded with; 0, and -100 for what begins with "labels" or "tags".
+        multiple: Of the padded length.
+    """
+    rows = [{"input_ids": r["input_ids"], "attention_mask": [1] * len(r["input_ids"]), **r} for r in rows]
+    batch = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if isinstance(values[0], list):
+            longest = -(-max(map(len, values)) // multiple) * multiple
+            empty = (filler or {}).get(name, IGNORED if name.startswith(("labels", "tags")) else 0)
+            values = [[*value, *[empty] * (longest - len(value))] for value in values]
+        batch[name] = torch.tensor(values)
+    return batch
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Trainers
+# ---------------------------------------------------------------------------------------------------------
+
+
+class OwnLoss:
+    """A mixin: `loss_of(model, inputs, outputs, labels)` in place of the model's own loss."""
+
+    def loss_of(self, model: nn.Module, inputs: dict[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+        loss = self.loss_of(model, inputs, logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def own_loss(function: Callable[..., Tensor], **attributes: Any) -> type:
+    """A mixin whose `loss_of(self, model, inputs, logits, labels)` is the given function."""
+    return type("OwnLossTrainer", (OwnLoss,), {"loss_of": function, **attributes})
+
+
+class FreezesByHand(TrainerCallback):
+    """What a user writes for a model with `model.bert`: layers and the embeddings freeze."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def _freeze(self, model: Any, count: int) -> None:
+        if count:
+            for module in (model.bert.embeddings, *model.bert.encoder.layer[:count]):
+                module.requires_grad_(False)
+                module.eval()
+                module.train = lambda mode=True, module=module: module  # the Trainer sets the mode in each step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        if self.layout.frozen is not None:
+            self._freeze(
+                model, max((n for step, n in self.layout.frozen.items() if step <= state.global_step), default=0)
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        if self.layout.frozen_at_epochs is not None:
+            done = round(state.epoch or 0)
+            self._freeze(
+                model, max((n for epoch, n in self.layout.frozen_at_epochs.items() if epoch <= done), default=0)
+            )
+
+
+class Arms(TrainerCallback):
+    """Opens the tape while training runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.tape.is_armed = True
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.tape.is_armed = False
+
+
+def recording(tape: Tape) -> type:
+    """A mixin that notes what `_prepare_inputs` returns for each batch of the training, or returns what was noted."""
+
+    class Recording:
+        _is_evaluating = False
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            if self._is_evaluating:
+                return super()._prepare_inputs(inputs)  # type: ignore[misc]
+            prepare = super()._prepare_inputs  # type: ignore[misc]
+            return dict(tape.draw(lambda: dict(prepare(inputs))))
+
+        def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
+            self._is_evaluating = True
+            try:
+                return super().evaluation_loop(*positional, **keywords)  # type: ignore[misc]
+            finally:
+                self._is_evaluating = False
+
+    return Recording

@@ -1,0 +1,93 @@
+"""Users' losses, collators, models, callbacks, samplers and optimizers: equal to one process, or refused."""
+
+from __future__ import annotations
+
+import pytest
+from distributed import run_ranks
+
+import user_code
+import user_code_kit
+
+KNOWN: dict[str, str] = {}
+"""Case and layout -> why it is not as expected yet. Each must fail: what is repaired leaves this table."""
+
+PARTS = 2
+"""Of a group, so that several workers share it."""
+
+
+def label(finding: user_code.Finding) -> str:
+    return f"{finding.case} [{finding.layout}]"
+
+
+def check(entries):
+    findings = run_ranks(user_code.serve, user_code.WORLD, entries, timeout=850)[0]
+    assert [finding.entry for finding in findings] == entries
+    failed = {label(f): f"{f.verdict}: {f.reason}\n{f.trace}" for f in findings if not f.is_expected}
+    unexpected = {name: why for name, why in failed.items() if name not in KNOWN}
+    assert not unexpected, "\n\n".join(f"{name}: {why}" for name, why in unexpected.items())
+    repaired = {label(f) for f in findings if f.is_expected} & KNOWN.keys()
+    assert not repaired, f"take these out of KNOWN: {sorted(repaired)}"
+
+
+def is_first(entry: user_code.Entry) -> bool:
+    """Whether it is the case's pipeline, or first, layout: the others take more than twice as long together."""
+    layouts = user_code_kit.CASES[entry[0]].layouts
+    return entry[1] == ("K2" if "K2" in layouts else layouts[0])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("group", user_code_kit.GROUPS)
+def test_equal_or_refused(group, part):
+    check([entry for entry in user_code.entries_of(groups=[group]) if is_first(entry)][part::PARTS])
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("group", user_code_kit.GROUPS)
+def test_equal_or_refused_in_other_layouts(group, part):
+    check([entry for entry in user_code.entries_of(groups=[group]) if not is_first(entry)][part::PARTS])
+
+
+def test_names_in_the_table_of_known_failures():
+    assert KNOWN.keys() <= {f"{case} [{layout}]" for case, layout in user_code.entries_of()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The comparison itself
+# ---------------------------------------------------------------------------------------------------------
+
+
+def verdict(ranks, reference=None, expect="exact"):
+    case = user_code_kit.Case("c", "", "loss", lambda _: None, ("K2",), "own", expect, "reason", False, 1e-5, False)
+    reference = reference or user_code.Outcome(losses=[1.0, 0.5], steps=2)
+    return user_code.judge(case, user_code_kit.LAYOUTS["K2"], reference, ranks)
+
+
+def outcome(**changes):
+    return user_code.Outcome(**{"losses": [1.0, 0.5], "steps": 2, **changes})
+
+
+def refusal(steps=0):
+    return user_code.Outcome(error="ValueError: the reason is this", is_refusal=True, steps=steps)
+
+
+def test_verdicts():
+    assert verdict([outcome(), outcome()]).verdict == "equal"
+    assert verdict([outcome(), outcome(losses=[1.0, 0.501])]).verdict == "SILENTLY DIFFERENT"
+    assert verdict([outcome(), outcome(steps=1)]).verdict == "SILENTLY DIFFERENT"
+    assert verdict([outcome(losses=[1.0, float("nan")])]).verdict == "SILENTLY DIFFERENT"
+    assert verdict([refusal(), refusal()]).verdict == "refused"
+    assert verdict([refusal(2), refusal(2)]).verdict == "stopped"
+    assert verdict([refusal(), outcome()]).verdict == "crash"
+    assert verdict([refusal(), user_code.Outcome(error="it was still running", is_hang=True)]).verdict == "crash"
+    assert verdict([user_code.Outcome(error="it was still running", is_hang=True)] * 2).verdict == "hang"
+    assert verdict([outcome()], user_code.Outcome(error="KeyError: labels")).verdict == "no reference"
+
+
+def test_what_is_expected():
+    assert verdict([refusal()], expect="exact").is_expected
+    assert not verdict([refusal()], expect="equal").is_expected
+    other = user_code.Outcome(error="ValueError: something else", is_refusal=True)
+    assert not verdict([other], expect="refused").is_expected
