@@ -35,6 +35,7 @@ def is_first(entry: user_code.Entry) -> bool:
     return entry[1] == ("K2" if "K2" in layouts else layouts[0])
 
 
+@pytest.mark.faults  # minutes, on a quiet machine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("group", user_code_kit.GROUPS)
@@ -42,7 +43,7 @@ def test_equal_or_refused(group, part):
     check([entry for entry in user_code.entries_of(groups=[group]) if is_first(entry)][part::PARTS])
 
 
-@pytest.mark.faults
+@pytest.mark.faults  # minutes, on a quiet machine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("group", user_code_kit.GROUPS)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..randomness import seed_all
 from .dropout import WithoutDropout
 from .ghosts import evaluation_mode, placeholder, reachable_leaves
 from .layer_range import tensors_of
@@ -122,6 +123,8 @@ def study_loss(
         if reduction.kind != "whole" and is_random and study.mixes_rows(first):
             reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
         if is_cut:
+            if is_random:
+                study.check_randomness(first)
             for evaluates in (True,) if is_random else (True, False):
                 with study.mode(evaluates=evaluates):
                     study.check_last_stage(first, tolerance)
@@ -287,6 +290,33 @@ class _Study:
             "Change inputs in the data collator, compute the loss from the model's final outputs and the last layer's"
             " parameters (the optimizer's weight_decay is a penalty on all), or set pipeline_parallel_size=1.",
         )
+
+    def check_randomness(self, batch: Batch) -> None:
+        """What is drawn before the layers, on each stage anew, must not matter to the last stage.
+
+        Raises:
+            UnsupportedModelError: it does.
+        """
+        stack, last = self._stack, self._stack.num_units - 1
+        losses = []
+        stack.runner.install()
+        try:
+            with self.mode(evaluates=False), torch.no_grad(), left_as_found(stack.model, *self._others):
+                carry = stack.runner.run(0, last, None, batch) if last else {}
+                for seed in (0, 1):
+                    # the last layer and the head may draw what they like, and do so alike here
+                    with stack.runner.telling_entries(lambda: seed_all(0)), stack.runner.to_the_end(last, carry):
+                        losses.append(float(self._compute_loss(dict(batch), 1, seed)))
+        finally:
+            stack.runner.remove()
+        one, other = losses
+        if not (math.isclose(one, other, rel_tol=1e-6) or math.isnan(one + other)):
+            raise UnsupportedModelError(
+                stack.model,
+                "in training mode it draws random numbers before its layers that the last layers or the loss use (a"
+                " mixup, noise): each stage would draw its own.",
+                "Draw them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
+            )
 
     def _under_the_last_unit(self, batch: Batch) -> LossOutcome:
         """As the last stage would compute the loss, were its stage one unit: parameters of others are NaN."""
