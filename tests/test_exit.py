@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -17,24 +16,17 @@ from hf_pipetransformer.resilience import exit as process_exit
 HELD: list[SimpleNamespace] = []
 
 
-def threads_of_gloo() -> int:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names)
-
-
-def ends_its_groups(rank: int, world_size: int) -> tuple[int, int]:
+def ends_its_groups(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     dist.init_process_group("gloo")
     mesh = ProcessMesh(timedelta(seconds=60))
     mesh.gather_objects(rank)
-    HELD.append(SimpleNamespace(mesh=mesh, group=mesh.layout(2)))  # as a trainer that the script holds
-    before = threads_of_gloo()
-    process_exit.end()
-    return before, threads_of_gloo()
+    holder = SimpleNamespace(mesh=mesh, group=mesh.layout(2).pipeline)  # as a trainer that the script holds
+    HELD.append(holder)
+    return process_exit.end(), dist.is_initialized(), holder.group is None and mesh.control is None
 
 
-def test_threads_of_groups_that_a_trainer_holds_are_ended() -> None:
-    for before, after in run_ranks(ends_its_groups, 2):
-        assert after <= before - 9  # three for each of the three groups that the mesh holds
+def test_groups_are_destroyed_and_let_go_of() -> None:
+    assert run_ranks(ends_its_groups, 2) == [(True, False, True)] * 2
 
 
 def ends_beside_a_stuck_peer(rank: int, world_size: int) -> float:
