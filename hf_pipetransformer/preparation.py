@@ -166,7 +166,7 @@ class PipelinePreparation(Trainer):
         is_examined = self.args.uses_pipeline or self._freeze_callback is not None
         sample: Batch = {}
         if is_examined or mesh.world_size > 1:
-            sample = self._collate(rows[:SAMPLE_ROWS], collate_fn)
+            sample = self._collate(rows[: min(SAMPLE_ROWS, self._rows_at_once)], collate_fn)
             check_same_everywhere(mesh, self.model, sample)
         stack, freezable = LayerStack.uncut(self.model), None
         if is_examined:
@@ -229,8 +229,10 @@ class PipelinePreparation(Trainer):
         return frozenset(sample) - calls[0] if calls else frozenset()
 
     def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
-        """Few rows, padded as in a batch with the others: two short ones would make every stage seem to fit."""
-        return slice_rows(self._collate(rows, collate_fn), 0, SAMPLE_ROWS)
+        """Few rows, padded as in a batch with the longest: two short ones would make every stage seem to fit."""
+        at_once = self._rows_at_once
+        batches = [self._collate(rows[start : start + at_once], collate_fn) for start in range(0, len(rows), at_once)]
+        return slice_rows(max(batches, key=_elements_of_a_row), 0, SAMPLE_ROWS)
 
     def _wrap_replicas(
         self, stage: StageModule, group: dist.ProcessGroup, may_be_unused: bool
@@ -266,6 +268,7 @@ class PipelinePreparation(Trainer):
             )
         assert self._train_batches is not None
         collate_fn = self._train_batches.collate_fn
+        rows = rows[: self._rows_at_once]
         together = self._collate(rows, collate_fn)
         # a collator may also have packed them into fewer
         few = [rows[i] for i in telling_rows(together)] if batch_rows(together) == len(rows) else rows[:SAMPLE_ROWS]
@@ -610,6 +613,12 @@ class PipelinePreparation(Trainer):
         evaluated = self.eval_dataset
         everything = [self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
         return [dataset for dataset in everything if dataset is not None]
+
+
+def _elements_of_a_row(batch: Mapping[str, Any]) -> int:
+    return max(
+        (value[0].numel() for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), default=0
+    )
 
 
 def _of_different_classes(samples: list[Any], names: Sequence[str]) -> list[Any]:

@@ -254,7 +254,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 " instead of overriding get_train_dataloader."
             )
         check_same_size(self._processes, self._train_batches.dataset)
-        rows = self._train_batches.sample_rows(self._rows_at_once) if self._is_examined else []
+        rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS) if self._is_examined else []
         with generators_kept(self, self.model):
             pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
             self._study_loss(pipeline.stack)
