@@ -137,10 +137,6 @@ class PipelinePreparation(Trainer):
         return NOT_IN_KEYS | frozenset(self.label_names or ())
 
     @property
-    def _is_exact(self) -> bool:
-        return self.accelerator.mixed_precision == "no" and self._has_exact_weights
-
-    @property
     def _has_exact_weights(self) -> bool:
         return all(p.dtype in (torch.float32, torch.float64) for p in self.model.parameters())
 
