@@ -226,9 +226,12 @@ class PipelinePreparation(Trainer):
 
     def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
         """Few rows, padded as in a batch with the longest: two short ones would make every stage seem to fit."""
-        at_once = self._rows_at_once
-        batches = [self._collate(rows[start : start + at_once], collate_fn) for start in range(0, len(rows), at_once)]
-        return slice_rows(max(batches, key=_elements_of_a_row), 0, SAMPLE_ROWS)
+        return slice_rows(max(self._collate_apart(rows, collate_fn), key=_elements_of_a_row), 0, SAMPLE_ROWS)
+
+    def _collate_apart(self, rows: list[Any], collate_fn: Any) -> list[Batch]:
+        """Batches of these rows, none larger than those of the training."""
+        step = self._rows_at_once
+        return [self._collate(rows[start : start + step], collate_fn) for start in range(0, len(rows), step)]
 
     def _wrap_replicas(
         self, stage: StageModule, group: dist.ProcessGroup, may_be_unused: bool
@@ -264,10 +267,11 @@ class PipelinePreparation(Trainer):
             )
         assert self._train_batches is not None
         collate_fn = self._train_batches.collate_fn
-        rows = rows[: self._rows_at_once]
-        together = self._collate(rows, collate_fn)
+        batches = self._collate_apart(rows, collate_fn)
         # a collator may also have packed them into fewer
-        few = [rows[i] for i in telling_rows(together)] if batch_rows(together) == len(rows) else rows[:SAMPLE_ROWS]
+        were_packed = sum(map(batch_rows, batches)) != len(rows)
+        few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in telling_rows(batches)]
+        few = few[: self._rows_at_once]
         plain = self._collate(few, collate_fn)
         *_, sample = label_variants(plain, ("labels",), (), may_ignore=True)
         num_items = max(self._reduction.count(sample), 1)
@@ -353,7 +357,8 @@ class PipelinePreparation(Trainer):
             assert isinstance(loss, torch.Tensor)
             return loss.mean()
 
-        with without_autocast() if self._computes_exactly else nullcontext():
+        exactly = without_autocast() if self._computes_exactly else nullcontext()
+        with exactly, naming_long_rows(self.model, sample):
             study = study_loss(
                 stack,
                 variants,

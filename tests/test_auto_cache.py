@@ -634,7 +634,7 @@ class PassesOn:
         return inputs if self.model.training else {**inputs, "labels": inputs["labels"].flip(0)}  # type: ignore[attr-defined]
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        if self.pipeline.num_stages == 1:  # type: ignore[attr-defined]
+        if self.args.pipeline_parallel_size == 1:  # type: ignore[attr-defined]
             self.model(**inputs)  # type: ignore[attr-defined]
         return super().prediction_step(model, inputs, *positional, **keywords)  # type: ignore[misc]
 

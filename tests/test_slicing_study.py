@@ -190,10 +190,12 @@ def test_the_longest_and_the_shortest_row_tell_most() -> None:
     mask = (torch.arange(6) < torch.tensor([3, 6, 2, 4])[:, None]).long()
     labels = torch.where(mask.bool(), 1, -100)
     ids = torch.ones_like(mask)
-    assert telling_rows({"input_ids": ids, "attention_mask": mask}) == (1, 2)
-    assert telling_rows({"input_ids": ids, "attention_mask": ids, "labels": labels}) == (1, 2)
-    assert telling_rows({"input_ids": ids}) == (0, 1)
-    assert telling_rows({"input_ids": ids[:1]}) == (0,)
+    assert telling_rows([{"input_ids": ids, "attention_mask": mask}]) == (1, 2)
+    assert telling_rows([{"input_ids": ids, "attention_mask": ids, "labels": labels}]) == (1, 2)
+    assert telling_rows([{"input_ids": ids}]) == (0, 1)
+    assert telling_rows([{"input_ids": ids[:1]}]) == (0,)
+    apart = [{"input_ids": ids[k : k + 2], "attention_mask": mask[k : k + 2]} for k in (0, 2)]
+    assert telling_rows(apart) == (1, 2)  # counted through
 
 
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-1])

@@ -95,10 +95,10 @@ def study_loss(
         UnsupportedModelError: with several stages, the loss or model keeps a state, or needs more of the model than
             its last stage.
     """
-    study = _Study(stack, compute_loss, tuple(others))
+    study = _Study(stack, compute_loss, tuple(others), 1 if passes_items else None)
     first = batches[0]
     with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]), study.moved():
-        is_random = study.is_random(first, passes_items)
+        is_random = study.is_random(first)
         with study.mode(evaluates=is_random):
             without_gradient = study.without_gradient(first)
             keeps_state = None if is_random else study.state_kept(first)
@@ -134,8 +134,10 @@ def study_loss(
 class _Study:
     """Calls the loss in a repeatable way."""
 
-    def __init__(self, stack: LayerStack, compute_loss: ComputeLoss, others: tuple[Any, ...]) -> None:
-        self._stack, self._compute_loss, self._others = stack, compute_loss, others
+    def __init__(
+        self, stack: LayerStack, compute_loss: ComputeLoss, others: tuple[Any, ...], num_items: NumItems
+    ) -> None:
+        self._stack, self._compute_loss, self._others, self._num_items = stack, compute_loss, others, num_items
         self._seed = 0
         table = stack.table
         # of a model that is cut those that the last stage holds alone: of shared ones it has a part of the gradient
@@ -210,22 +212,21 @@ class _Study:
             for name, requires_grad in before.items():
                 table[name].requires_grad_(requires_grad)
 
-    def is_random(self, batch: Batch, passes_items: bool) -> bool:
+    def is_random(self, batch: Batch) -> bool:
         """Whether training mode draws random numbers besides dropout."""
-        items = 1 if passes_items else None
         with self.mode(evaluates=False), torch.no_grad():
-            one, other = (float(self.loss(batch, items, seed)) for seed in (0, 1))
+            one, other = (float(self.loss(batch, self._num_items, seed)) for seed in (0, 1))
         return not (one == other or math.isclose(one, other, rel_tol=1e-6) or math.isnan(one + other))
 
     def state_kept(self, batch: Batch) -> str | None:
         """What a call of the loss leaves behind for the next one, in words; None: nothing that matters."""
         model = self._stack.model
         with left_as_found(model, *self._others), torch.no_grad():
-            self._compute_loss(dict(batch), None, self._seed)  # may fill what is empty at first
+            self._compute_loss(dict(batch), self._num_items, self._seed)  # may fill what is empty at first
             before = _state_of(model)
-            one = float(self._compute_loss(dict(batch), None, self._seed))
+            one = float(self._compute_loss(dict(batch), self._num_items, self._seed))
             changed = _changed(before, _state_of(model))
-            other = float(self._compute_loss(dict(batch), None, self._seed))
+            other = float(self._compute_loss(dict(batch), self._num_items, self._seed))
         if changed is not None:
             return f"each forward in training mode changes {changed}"
         exactness = 0.0 if next(model.parameters()).device.type == "cpu" else 1e-6
@@ -237,7 +238,7 @@ class _Study:
         """Names of the parameters that a loss does not reach."""
         table = self._stack.table
         with torch.enable_grad(), table.all_trainable():
-            reached = {id(leaf) for leaf in reachable_leaves([self.loss(batch, 1)])}
+            reached = {id(leaf) for leaf in reachable_leaves([self.loss(batch, self._num_items)])}
         return frozenset(name for name in table.names if id(table[name]) not in reached)
 
     def mixes_rows(self, batch: Batch) -> bool:
@@ -263,7 +264,7 @@ class _Study:
         found: list[tuple[torch.Tensor, ...]] = []
         hook = self._stack.model.register_forward_hook(lambda _, __, output: found.append(tensors_of(output)))
         try:
-            self.loss(batch, 1, seed)
+            self.loss(batch, self._num_items, seed)
         finally:
             hook.remove()
         return list(found[0]) if found else []
@@ -274,7 +275,7 @@ class _Study:
         Raises:
             UnsupportedModelError: it is another one.
         """
-        whole = self.outcome(batch, 1)
+        whole = self.outcome(batch, self._num_items)
         if not math.isfinite(whole.value):
             return
         cut = self._under_the_last_unit(batch)
@@ -306,7 +307,7 @@ class _Study:
                 for seed in (0, 1):
                     # the last layer and the head may draw what they like, and do so alike here
                     with stack.runner.telling_entries(lambda: seed_all(0)), stack.runner.to_the_end(last, carry):
-                        losses.append(float(self._compute_loss(dict(batch), 1, seed)))
+                        losses.append(float(self._compute_loss(dict(batch), self._num_items, seed)))
         finally:
             stack.runner.remove()
         one, other = losses
@@ -333,7 +334,7 @@ class _Study:
                 if name not in mine
             }
             with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
-                return self.outcome(batch, 1)
+                return self.outcome(batch, self._num_items)
         finally:
             stack.runner.remove()
 

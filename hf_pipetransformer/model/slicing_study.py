@@ -41,15 +41,22 @@ FAR_FROM_ROUNDING = 100
 """Times what rounding makes of a loss: of two draws one is hardly ever so much larger than the other."""
 
 
-def telling_rows(batch: Batch) -> tuple[int, ...]:
-    """Numbers of two rows that show most: on the longest one windows act, and the shortest one is padded to it."""
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    for tokens in (mask, labels.ne(IGNORED) if isinstance(labels, torch.Tensor) else None):
-        if isinstance(tokens, torch.Tensor) and tokens.dim() == 2:
-            lengths = tokens.sum(dim=1)
-            if lengths.min() < lengths.max():
-                return int(lengths.argmax()), int(lengths.argmin())
-    return tuple(range(min(batch_rows(batch), 2)))
+def telling_rows(batches: Sequence[Batch]) -> tuple[int, ...]:
+    """Numbers of two rows that show most: on the longest one windows act, and the shortest one is padded to it.
+
+    Args:
+        batches: rows that were collated apart; they are counted through.
+    """
+    masks = [batch.get("attention_mask") for batch in batches]
+    labels = [batch.get("labels") for batch in batches]
+    counted = [one.ne(IGNORED) if isinstance(one, torch.Tensor) else None for one in labels]
+    for tokens in (masks, counted):
+        lengths = [
+            n for one in tokens if isinstance(one, torch.Tensor) and one.dim() == 2 for n in one.sum(1).tolist()
+        ]
+        if lengths and min(lengths) < max(lengths):
+            return lengths.index(max(lengths)), lengths.index(min(lengths))
+    return tuple(range(min(sum(map(batch_rows, batches)), 2)))
 
 
 def study_slicing(
