@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ..cache.activation_cache import ActivationCache
+from ..cache.content_keys import named_inputs
 from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
@@ -448,17 +449,24 @@ class ElasticPipeline(nn.Module):
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own, where a `training_step` or `prediction_step` of the user's calls what it was given.
 
+        Without gradients each stage of a pipeline gets the outputs for its own batch (`predict`): then it is collective
+        over the pipeline.
+
         Raises:
-            RuntimeError: one stage of several has no output; or DDP would not see what is computed for a gradient.
+            ValueError: where gradients are computed one stage of several has no output; nor would DDP see it.
         """
+        is_trained = torch.is_grad_enabled() and self.training
         if self.is_placed and self.num_stages > 1:
-            raise RuntimeError(
-                "The model is spread over several stages: one alone has no output. Use the Trainer's evaluate() or"
-                " predict(), and super().training_step() or super().prediction_step() in methods of your own; or set"
+            if not is_trained:
+                inputs = dict(named_inputs(self.model, positional, batch))
+                return self.predict(inputs, self._on_device, lambda rows: self.model(**rows))
+            raise ValueError(
+                "The model is spread over several stages: in training one alone has no output. Call"
+                " super().training_step() in a training_step of your own and put your loss into compute_loss; or set"
                 " pipeline_parallel_size=1."
             )
-        if self._replicated is not None and torch.is_grad_enabled() and self.training:
-            raise RuntimeError(
+        if self._replicated is not None and is_trained:
+            raise ValueError(
                 f"The gradients of {self.num_replicas} replicas are averaged where the Trainer's own training_step"
                 " runs: call super().training_step() and put your loss into compute_loss, or train in one process."
             )
@@ -692,6 +700,9 @@ class ElasticPipeline(nn.Module):
         for work, _ in pending:
             work.wait()
         return mine
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, torch.Tensor) else v, batch)
 
     # ------------------------------------------------------------------------------------ messages inside a pipeline
     def _rank_of(self, stage: int) -> int:

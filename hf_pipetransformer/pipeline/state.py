@@ -154,7 +154,9 @@ class WeightState:
             parameter.requires_grad_(False)  # a user's code may have set it
             parameter.grad = None
             if self.is_here(name):
-                parameter.data = placeholder(parameter, device=device)
+                # whoever reads it (a penalty on all weights) is to get no number that looks like one
+                nothing = float("nan") if parameter.is_floating_point() else 0
+                parameter.data = placeholder(parameter, nothing, device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._missing = frozenset(self._table.names) - frozenset(names)
@@ -304,7 +306,7 @@ class WeightState:
 
     def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if self._gathered is None and self._missing and not self._lists_placeholders:
-            raise RuntimeError(
+            raise ValueError(
                 f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
                 " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
                 " has returned."
