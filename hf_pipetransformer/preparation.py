@@ -98,6 +98,7 @@ class PipelinePreparation(Trainer):
         self._unit_costs: tuple[UnitCost, ...] = ()
         self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
+        self._loss_is_random = False
         self._num_items: int | float = 1
         self._items_scale = 1.0  # items of a batch as collated, over those in what _prepare_inputs made of it
         self._num_rows = 1  # of the batch of an optimizer step, over all replicas
@@ -371,7 +372,7 @@ class PipelinePreparation(Trainer):
                 tolerance=EXACT if self._computes_exactly else HALF_PRECISION,
             )
         # rounding may tell processes apart
-        self._reduction = self._processes.gather_objects(study.reduction)[0]
+        self._reduction, self._loss_is_random = self._processes.gather_objects((study.reduction, study.is_random))[0]
         stack.unreached |= study.without_gradient
 
     def _has_ignored(self, batch: Batch) -> bool:

@@ -41,6 +41,7 @@ from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
+from .model.loss_scaling import EXACT, HALF_PRECISION
 from .model.loss_study import raise_for_exchanged_inputs
 from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows
 from .pipeline.agreement import check_same_size
@@ -52,6 +53,7 @@ from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
 from .randomness import generators_kept, seeded
+from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
 from .resilience.preemption import StopSignal, WorkerStart
@@ -127,6 +129,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._epoch_begins = False
         self._epochs_begun = 0
         self._shapes_told = 0
+        self._rechecks = Rechecks()
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
@@ -594,6 +597,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         assert pipeline is not None
         PROGRESS.enter("step")
         self._follow_flags()
+        is_rechecked = pipeline.num_stages > 1 and self._rechecks.is_due(
+            self.state.global_step, self.state.epoch or 0.0
+        )
+        if is_rechecked:
+            self._refuse_copied_placeholders(pipeline)
         pipeline.train()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
@@ -620,7 +628,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         with naming_long_rows(self.model, batch):
             pipeline.prepare(batch)
             self._micro_losses.clear()
-            pipeline.step(batch)
+            received = pipeline.step(batch, keeps_received=is_rechecked)
+        loss_found = self._recheck_loss(pipeline, batch, received) if received else None
         self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
         if empty_every is not None and self.state.global_step % empty_every == 0:
@@ -636,14 +645,26 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             PROGRESS.enter("all-reduce")
             loss = loss.float()
             flags_changed = pipeline.weights.flags_changed
-            mine = (self._is_preempted, met_other_inputs, doubts_weights, self._exchanges_inputs, flags_changed)
+            mine = (
+                self._is_preempted,
+                met_other_inputs,
+                doubts_weights,
+                self._exchanges_inputs,
+                flags_changed,
+                loss_found is not None,
+            )
             together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in mine)])
             dist.all_reduce(together)
             loss = together[0]
             votes = (together[1:] > 0).tolist()
-            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs, flags_changed = votes
+            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs, flags_changed, is_other_loss = (
+                votes
+            )
             if exchanges_inputs:
                 raise_for_exchanged_inputs(self.model)
+            if is_other_loss:
+                found = next(filter(None, pipeline.mesh.gather_objects(loss_found)))
+                raise_for_changed_loss(self.model, self.state.global_step + 1, found)
             if flags_changed:
                 raise ValueError(
                     "requires_grad of parameters was changed by something else than a callback (in compute_loss,"
@@ -654,6 +675,39 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._doubts_weights |= doubts_weights
         PROGRESS.enter("callbacks")
         return loss
+
+    def _recheck_loss(
+        self, pipeline: ElasticPipeline, batch: Batch, received: Sequence[Sequence[torch.Tensor]]
+    ) -> str | None:
+        """On a last stage, after a step: what speaks against adding up the parts' losses. Not collective."""
+        if len(received) < 2 or self._loss_is_random or self._reduction.kind == "whole" or not self._slice.rows:
+            return None
+        items = self._num_items / self._items_scale
+
+        def part_of_loss(model: nn.Module, part: Batch) -> torch.Tensor:
+            return self._part_of_loss(model, part, items, self._share_of(part))
+
+        is_exact = self._computes_exactly and self.accelerator.mixed_precision == "no"
+        tolerance = EXACT if is_exact else HALF_PRECISION
+        return loss_has_changed(pipeline, batch, received, part_of_loss, (self,), tolerance)
+
+    def _refuse_copied_placeholders(self, pipeline: ElasticPipeline) -> None:
+        """Collective over all processes.
+
+        Raises:
+            ValueError: a callback keeps copies of parameters that are not here.
+        """
+        if not self._watches_steps:
+            return
+        theirs = [callback for callback in self.callback_handler.callbacks if _is_of_user(callback)]
+        mine = keeper_of_placeholders(theirs, pipeline.missing_parameters)
+        name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
+        if name is not None:
+            raise ValueError(
+                f"The callback {name} keeps copies of the model's parameters (a running average, for one), and each of"
+                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN while"
+                " it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
+            )
 
     def _share_batch(self, pipeline: ElasticPipeline, batch: Batch) -> Batch:
         """What the first stage has prepared and counted, on all stages of its pipeline.
@@ -913,12 +967,16 @@ class _Hooks(TrainerCallback):
 
 def _watch_steps(callbacks: Sequence[Any]) -> bool:
     """Whether a callback of the user's may read weights at each step, as a running average does."""
-    theirs = [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
+    theirs = [c for c in callbacks if _is_of_user(c)]
     stock = {name: getattr(TrainerCallback, name) for name in STEP_EVENTS}
     # looked up on the object, which may have a method of its own
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in theirs for n, method in stock.items()
     )
+
+
+def _is_of_user(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] not in STOCK_PACKAGES
 
 
 def _whole_stream(dataset: Any) -> Any:

@@ -60,10 +60,12 @@ class LossStudy:
     Attributes:
         reduction: how it adds up.
         without_gradient: names of the parameters that it does not reach.
+        is_random: whether training mode draws random numbers besides dropout.
     """
 
     reduction: LossReduction
     without_gradient: frozenset[str]
+    is_random: bool
 
 
 def study_loss(
@@ -128,7 +130,7 @@ def study_loss(
             for evaluates in (True,) if is_random else (True, False):
                 with study.mode(evaluates=evaluates):
                     study.check_last_stage(first, tolerance)
-    return LossStudy(reduction, without_gradient)
+    return LossStudy(reduction, without_gradient, is_random)
 
 
 class _Study:

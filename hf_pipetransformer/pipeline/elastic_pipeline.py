@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ..cache.activation_cache import ActivationCache
-from ..cache.content_keys import named_inputs
+from ..cache.content_keys import KEYS_NAME, named_inputs
 from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
-from ..model.micro_batch import Batch, naming_long_rows
+from ..model.micro_batch import Batch, naming_long_rows, split_batch
 from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
 from ..resilience.progress import PROGRESS, phase
@@ -494,7 +494,7 @@ class ElasticPipeline(nn.Module):
         if self._token_scheduler is not None:
             self._token_scheduler.parts_of(batch)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch, keeps_received: bool = False) -> list[Sequence[torch.Tensor]]:
         """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         Gradients are complete afterwards, unless inside `no_sync`: summed over micro-batches, and over the stages
@@ -502,9 +502,15 @@ class ElasticPipeline(nn.Module):
 
         Args:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
+            keeps_received: ask for what is returned.
+
+        Returns:
+            For each micro-batch what the last stage has received, if that was asked for and this is the last of several
+            stages that run whole rows; else nothing.
         """
         stage = self.stage
         assert stage is not None
+        stage.received = {} if keeps_received else None
         if self._shared_are_summed:
             self._keep_sums_once()
         if self._token_scheduler is not None:
@@ -523,6 +529,38 @@ class ElasticPipeline(nn.Module):
                 self._sparse_embeddings.finish_step()
         if self._gradients_synchronise:
             self._reduce_shared_gradients()
+        received, stage.received = stage.received or {}, None
+        return [received[index] for index in sorted(received)] if self._scheduler is not None else []
+
+    def losses_of_parts_and_whole(
+        self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
+    ) -> Iterator[torch.Tensor]:
+        """On the last stage, of a batch that has just run: each micro-batch's loss, and the whole batch's. Not
+        collective.
+
+        Args:
+            batch: the batch.
+            received: what `step` has returned for it.
+            part_of_loss: what rows of the batch add to the loss.
+        """
+        stage = self.stage
+        assert stage is not None and stage.is_last and self._scheduler is not None
+        inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
+        parts = split_batch(inputs, len(received))
+        whole = [inputs], [self._scheduler.joined(batch, received)]
+        try:
+            for stage.micro_batches, values in ((parts, received), whole):
+                for rows, arrived in zip(stage.micro_batches, values, strict=True):
+                    with stage.running_to_the_end(arrived, rows) as mine:
+                        loss = part_of_loss(self.model, mine)
+                    yield loss
+        finally:
+            stage.micro_batches = ()
+
+    @property
+    def missing_parameters(self) -> list[nn.Parameter]:
+        """Those that other stages hold."""
+        return [self.stack.table[name] for name in self.stack.table.names if not self.weights.is_here(name)]
 
     def _step_alone(self, stage: StageModule, batch: Batch) -> None:
         """K = 1: no schedule; it costs what the stock Trainer costs."""
