@@ -463,7 +463,7 @@ class PipelinePreparation(Trainer):
     def _share_of(self, micro_batch: Batch) -> float:
         """Share of this micro-batch in the rows of an optimizer step's batch; 0 where its row does not count."""
         assert self.pipeline is not None and self.pipeline.stage is not None
-        if not self._slice.rows or self._reduction.kind in ("sum", "mean"):
+        if not self._slice.rows or self._reduction.kind in ("sum", "mean", "plain_sum"):
             return float(bool(self._slice.rows))
         here = sum(batch_rows(part) for part in self.pipeline.stage.micro_batches)  # a collator may pack samples
         return batch_rows(micro_batch) / here * (self._slice.rows / self._num_rows)

@@ -43,7 +43,7 @@ from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
 from .model.loss_scaling import EXACT, HALF_PRECISION
 from .model.loss_study import raise_for_exchanged_inputs
-from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows
+from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows, tensors_in
 from .pipeline.agreement import check_same_size
 from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
@@ -68,6 +68,9 @@ CACHE_FOLDER = "_activation_cache"
 """In `output_dir`. What begins so is not pushed to the Hub."""
 MOST_SHAPES_TO_TELL = 8
 """Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
+
+WRITTEN_TO_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
+"""What torch says to a write to all elements of a tensor that has the memory of one."""
 
 STEP_EVENTS = (
     "on_step_begin",
@@ -130,12 +133,15 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._epochs_begun = 0
         self._shapes_told = 0
         self._rechecks = Rechecks()
+        self._latest_tensors: list[torch.Tensor] = []  # that training_step was called on
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         self._stop_signal = StopSignal()
         self._recorder = RunRecorder(args)
+        self._call_callbacks = self.callback_handler.call_event
+        self.callback_handler.call_event = self._call_event  # type: ignore[method-assign]
         # first, so that loggers which save the model at the end see all of it; and some take numbers out of the logs
         self.callback_handler.callbacks[:0] = [_Hooks(self), self._recorder, PipelineState()]
 
@@ -227,6 +233,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                     " optimizers=(optimizer, None)."
                 )
             self.pipeline.adopt(self.optimizer)
+        if training and self.optimizer is not None and self._processes.world_size > 1:
+            self.pipeline.optimizer_state.refuse_added()
         return self.pipeline
 
     # ------------------------------------------------------------------------------------ building the pipeline
@@ -395,7 +403,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             self._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            keying_collate_fn=self._keying_collator(stock.collate_fn) if self._may_cache else None,
+            keyed=self._keying_collator if self._may_cache else None,
             node_shares=node_shares(nodes) if self._may_cache else (1,),
             agree=self._same_order,
             num_workers=args.dataloader_num_workers,
@@ -451,6 +459,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         PROGRESS.enter("data")
         batches: list[Any] = []
         self._slices.clear()
+        self._latest_tensors = []
         items: int | float = 0
         self._num_rows = 0
         for _ in range(num_batches):
@@ -606,7 +615,17 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
             switch()
-        self._slice = self._slices.popleft()
+        tensors = list(tensors_in(inputs))
+        # as for sharpness-aware minimisation, or adversarial weights
+        is_again = any(tensor is other for tensor in tensors for other in self._latest_tensors)
+        if is_again and pipeline.num_stages > 1:
+            raise ValueError(
+                "training_step was called twice for one batch (for sharpness-aware minimisation, or adversarial"
+                " weights?), and each stage of a pipeline sees its own parameters and gradients only. Set"
+                " pipeline_parallel_size=1."
+            )
+        if not is_again:
+            self._slice, self._latest_tensors = self._slices.popleft(), tensors
         if self.accelerator.scaler is not None:
             # a scaler is set up by its first use, and the stages without the loss would not use it
             self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
@@ -628,7 +647,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         with naming_long_rows(self.model, batch):
             pipeline.prepare(batch)
             self._micro_losses.clear()
-            received = pipeline.step(batch, keeps_received=is_rechecked)
+            with _as_the_user_raised_it():
+                received = pipeline.step(batch, keeps_received=is_rechecked)
         loss_found = self._recheck_loss(pipeline, batch, received) if received else None
         self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
@@ -705,8 +725,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if name is not None:
             raise ValueError(
                 f"The callback {name} keeps copies of the model's parameters (a running average, for one), and each of"
-                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN while"
-                " it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
+                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN"
+                " while it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
             )
 
     def _share_batch(self, pipeline: ElasticPipeline, batch: Batch) -> Batch:
@@ -911,6 +931,24 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self._auto_cache is not None and self.pipeline is not None and self.pipeline.cache is not None:
             self._auto_cache.check_weights()
 
+    def _call_event(self, *positional: Any, **keywords: Any) -> Any:
+        """The callback handler's own, with a sentence for what cannot be done with a part of the weights.
+
+        Raises:
+            ValueError: a callback has written to parameters that other stages hold.
+        """
+        try:
+            return self._call_callbacks(*positional, **keywords)
+        except RuntimeError as error:
+            pipeline = self.pipeline
+            if WRITTEN_TO_PLACEHOLDER not in str(error) or pipeline is None or not pipeline.is_placed:
+                raise
+            raise ValueError(
+                f"A callback has written to parameters of the model, and each of the {pipeline.num_stages} stages of"
+                " the pipeline has its own parameters only: change weights before or after train(), or set"
+                f" pipeline_parallel_size=1. It failed with {error}"
+            ) from error
+
     def _show_weights(self) -> None:
         """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
         if self.pipeline is not None and self.pipeline.is_placed:
@@ -973,6 +1011,20 @@ def _watch_steps(callbacks: Sequence[Any]) -> bool:
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in theirs for n, method in stock.items()
     )
+
+
+@contextmanager
+def _as_the_user_raised_it() -> Iterator[None]:
+    """Inside, an error that torch's schedule has wrapped into another one comes out as it was, if it is a sentence."""
+    inner: ValueError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        inner = error.__cause__
+    if inner is not None:
+        raise inner
 
 
 def _is_of_user(callback: Any) -> bool:

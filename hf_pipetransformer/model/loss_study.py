@@ -348,11 +348,15 @@ def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int)
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Buffers and numbers that modules of the user's keep, by name.
+    """Buffers, numbers that modules of the user's keep, and the norms of parameters, by name.
 
     Of transformers' own modules only what is saved: they keep tables that follow from the inputs.
     """
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {
+        f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter.numel()  # a teacher that follows the model
+    }
     for prefix, module in model.named_modules():
         is_own = not type(module).__module__.startswith(("transformers.", "torch."))
         for name, buffer in module.named_buffers(recurse=False):

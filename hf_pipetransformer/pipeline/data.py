@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs
 from ..cache.node_order import order_by_node
+from ..model.left_as_found import left_as_found
 from ..randomness import generators_kept, seed_all, seeded
 from ..resilience.progress import PROGRESS
 
@@ -130,7 +132,7 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: samples in one batch, over all pipelines.
         drop_last: leave out a last batch that is not full.
         seed: of everything that is drawn while data is read.
-        keying_collate_fn: the same, with keys for the activation cache; None: no keys.
+        keyed: makes of a collator one that adds keys for the activation cache; None: no keys.
         node_shares: processes on each node, if its samples shall stay with a node.
         agree: gives every process rank 0's value; collective.
         loader_options: further arguments of `DataLoader` (workers, pinning).
@@ -144,14 +146,15 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: int,
         drop_last: bool = False,
         seed: int = 0,
-        keying_collate_fn: Collator | None = None,
+        keyed: Callable[[Collator], Collator] | None = None,
         node_shares: Sequence[int] = (1,),
         agree: Callable[[list[int]], list[int]] = lambda order: order,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._keying_collate_fn = keying_collate_fn or collate_fn
+        self._keyed = keyed or (lambda plain: plain)
+        self._keying_collate_fn = self._keyed(collate_fn)
         self.global_batch_size = global_batch_size
         self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
@@ -172,18 +175,30 @@ class NumberedBatches(Dataset[Any]):
         if isinstance(ordered, Sized):
             full, rest = divmod(len(ordered), global_batch_size)
             self.num_batches = full + (1 if rest and not drop_last else 0)
+        self._loader_options = loader_options
+        self._loader = self._make_loader()
+
+    def _make_loader(self) -> DataLoader[Any]:
         if self.is_iterable:
             # whole global batches: which samples a slice holds is only known when they have come
-            self._loader = DataLoader(
-                dataset, batch_size=global_batch_size, drop_last=drop_last, collate_fn=_as_list, **loader_options
+            return DataLoader(
+                self.dataset,
+                batch_size=self.global_batch_size,
+                drop_last=self.drop_last,
+                collate_fn=_as_list,
+                **self._loader_options,
             )
-        else:
-            self._loader = DataLoader(
-                _SeededDataset(dataset),
-                batch_sampler=_Slices(self),
-                collate_fn=self._keying_collate_fn,
-                **loader_options,
-            )
+        return DataLoader(
+            _SeededDataset(self.dataset),
+            batch_sampler=_Slices(self),
+            collate_fn=self._keying_collate_fn,
+            **self._loader_options,
+        )
+
+    def use_collator(self, collate_fn: Collator) -> None:
+        """Collate otherwise, where an epoch begins."""
+        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn)
+        self._iterator, self._loader = None, self._make_loader()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -220,7 +235,7 @@ class NumberedBatches(Dataset[Any]):
     def sample_rows(self, count: int) -> list[Any]:
         """A few samples, the same on every process, without moving on in the data."""
         if not self.is_iterable:
-            with seeded(self._seed), generators_kept(self.dataset):
+            with self._looking():
                 return first_samples(self.dataset, count)
         if self._peeked is None:  # a stream may give its samples once: they are kept for batch 0
             self.set_epoch(self._epoch)
@@ -232,8 +247,14 @@ class NumberedBatches(Dataset[Any]):
         """Samples from all over the data set, which may be sorted; of a stream the first ones."""
         if self.is_iterable:
             return self.sample_rows(count)
-        with seeded(self._seed), generators_kept(self.dataset):
+        with self._looking():
             return [self.dataset[len(self.dataset) * k // count] for k in range(min(count, len(self.dataset)))]
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Inside, samples are read that no step trains on: the data set draws and counts as if they were not."""
+        with seeded(self._seed), generators_kept(self.dataset), left_as_found(self.dataset):
+            yield
 
     def __getitem__(self, number: int) -> Any:
         self._go_to(number)
@@ -335,6 +356,12 @@ class NumberedLoader(DataLoader[Any]):
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+
+    def __iter__(self) -> Any:
+        if self.collate_fn is not _the_only_one:  # a callback has given the loader another one, for samples
+            self.dataset.use_collator(self.collate_fn)
+            self.collate_fn = _the_only_one
+        return super().__iter__()
 
     @property
     def total_batch_size(self) -> int:

@@ -449,7 +449,7 @@ class ElasticPipeline(nn.Module):
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own, where a `training_step` or `prediction_step` of the user's calls what it was given.
 
-        Without gradients each stage of a pipeline gets the outputs for its own batch (`predict`): then it is collective
+        Without gradients each stage of a pipeline gets the outputs for its own batch (`predict`); this is collective
         over the pipeline.
 
         Raises:
@@ -505,8 +505,8 @@ class ElasticPipeline(nn.Module):
             keeps_received: ask for what is returned.
 
         Returns:
-            For each micro-batch what the last stage has received, if that was asked for and this is the last of several
-            stages that run whole rows; else nothing.
+            For each micro-batch what the last stage has received, if that was asked for and this is the last of
+            several stages that run whole rows; else nothing.
         """
         stage = self.stage
         assert stage is not None

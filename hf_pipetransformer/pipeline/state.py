@@ -365,6 +365,20 @@ class OptimizerState:
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
 
+    def refuse_added(self) -> None:
+        """
+        Raises:
+            ValueError: the optimizer has been given parameters that are not the model's since it was adopted.
+        """
+        known = {id(p) for p in self._table.model.parameters()} | {id(self._idle_parameter)}
+        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if added:
+            raise ValueError(
+                f"{len(added)} parameters of the optimizer are not the model's (one has shape"
+                f" {tuple(added[0].shape)}): where several processes train one model, nobody would add up their"
+                " gradients. Register them in the model, or train in one process."
+            )
+
     @property
     def _is_idle(self) -> bool:
         """Whether nothing that is here is trained (a stage of frozen layers)."""
