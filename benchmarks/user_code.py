@@ -253,7 +253,8 @@ def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence
     for outcome in ranks:
         # the watchdog of one that was not yet as far ends it, with the error of the other
         told = [o.error.partition(": ")[2][:60] for o in ranks if o.is_refusal and o.steps == 0]
-        outcome.is_refusal |= outcome.error == DIED and any(text in outcome.trace for text in told)
+        # one that was ended by the watchdog, or that raised what it was told, says the same sentence
+        outcome.is_refusal |= any(text in (outcome.trace if outcome.error == DIED else outcome.error) for text in told)
     failures = [outcome for outcome in ranks if outcome.error]
     # what fails because a peer is gone comes last
     failures.sort(

@@ -47,7 +47,7 @@ from .model.loss_scaling import (
     label_variants,
     unexamined,
 )
-from .model.loss_study import study_loss
+from .model.loss_study import raise_for_exchanged_inputs, study_loss
 from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from .model.slicing_study import study_slicing, telling_rows, without_autocast
 from .model.token_slices import sequence_length
@@ -206,16 +206,18 @@ class PipelinePreparation(Trainer):
 
     def _names_kept_back(self, sample: Batch) -> frozenset[str]:
         """Inputs that compute_loss keeps from the model: sample weights that it takes out, labels of its own."""
-        calls: list[frozenset[str]] = []
+        calls: list[Mapping[str, Any]] = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append(frozenset(named_inputs(module, args, kwargs)))
+            calls.append(dict(named_inputs(module, args, kwargs)))
 
         model = self.model
+        given = KeyedInputs({})
         hook = model.register_forward_pre_hook(note, with_kwargs=True)
         try:
             with evaluation_mode(model), torch.no_grad(), left_as_found(model, self), seeded(self.args.seed):
                 inputs = dict(self._prepare_inputs(dict(sample)))
+                given = KeyedInputs(inputs)
                 with self.compute_loss_context_manager():
                     self.compute_loss(model, inputs)
         except Exception as error:  # whatever is wrong shows where the model itself is called
@@ -223,7 +225,13 @@ class PipelinePreparation(Trainer):
                 raise
         finally:
             hook.remove()
-        return frozenset(sample) - calls[0] if calls else frozenset()
+        if not calls:
+            return frozenset()
+        if given.are_exchanged(calls[0], self._not_in_keys):
+            if self.args.uses_pipeline:
+                raise_for_exchanged_inputs(model)
+            return frozenset()
+        return frozenset(sample) - calls[0].keys()
 
     def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
         """Few rows, padded as in a batch with the longest: two short ones would make every stage seem to fit."""

@@ -75,6 +75,10 @@ class WeightState:
         self._here: tuple[nn.Parameter, ...] = ()
         self._flags_here: list[bool] = []  # `requires_grad` of these, as we know it
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
+        """A copy of the model, as a teacher for one, has the model's hooks: they go on asking this object."""
+        return self
+
     @property
     def is_whole(self) -> bool:
         return not self._missing
