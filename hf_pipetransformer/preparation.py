@@ -147,9 +147,12 @@ class PipelinePreparation(Trainer):
         if (
             pipeline is None
             or pipeline.model is not self.model
-            # made for an evaluation, before a freeze callback was added
+            # made for an evaluation, or an earlier training, before a freeze callback was added or stages asked for
             or (pipeline.freezable is None and self._freeze_callback is not None)
+            or (not pipeline.stack.units and self.args.uses_pipeline)
         ):
+            if pipeline is not None:
+                pipeline.release_optimizer()  # which may go on with the new one
             pipeline = self.pipeline = self._build_pipeline(rows, collate_fn)
         return pipeline
 

@@ -46,7 +46,7 @@ from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows
 from .pipeline.agreement import check_same_size
 from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
+from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation, unwrapped
 from .pipeline.optimizer_probe import probe_coupling
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
@@ -310,7 +310,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.args.uses_pipeline:
             stack = pipeline.stack
             units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
-            why = probe_coupling(optimizer, units)
+            why = probe_coupling(unwrapped(optimizer), units)
         found = next((theirs for theirs in self._processes.gather_objects(why) if theirs is not None), None)
         return None if found is None else f"{type(optimizer).__name__}: {found}"
 

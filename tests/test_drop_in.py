@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
+from training_runs import (
+    Outcome,
+    Run,
+    assert_same_training,
+    outcome_of,
+    pipeline_trainer,
+    reference,
+    reference_trainer,
+)
 from transformers import TrainerCallback
+
+from hf_pipetransformer import LayerFreezeCallback
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=16)
 ALONE = RUN.with_options(max_steps=3)  # a global batch of 64, or of one process's 16
@@ -128,3 +138,64 @@ def averaging_later(rank: int, world_size: int, stages: int) -> Outcome:
 def test_averaging_tokens_set_later_does_not_double_the_loss(stages: int) -> None:
     expected = reference(0, 1, Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=16))
     assert_same_training(run_ranks(averaging_later, 2, stages), expected)
+
+
+# ------------------------------------------------------------------------------------------ trained twice
+FROZEN = 2
+
+
+class FreezeByHand(TrainerCallback):
+    """Bert's bottom layers, from the second epoch on."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if round(state.epoch) == 1:
+            bert = kwargs["model"].bert
+            for module in (bert.embeddings, *bert.encoder.layer[:FROZEN]):
+                module.requires_grad_(False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].requires_grad_(True)
+
+
+def schedule() -> LayerFreezeCallback:
+    return LayerFreezeCallback({"name": "schedule", "schedule": {1: FROZEN}})
+
+
+def train_twice(trainer: Any, callback: TrainerCallback) -> list[Outcome]:
+    """The callback comes between; the optimizer's state stays, as under the stock Trainer."""
+    first = outcome_of(trainer)
+    trainer.add_callback(callback)
+    return [first, outcome_of(trainer)]
+
+
+def frozen_the_second_time(rank: int, world_size: int, run: Run, stages: int, cache: str) -> list[Outcome]:
+    trainer = pipeline_trainer(run, stages, activation_cache=cache, use_cpu=True)
+    outcomes = train_twice(trainer, schedule())
+    assert trainer._freeze_callback.num_frozen == FROZEN
+    return outcomes
+
+
+@pytest.mark.parametrize(("world_size", "stages", "cache"), [(1, 1, "on"), (2, 2, "off"), (4, 4, "on")])
+def test_a_freeze_callback_may_come_between_two_trainings(world_size: int, stages: int, cache: str) -> None:
+    run = replace(RUN, samples=128, epochs=2)
+    expected = train_twice(reference_trainer(run), FreezeByHand())
+    mine = replace(run, per_device=64 // world_size)
+    for outcomes in run_ranks(frozen_the_second_time, world_size, mine, stages, cache):
+        for outcome, wanted in zip(outcomes, expected, strict=True):
+            assert_same_training([outcome], wanted)
+
+
+def cut_anew(rank: int, world_size: int, run: Run, stages: int, then: int) -> list[Outcome]:
+    trainer = pipeline_trainer(run, stages)
+    first = outcome_of(trainer)
+    trainer.args.pipeline_parallel_size = then
+    return [first, outcome_of(trainer)]
+
+
+@pytest.mark.parametrize(("stages", "then"), [(2, 1), (1, 2)])
+def test_the_optimizers_state_goes_to_where_the_next_training_wants_it(stages: int, then: int) -> None:
+    trainer = reference_trainer(RUN)
+    expected = [outcome_of(trainer), outcome_of(trainer)]
+    for outcomes in run_ranks(cut_anew, 2, replace(RUN, per_device=32), stages, then):
+        for outcome, wanted in zip(outcomes, expected, strict=True):
+            assert_same_training([outcome], wanted)
