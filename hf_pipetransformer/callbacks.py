@@ -91,7 +91,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     Raises:
         ValueError: arguments out of range, now; at the start of training, a Trainer set up in a way that excludes
-            freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant checkpointing).
+            freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant checkpointing);
+            before the first update, a loss that calls a part of the model only, and never the model.
         UnsupportedModelError: at the first step, the model has no layers that could be found.
     """
 
@@ -190,6 +191,16 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             check_something_to_freeze(max_frozen, num_layers)
         self._num_layers, self._max_frozen = num_layers, max_frozen
 
+    def _refuse_late(self) -> None:
+        """
+        Raises:
+            ValueError: this callback has not seen the training begin.
+        """
+        if self._alone is None and self._num_layers is None:
+            raise ValueError(
+                "LayerFreezeCallback was added while the training was going on: add it before train() is called."
+            )
+
     def _decide(self, state: TrainerState, epoch: float) -> None:
         """Ask the policy. Collective over all processes in a plain Trainer."""
         assert self._num_layers is not None
@@ -237,6 +248,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         is_new, self._begins_within_epoch = not self._begins_within_epoch, False
         if self.freeze_strategy != "epoch" or not is_new or state.global_step == 0:
             return
+        self._refuse_late()
         if self._num_layers is None:  # resumed at an epoch's begin: at the first forward
             assert self._alone is not None
             self._alone.decides_at_first_forward = True
@@ -247,8 +259,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._alone is not None and self.wants_gradient_norms:
-            self.observe(self._alone.squared_norms())
+        if self._alone is not None:
+            self._alone.check_that_it_sees_calls()
+            if self.wants_gradient_norms:
+                self.observe(self._alone.squared_norms())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -257,6 +271,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return
         assert self.freeze_steps is not None
         if state.global_step % steps_between_decisions(self.freeze_steps, state.max_steps) == 0:
+            self._refuse_late()
             self._decide(state, state.epoch)
 
     def on_train_end(
@@ -336,6 +351,21 @@ class _PlainTrainer:
         self._wrapper_hook: RemovableHandle | None = None
         if is_distributed:
             self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
+
+    def check_that_it_sees_calls(self) -> None:
+        """Before the first update.
+
+        Raises:
+            ValueError: no training forward of the whole model was seen, so nothing would ever be frozen.
+        """
+        if self._prefix is None:
+            name = type(self._model).__name__
+            raise ValueError(
+                f"LayerFreezeCallback cannot freeze: the first step has not called {name} itself, and a forward of"
+                f" {name} is where layers are found and frozen. A compute_loss (or training_step) that calls a part of"
+                " the model, such as model.bert(...), has to call model(**inputs); or train with a"
+                " PipeTransformerTrainer, which freezes there, too; or remove the callback."
+            )
 
     def squared_norms(self) -> torch.Tensor:
         """Of each unit's gradients, as they are now."""

@@ -254,6 +254,36 @@ def test_every_number_of_frozen_layers_leaves_what_it_says(name: str) -> None:
         assert reached == reachable - layers.frozen(f), f
 
 
+class CallsAPart(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model.classifier(model.bert(**inputs).pooler_output), labels)
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+def test_a_loss_that_calls_a_part_of_the_model_is_refused_before_the_first_update(strategy: Any) -> None:
+    callback = LayerFreezeCallback(SCHEDULE, strategy, 1 if strategy == "steps" else None)
+    trainer = make_trainer(bert(), callback)
+    trainer.__class__ = CallsAPart
+    before = weights_of(trainer.model)
+    with pytest.raises(ValueError, match=r"has not called BertForSequenceClassification itself.*remove the callback"):
+        trainer.train()
+    assert largest_difference(weights_of(trainer.model), before) == 0
+
+
+class AddsLate(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.add_callback(LayerFreezeCallback(SCHEDULE))
+
+
+def test_a_callback_that_is_added_during_the_training_is_refused() -> None:
+    adds = AddsLate()
+    adds.trainer = make_trainer(bert(), adds)
+    with pytest.raises(ValueError, match="added while the training was going on: add it before train"):
+        adds.trainer.train()
+
+
 def test_nothing_trainable_is_refused() -> None:
     model = bert()
     for name, parameter in model.named_parameters():

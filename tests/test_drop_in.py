@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from distributed import run_ranks
 from training_runs import (
     Outcome,
@@ -17,7 +18,7 @@ from training_runs import (
     reference,
     reference_trainer,
 )
-from transformers import TrainerCallback
+from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_pipetransformer import LayerFreezeCallback
 
@@ -183,6 +184,63 @@ def test_a_freeze_callback_may_come_between_two_trainings(world_size: int, stage
     for outcomes in run_ranks(frozen_the_second_time, world_size, mine, stages, cache):
         for outcome, wanted in zip(outcomes, expected, strict=True):
             assert_same_training([outcome], wanted)
+
+
+# ------------------------------------------------------------------------------------------ with frozen layers
+class CallsTwice:
+    """R-Drop."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        one, two = model(**inputs), model(**inputs)
+        logs = [output.logits.log_softmax(-1) for output in (one, two)]
+        difference = F.kl_div(*logs, log_target=True, reduction="batchmean")
+        loss = (one.loss + two.loss) / 2 + difference
+        return (loss, one) if return_outputs else loss
+
+
+class CallsAPart:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        whole = getattr(model, "model", model)  # a pipeline's
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = whole.classifier(whole.bert(**inputs).pooler_output)
+        loss = F.cross_entropy(logits, labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class AsksWhetherItTrains(BertForSequenceClassification):
+    def forward(self, input_ids=None, labels=None, **inputs):  # type: ignore[no-untyped-def]
+        smoothing = 0.3 if self.training else 0.0
+        logits = self.classifier(self.bert(input_ids, **inputs).pooler_output)
+        return {"loss": F.cross_entropy(logits, labels, label_smoothing=smoothing), "logits": logits}
+
+
+class HasSuchAModel:
+    def __init__(self, model=None, **keywords):  # type: ignore[no-untyped-def]
+        model.__class__ = AsksWhetherItTrains
+        super().__init__(model=model, **keywords)
+
+
+@pytest.mark.parametrize("cache", ["off", "on"])
+@pytest.mark.parametrize("mixin", [CallsTwice, CallsAPart, HasSuchAModel])
+def test_what_surrounds_frozen_layers_does_what_it_does_in_the_stock_trainer(mixin: type, cache: str) -> None:
+    run = replace(RUN, samples=128, epochs=3, trainer=mixin).with_options(activation_cache=cache)
+    trainer = alone(run)
+    trainer.add_callback(schedule())
+    expected = reference_trainer(replace(run, options={}))
+    expected.add_callback(FreezeByHand())
+    assert_same_training([outcome_of(trainer)], outcome_of(expected))
+
+
+@pytest.mark.parametrize("mixin", [CallsTwice, HasSuchAModel])
+def test_what_surrounds_frozen_layers_does_the_same_with_a_callback_in_the_stock_trainer(mixin: type) -> None:
+    run = replace(RUN, samples=128, trainer=mixin)
+    outcomes = []
+    for callback in (FreezeByHand(), schedule()):
+        trainer = reference_trainer(run)
+        trainer.add_callback(callback)
+        outcomes.append(outcome_of(trainer))
+    assert_same_training(outcomes[1:], outcomes[0])
 
 
 def cut_anew(rank: int, world_size: int, run: Run, stages: int, then: int) -> list[Outcome]:

@@ -656,7 +656,7 @@ class ElasticPipeline(nn.Module):
         self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
 
     def release_optimizer(self) -> None:
-        """Give the optimizer back that was adopted: another pipeline of the same model may adopt it. Not collective."""
+        """Give back the optimizer that was adopted, for another pipeline of the model to adopt. Not collective."""
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
