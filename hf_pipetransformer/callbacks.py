@@ -415,9 +415,7 @@ class _PlainTrainer:
                 self._stack = LayerStack.discover(self._model, sample)
                 layers = FreezableLayers.of(self._stack, sample)
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                error.model_name, error.reason, "LayerFreezeCallback cannot freeze its layers either: remove it."
-            ) from error
+            raise error.with_one_stage() from error.__cause__
         finally:
             self._is_looking = False
             torch.clear_autocast_cache()  # of weights that were looked at without a gradient

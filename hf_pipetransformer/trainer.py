@@ -39,6 +39,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_name, node_shares
 from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
+from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
 from .model.loss_study import raise_for_exchanged_inputs
@@ -166,6 +167,10 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **keywords)
             has_ended = True
             return output
+        except UnsupportedModelError as error:
+            if self.args.uses_pipeline:
+                raise
+            raise error.with_one_stage() from error.__cause__
         finally:
             self._recorder.end(has_ended, self.state.global_step)
             if self._auto_cache is not None:

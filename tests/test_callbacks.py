@@ -446,7 +446,9 @@ def test_a_model_without_layers_is_refused() -> None:
             logits = self.head(self.embedding(input_ids).mean(1))
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-    with pytest.raises(UnsupportedModelError, match=r"no stack of sequential layers.*remove it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"trained with frozen layers: no stack of sequential layers.*Freeze nothing"
+    ):
         make_trainer(Flat(), LayerFreezeCallback("alpha")).train()
 
 

@@ -20,7 +20,7 @@ from training_runs import (
 )
 from transformers import BertForSequenceClassification, TrainerCallback
 
-from hf_pipetransformer import LayerFreezeCallback
+from hf_pipetransformer import LayerFreezeCallback, UnsupportedModelError
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=16)
 ALONE = RUN.with_options(max_steps=3)  # a global batch of 64, or of one process's 16
@@ -241,6 +241,24 @@ def test_what_surrounds_frozen_layers_does_the_same_with_a_callback_in_the_stock
         trainer.add_callback(callback)
         outcomes.append(outcome_of(trainer))
     assert_same_training(outcomes[1:], outcomes[0])
+
+
+class Flat(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids, labels, **others):  # type: ignore[no-untyped-def]
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_one_stage_is_no_advice_where_there_is_one_already() -> None:
+    trainer = pipeline_trainer(replace(ALONE, per_device=64), 1, model=Flat(), use_cpu=True)
+    trainer.add_callback(schedule())
+    with pytest.raises(UnsupportedModelError, match=r"with frozen layers: .* Freeze nothing") as caught:
+        trainer.train()
+    assert "pipeline_parallel_size" not in str(caught.value)
 
 
 def cut_anew(rank: int, world_size: int, run: Run, stages: int, then: int) -> list[Outcome]:

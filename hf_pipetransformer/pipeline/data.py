@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs
 from ..cache.node_order import order_by_node
+from ..model.micro_batch import batch_rows
 from ..randomness import generators_kept, seed_all, seeded
 from ..resilience.progress import PROGRESS
 
@@ -300,6 +301,47 @@ class NumberedBatches(Dataset[Any]):
         assert self._iterator is not None
         with seeded(self._batch_seed(number)):
             return next(self._iterator, *default)
+
+
+class GivenBatches:
+    """The batches of a training loader that the user has made, where one process takes them all.
+
+    In place of `NumberedBatches`: the Trainer reads the loader itself, as the stock one does.
+
+    Args:
+        sample: a few samples, and what collates them, without moving on in the data; called when asked for.
+    """
+
+    is_iterable = True
+
+    def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
+        self.dataset = dataset
+        self._sample = sample
+        self._sampled: tuple[list[Any], Collator] | None = None
+
+    def sample_rows(self, count: int) -> list[Any]:
+        """A few samples."""
+        return self._samples[0][:count]
+
+    def spread_rows(self, count: int) -> list[Any]:
+        """The same: what lies between the loader and its samples is not known."""
+        return self.sample_rows(count)
+
+    @property
+    def collate_fn(self) -> Collator:
+        """Makes batches of these samples."""
+        return self._samples[1]
+
+    @property
+    def _samples(self) -> tuple[list[Any], Collator]:
+        if self._sampled is None:
+            self._sampled = self._sample()
+        return self._sampled
+
+    def slice_of(self, batch: Any) -> BatchSlice:
+        """All of it."""
+        rows = batch_rows(batch)
+        return BatchSlice(rows, rows)
 
 
 class _Numbers(Sampler[list[int]]):
