@@ -341,11 +341,10 @@ class WholeCheckpoints(PipelinePreparation):
             and self._is_epochs_last_step
             and self.args.eval_delay <= (self.state.epoch or 0.0)
         )
-        shares, rows = batches.arrangement
         return {
             **memory,
             "owes_evaluation": self._owes_evaluation or comes_at_the_end,
-            "order": {"shares": shares, "rows": rows},
+            "order": batches.memory,
             "layout": {
                 "where": self._where,
                 **self._layouts.facts_of(plan),

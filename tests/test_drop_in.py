@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks
+from torch.utils.data import DataLoader
 from training_runs import (
     Outcome,
     Run,
@@ -26,9 +28,9 @@ RUN = Run(samples=40, epochs=1, accumulation=1, per_device=16)
 ALONE = RUN.with_options(max_steps=3)  # a global batch of 64, or of one process's 16
 
 
-def alone(run: Run) -> Any:
+def alone(run: Run, folder: str = "pipeline") -> Any:
     """K = 1 in this process, on the reference's batches."""
-    return pipeline_trainer(replace(run, per_device=64), 1, use_cpu=True)
+    return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
 
 
 # ------------------------------------------------------------------------------------------ the user's own methods
@@ -109,6 +111,71 @@ def test_stages_evaluate_batches_that_have_no_dataset() -> None:
         assert losses[0] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-5)
 
 
+class ShufflesItself:
+    """Its training has a loader of its own."""
+
+    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+        generator = torch.Generator().manual_seed(3)
+        options = {"batch_size": 5, "shuffle": True, "generator": generator, "collate_fn": self.data_collator}
+        return DataLoader(self.train_dataset, **options)
+
+
+class ListsBatches:
+    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+        samples = [self.train_dataset[index] for index in range(40)]
+        return [self.data_collator(samples[start : start + 5]) for start in range(0, 40, 5)]
+
+
+@pytest.mark.parametrize("mixin", [ShufflesItself, ListsBatches])
+def test_a_training_loader_of_the_users_own_does_in_one_process(mixin: type) -> None:
+    run = replace(ALONE, epochs=2, trainer=mixin).with_options(remove_unused_columns=False, max_steps=11)
+    assert_same_training([outcome_of(alone(run))], reference(0, 1, run))
+
+
+def with_a_loader_of_its_own(rank: int, world_size: int, freezes: bool) -> str:
+    run = replace(ALONE, trainer=ShufflesItself).with_options(remove_unused_columns=False)
+    trainer = alone(run)
+    if freezes:
+        trainer.add_callback(schedule())
+    with pytest.raises(ValueError, match="was not made by PipeTransformerTrainer") as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "freezes"), [(2, False), (1, True)])
+def test_a_training_loader_of_the_users_own_is_refused_where_its_samples_must_be_known(
+    world_size: int, freezes: bool
+) -> None:
+    told = run_ranks(with_a_loader_of_its_own, world_size, freezes)
+    assert len(told) == world_size and len(set(told)) == 1
+
+
+GROUPED = replace(RUN, samples=300, epochs=2).with_options(train_sampling_strategy="group_by_length")
+"""Its sampler draws from the global generator."""
+
+
+def test_an_order_that_is_drawn_from_the_global_generator_is_the_stock_trainers() -> None:
+    assert_same_training([outcome_of(alone(GROUPED))], reference(0, 1, GROUPED))
+
+
+def test_such_an_order_is_the_same_after_an_interruption(tmp_path: Path) -> None:
+    run, folder = GROUPED.with_options(save_strategy="steps", save_steps=2), str(tmp_path)
+    undisturbed = outcome_of(alone(GROUPED))
+    trainer = alone(run, folder)
+    trainer.add_callback(StopsAt(7))  # within the second epoch of five steps
+    trainer.train()
+    resumed = outcome_of(alone(run, folder), str(tmp_path / "checkpoint-6"))
+    assert resumed.losses == undisturbed.losses
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
 class ReadsLoader(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -129,6 +196,27 @@ def test_callbacks_read_the_training_loader_as_accelerates() -> None:
 
 
 # ------------------------------------------------------------------------------------------ arguments set later
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train_sampling_strategy": "group_by_length"},
+        {"per_device_train_batch_size": 7},
+        {"num_train_epochs": 2},
+        {"dataloader_drop_last": True},
+        {"seed": 5},
+    ],
+)
+def test_arguments_that_are_set_later_do_what_they_do_in_the_stock_trainer(changed: dict[str, Any]) -> None:
+    run = replace(RUN, samples=150)
+    outcomes = []
+    for make in (reference_trainer, alone):
+        trainer = make(run)
+        for name, value in changed.items():
+            setattr(trainer.args, name, value)
+        outcomes.append(outcome_of(trainer))
+    assert_same_training(outcomes[1:], outcomes[0])
+
+
 def averaging_later(rank: int, world_size: int, stages: int) -> Outcome:
     trainer = pipeline_trainer(Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=32), stages)
     trainer.args.average_tokens_across_devices = True
