@@ -26,7 +26,7 @@ from training_runs import (
     pipeline_trainer,
     reference,
 )
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainingArguments, preparation, saving
 from hf_pipetransformer.errors import PeerFailedError
@@ -91,6 +91,24 @@ def test_what_is_left_of_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=4)
     (tmp_path / "checkpoint-4" / MANIFEST).unlink()
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [f"checkpoint-4: {MANIFEST} is missing"])
+
+
+def test_a_checkpoint_whose_weights_somebody_has_sharded_is_resumed_with_a_warning(
+    tmp_path: Path, undisturbed: Outcome, capfd: Any
+) -> None:
+    run_ranks(train_some, 1, str(tmp_path), 1)
+    checkpoint = tmp_path / "checkpoint-6"
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="10KB")
+    shards = sorted(checkpoint.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert_same_training(run_ranks(resume, 1, str(tmp_path), 1, str(checkpoint)), undisturbed)
+    said = capfd.readouterr()
+    assert "whose weights somebody has written anew (model.safetensors is gone)" in said.out + said.err
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"checkpoint-6: .*model\.safetensors cannot be read"):
+        resume(0, 1, str(tmp_path), 1, str(checkpoint))
 
 
 class Planted:
