@@ -111,6 +111,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.num_frozen = 0
         self.proposal: int | None = None
         self._num_decisions = 0
+        self._decided_at: int | None = None  # the step before which the last decision was made
         self._observed: tuple[torch.Tensor, torch.Tensor] | None = None  # per unit: sum of squares, steps
         self._num_layers: int | None = None  # known once the model's layers are
         self._max_frozen = 0
@@ -174,7 +175,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
                 " which cannot hold your own policy object. Leave it off: this callback restores itself."
             )
         self._begins_within_epoch = state.epoch % 1 != 0
-        self.memory = {"num_frozen": 0, "num_decisions": 0, "observed": None, "policy": {}}
+        self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
         if state.global_step == 0:
             return
         saved: Any = state.stateful_callbacks  # from JSON: the states by the callbacks' names
@@ -215,6 +216,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         )
         self.proposal = next_num_frozen(self.policy, decision, self.max_frozen_layers)
         self._num_decisions += 1
+        self._decided_at = state.global_step
         self._observed = None
         if not self._is_driven:
             self.num_frozen = agreed_num_frozen(_gather(self.take_proposal()))
@@ -247,6 +249,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         # a run that resumes within an epoch begins it a second time
         is_new, self._begins_within_epoch = not self._begins_within_epoch, False
         if self.freeze_strategy != "epoch" or not is_new or state.global_step == 0:
+            return
+        if self._decided_at == state.global_step:  # by a job whose checkpoint was written anew after it had begun it
             return
         self._refuse_late()
         if self._num_layers is None:  # resumed at an epoch's begin: at the first forward
@@ -294,6 +298,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             # what is proposed is frozen before the next step, so a resumed run begins with it
             "num_frozen": self.num_frozen if self.proposal is None else self.proposal,
             "num_decisions": self._num_decisions,
+            "decided_at": self._decided_at,
             "observed": observed,
             "policy": self.policy.state_dict(),
         }
@@ -303,6 +308,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.proposal = None
         self.num_frozen = int(memory["num_frozen"])
         self._num_decisions = int(memory["num_decisions"])
+        self._decided_at = memory.get("decided_at")  # checkpoints of earlier versions have none
         observed = memory["observed"]
         if observed is None:
             self._observed = None

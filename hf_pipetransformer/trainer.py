@@ -874,6 +874,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._load_best_model()
+        self._leave_if_asked()  # what comes replaces the last weights, and may remove their checkpoint
         self._refuse_best_model_that_some_lack()
         self._has_loaded_best = True
         self._check_cached_weights()

@@ -410,6 +410,26 @@ def test_a_driven_callback_only_proposes() -> None:
     assert callback.num_frozen == 0
 
 
+def test_an_epochs_decision_is_made_once_though_its_checkpoint_is_written_again() -> None:
+    """As after an evaluation that is made up for when the epoch has begun, if the job is killed then."""
+    policy, state = Asked(), TrainerState(max_steps=9)
+    callback = LayerFreezeCallback(policy)
+    callback.attach(4, 4, state)
+    callback.on_train_begin(None, state, None)
+    callback.confirm(callback.take_proposal())
+    state.epoch, state.global_step = 1.0, 3
+    callback.on_epoch_begin(None, state, None)
+    callback.confirm(callback.take_proposal())
+    saved, num_asked = callback.memory, len(policy.decisions)
+    state.stateful_callbacks = {"LayerFreezeCallback": json.loads(json.dumps(callback.state()))}
+    callback.attach(4, 4, state)
+    callback.on_epoch_begin(None, state, None)
+    assert len(policy.decisions) == num_asked and callback.memory == saved
+    state.epoch, state.global_step = 2.0, 6
+    callback.on_epoch_begin(None, state, None)
+    assert len(policy.decisions) == num_asked + 1
+
+
 # ------------------------------------------------------------------------------------ what is refused
 def test_arguments_are_refused() -> None:
     for arguments, words in (

@@ -559,6 +559,37 @@ def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undistur
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
 
+def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_path: Path) -> None:
+    """With `save_total_limit=1` all other checkpoints would go then, the last one, too."""
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_loss"}
+    run = RUN.with_options(eval_strategy="steps", eval_steps=2, greater_is_better=True, use_cpu=True, **options)
+    run = replace(run, per_device=16)
+    expected = outcome_of(pipeline_trainer(run, 1, str(tmp_path / "undisturbed")))
+    trainer = pipeline_trainer(run, 1, str(tmp_path))
+
+    class WhenAllIsEvaluated(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == state.max_steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(WhenAllIsEvaluated())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert leaving.value.code == EXIT_CODE and trainer.state.best_global_step < trainer.state.max_steps
+    steps = Steps()
+    resumed = pipeline_trainer(run, 1, str(tmp_path))
+    resumed.add_callback(steps)
+    assert_same_training([outcome_of(resumed, resume_from_checkpoint=True)], expected)  # type: ignore[arg-type]
+    assert steps.count == 0
+
+
+class Steps(TrainerCallback):
+    count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+
+
 def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
     run = replace(RUN, per_device=8).with_options(save_only_model=True)
     trainer = pipeline_trainer(run, 2, folder)
