@@ -52,7 +52,7 @@ from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from .model.slicing_study import study_slicing, telling_rows, without_autocast
 from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
-from .pipeline.data import BatchSlice, NumberedBatches
+from .pipeline.data import BatchSlice, GivenBatches, NumberedBatches
 from .pipeline.devices import fits, name_of_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
@@ -92,7 +92,7 @@ class PipelinePreparation(Trainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         self._mesh: ProcessMesh | None = None
-        self._train_batches: NumberedBatches | None = None
+        self._train_batches: NumberedBatches | GivenBatches | None = None
         self._current_generations = Path()  # the file that names what is read from the cache
         self._timed: tuple[ElasticPipeline, ModelTimes | None, dict[str, Any]] | None = None  # and on what
         self._unit_costs: tuple[UnitCost, ...] = ()
@@ -148,9 +148,12 @@ class PipelinePreparation(Trainer):
         if (
             pipeline is None
             or pipeline.model is not self.model
-            # made for an evaluation, before a freeze callback was added
+            # made for an evaluation, or an earlier training, before a freeze callback was added or stages asked for
             or (pipeline.freezable is None and self._freeze_callback is not None)
+            or (not pipeline.stack.units and self.args.uses_pipeline)
         ):
+            if pipeline is not None:
+                pipeline.release_optimizer()  # which may go on with the new one
             pipeline = self.pipeline = self._build_pipeline(rows, collate_fn)
         return pipeline
 

@@ -39,15 +39,24 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_name, node_shares
 from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
+from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
 from .model.loss_scaling import EXACT, HALF_PRECISION
 from .model.loss_study import raise_for_exchanged_inputs
 from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows, tensors_in
 from .pipeline.agreement import check_same_size
-from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
+from .pipeline.data import (
+    BatchSlice,
+    GivenBatches,
+    KeysApart,
+    NumberedBatches,
+    NumberedLoader,
+    first_samples,
+    refuse_empty,
+)
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
+from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation, unwrapped
 from .pipeline.optimizer_probe import probe_coupling
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
@@ -175,6 +184,10 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **keywords)
             has_ended = True
             return output
+        except UnsupportedModelError as error:
+            if self.args.uses_pipeline:
+                raise
+            raise error.with_one_stage() from error.__cause__
         finally:
             self._recorder.end(has_ended, self.state.global_step)
             if self._auto_cache is not None:
@@ -258,16 +271,14 @@ class PipeTransformerTrainer(LeavesAtSigterm):
 
         Collective over all processes.
         """
-        if self._train_batches is None:
-            raise ValueError(
-                "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
-                " divided among pipelines. Pass train_dataset and data_collator (or override _get_train_sampler)"
-                " instead of overriding get_train_dataloader."
-            )
-        check_same_size(self._processes, self._train_batches.dataset)
-        rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS) if self._is_examined else []
+        batches = self._train_batches
+        assert batches is not None
+        check_same_size(self._processes, batches.dataset)
+        rows, collate_fn = [], None
+        if self._is_examined:
+            rows, collate_fn = batches.sample_rows(COST_SAMPLE_ROWS), batches.collate_fn
         with generators_kept(self, self.model):
-            pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
+            pipeline = self._pipeline_for(rows, collate_fn)
             self._study_loss(pipeline.stack)
             if self.args.slices_tokens:
                 windows = self._study_slicing(pipeline, rows)
@@ -303,12 +314,12 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
         self._record("resume" if self.state.global_step else "start", plan, facts=facts)
-        self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
+        batches.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:
             settled = kept["layout"]["microbatches"][pipeline.replica_index]
             pipeline.settle_microbatches({(rows, elements): m for rows, elements, m in settled})
-        if "order" in kept and self.state.epoch % 1:
-            self._train_batches.keep_arrangement(int(self.state.epoch), **kept["order"])
+        if kept.get("order") and self.state.epoch % 1:
+            batches.keep_order(int(self.state.epoch), **kept["order"])
         if self._auto_cache is not None and plan.num_frozen_layers:
             if self._num_cached:
                 self._auto_cache.go_on(self._num_cached)
@@ -321,7 +332,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.args.uses_pipeline:
             stack = pipeline.stack
             units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
-            why = probe_coupling(optimizer, units)
+            why = probe_coupling(unwrapped(optimizer), units)
         found = next((theirs for theirs in self._processes.gather_objects(why) if theirs is not None), None)
         return None if found is None else f"{type(optimizer).__name__}: {found}"
 
@@ -406,6 +417,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             keyed=self._keying_collator if self._may_cache else None,
             node_shares=node_shares(nodes) if self._may_cache else (1,),
             agree=self._same_order,
+            # several processes have drawn different numbers, and the order is to be that of any layout
+            draws_as_stock=args.world_size == 1,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
             worker_init_fn=WorkerStart(stock.worker_init_fn),
@@ -414,6 +427,23 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             multiprocessing_context=stock.multiprocessing_context,
         )
         return NumberedLoader(self._train_batches)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
+        """Here the Trainer shows the training loader first, before the model is cut.
+
+        Raises:
+            ValueError: it is one of the user's own, and there are several processes or stages, or layers freeze.
+        """
+        if not self._is_stock and self._train_batches is None:
+            if self._processes.world_size > 1 or self.args.uses_pipeline or self._freeze_callback is not None:
+                raise ValueError(
+                    "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
+                    " divided among pipelines, nor its samples be found again when layers freeze. Pass train_dataset"
+                    " and data_collator (or override _get_train_sampler) instead of overriding get_train_dataloader."
+                )
+            sample = partial(self._rows_of_loader, dataloader)
+            self._train_batches = GivenBatches(getattr(dataloader, "dataset", None), sample)
+        return super().set_initial_training_values(args, dataloader, *positional, **keywords)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         loader: Any = super().get_eval_dataloader(eval_dataset)
@@ -469,7 +499,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             except StopIteration:
                 break
             batches.append(batch)
-            last = self._train_batches.last_slice
+            given = self._train_batches
+            last = given.slice_of(batch) if isinstance(given, GivenBatches) else given.last_slice
             last = replace(last, items=self._reduction.count(batch) if last.rows else 0)
             self._slices.append(last)
             self._num_rows += last.global_rows
@@ -819,7 +850,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             check_same_size(self._processes, dataset)
         if not self.args.uses_pipeline:
             return stock(KeysApart(dataloader), *positional, **keywords)
-        pipeline = self._pipeline_for(*self._evaluation_rows(dataloader))
+        pipeline = self._pipeline_for(*self._rows_of_loader(dataloader))
         pipeline.place(self._make_layouts(pipeline).first, keep_weights_aside=True)
         try:
             # its workers may have begun under the cache
@@ -827,11 +858,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         finally:
             pipeline.put_back()
 
-    def _evaluation_rows(self, dataloader: Any) -> tuple[list[Any], Any]:
+    def _rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Samples to find the model's units on, and what collates them.
 
         Raises:
-            ValueError: they can only be had by taking them away from the evaluation.
+            ValueError: they can only be had by taking them away from the evaluation, or training.
         """
         dataset, collate_fn = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
         with seeded(self.args.seed), generators_kept(dataloader, dataset):
@@ -842,9 +873,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             batches = iter(dataloader)
             if batches is dataloader:
                 raise ValueError(
-                    f"The evaluation loader ({type(dataloader).__name__}) has no dataset and can be read once only, so"
-                    " there is no sample to find the model's layers on: return a DataLoader or a list of batches from"
-                    " get_eval_dataloader, or call train() first."
+                    f"The loader ({type(dataloader).__name__}) has no dataset and can be read once only, so there is"
+                    " no sample to find the model's layers or loss on: return a DataLoader or a list of batches from"
+                    " get_train_dataloader and get_eval_dataloader (or call train() before evaluate())."
                 )
             batch = next(batches)
         rows = batch_rows(batch)
@@ -917,6 +948,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._load_best_model()
+        self._leave_if_asked()  # what comes replaces the last weights, and may remove their checkpoint
         self._refuse_best_model_that_some_lack()
         self._has_loaded_best = True
         self._check_cached_weights()

@@ -28,10 +28,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ..cache.content_keys import KEYS_NAME, KeyedInputs
 from ..cache.node_order import order_by_node
 from ..model.left_as_found import left_as_found
-from ..randomness import generators_kept, seed_all, seeded
+from ..model.micro_batch import batch_rows
+from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
 from ..resilience.progress import PROGRESS
 
 Collator = Callable[[list[Any]], Any]
+
+SEED = "seed"
+"""Where an order is drawn from a seed, and not from the generators as they were."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ class NumberedBatches(Dataset[Any]):
         keyed: makes of a collator one that adds keys for the activation cache; None: no keys.
         node_shares: processes on each node, if its samples shall stay with a node.
         agree: gives every process rank 0's value; collective.
+        draws_as_stock: let a sampler without a generator of its own draw from the global ones, as they are: then the
+            order is the stock Trainer's. If not, it depends on seed and epoch, whatever else has been drawn.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
@@ -149,6 +155,7 @@ class NumberedBatches(Dataset[Any]):
         keyed: Callable[[Collator], Collator] | None = None,
         node_shares: Sequence[int] = (1,),
         agree: Callable[[list[int]], list[int]] = lambda order: order,
+        draws_as_stock: bool = False,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
@@ -163,6 +170,9 @@ class NumberedBatches(Dataset[Any]):
         self._agree = agree
         self._node_shares = tuple(node_shares)
         self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement`, where another job has begun it
+        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what its order was drawn from, likewise
+        self._drawn_from: Mapping[str, Any] = {}  # the present order: a seed, or states of the global generators
+        self._draws_as_stock = draws_as_stock
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: list[int] | None = None
@@ -212,9 +222,24 @@ class NumberedBatches(Dataset[Any]):
         """Shares of the nodes and rows of a batch, by which the samples of the present epoch are arranged."""
         return self._kept.get(self._epoch, (self._node_shares, self.global_batch_size))
 
-    def keep_arrangement(self, epoch: int, shares: Sequence[int], rows: int) -> None:
-        """An epoch that was begun on other nodes is brought to its end in the order that it had there."""
+    @property
+    def memory(self) -> dict[str, Any]:
+        """For a checkpoint: what the order of the present epoch follows from. In plain values for JSON."""
+        shares, rows = self.arrangement
+        return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
+
+    def keep_order(
+        self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None
+    ) -> None:
+        """An epoch that was begun by another job, on other nodes, is brought to its end in the order that it had.
+
+        Args:
+            epoch: its number.
+            shares: as in `memory`, likewise the others.
+        """
         self._kept = {epoch: (tuple(shares), rows)}
+        # checkpoints of before it was noted: always the seed
+        self._kept_draws = {epoch: {SEED: self._seed + epoch} if drawn_from is None else drawn_from}
 
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
@@ -309,18 +334,86 @@ class NumberedBatches(Dataset[Any]):
 
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
-            assert self.sampler is not None
-            with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
-                order = self._agree(list(self.sampler))
+            order = self._agree(self._draw_order())
             self._order = order_by_node(order, *self.arrangement, len(self), self._seed)
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
             self._iterator = iter(self._loader)
 
+    def _draw_order(self) -> list[int]:
+        """The sampler's; what it is drawn from is noted."""
+        assert self.sampler is not None
+        self._drawn_from = self._kept_draws.get(self._epoch, {SEED: self._seed + self._epoch})
+        if self._epoch not in self._kept_draws and self._draws_as_stock:
+            before = global_states()
+            order = list(self.sampler)
+            after = global_states()
+            self._drawn_from = {name: state for name, state in before.items() if state != after[name]}
+            return order
+        with seeded(self._drawn_from.get(SEED, 0)):
+            set_global_states(self._drawn_from)
+            return list(self.sampler)
+
     def _read(self, number: int, *default: Any) -> Any:
         assert self._iterator is not None
         with seeded(self._batch_seed(number)):
             return next(self._iterator, *default)
+
+
+class GivenBatches:
+    """The batches of a training loader that the user has made, where one process takes them all.
+
+    In place of `NumberedBatches`: the Trainer reads the loader itself, as the stock one does.
+
+    Args:
+        sample: a few samples, and what collates them, without moving on in the data; called when asked for.
+    """
+
+    is_iterable = True
+
+    def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
+        self.dataset = dataset
+        self._sample = sample
+        self._sampled: tuple[list[Any], Collator] | None = None
+
+    def sample_rows(self, count: int) -> list[Any]:
+        """A few samples."""
+        return self._samples[0][:count]
+
+    def spread_rows(self, count: int) -> list[Any]:
+        """The same: what lies between the loader and its samples is not known."""
+        return self.sample_rows(count)
+
+    @property
+    def collate_fn(self) -> Collator:
+        """Makes batches of these samples."""
+        return self._samples[1]
+
+    @property
+    def _samples(self) -> tuple[list[Any], Collator]:
+        if self._sampled is None:
+            self._sampled = self._sample()
+        return self._sampled
+
+    def slice_of(self, batch: Any) -> BatchSlice:
+        """All of it."""
+        rows = batch_rows(batch)
+        return BatchSlice(rows, rows)
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Nothing is known of the loader's order."""
+        return {}
+
+    def keep_order(self, epoch: int, **memory: Any) -> None:
+        """Not ours."""
+
+    def reslice(self, parts: int, index: int) -> None:
+        """There is one part."""
+        assert (parts, index) == (1, 0)
+
+    def close(self) -> None:
+        """The loader is the user's."""
 
 
 class _Numbers(Sampler[list[int]]):

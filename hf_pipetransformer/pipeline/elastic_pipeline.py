@@ -183,11 +183,19 @@ class ElasticPipeline(nn.Module):
         self.weights.read_flags()
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
+        elif self._optimizer is not None:
+            self._bring_optimizer_state(self._optimizer, holders_under(plan, self.stack))
         self._freeze(plan)
         self.plan = plan
         self.weights.keep_only(self._names_of(plan), self.device)
         self.stack.runner.install()
         self._build(plan, takes_optimizer=not keep_weights_aside)
+
+    def _bring_optimizer_state(self, optimizer: OptimizerState, holders: Holders) -> None:
+        """What an earlier training has left where its last plan had the parameters. Collective over all processes."""
+        before = optimizer.holders()
+        moves = moves_between(before, {name: holders[name] for name in before})
+        exchange(moves, self.stack.table, self.weights, optimizer, self.mesh, self.device)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
         """Go over to another plan, between two optimizer steps. Collective over all processes.
@@ -691,11 +699,17 @@ class ElasticPipeline(nn.Module):
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
-        self._optimizer = OptimizerState(optimizer, self.stack.table, self.weights, self.mesh)
+        self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
+
+    def release_optimizer(self) -> None:
+        """Give back the optimizer that was adopted, for another pipeline of the model to adopt. Not collective."""
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
 
     def updates_with(self, optimizer: Any) -> bool:
         """Whether this optimizer is the one that was adopted last, with or without Accelerate's wrapper."""
-        return self._optimizer is not None and _unwrapped(self._optimizer.optimizer) is _unwrapped(optimizer)
+        return self._optimizer is not None and self._optimizer.optimizer is unwrapped(optimizer)
 
     @property
     def optimizer_state(self) -> OptimizerState:
@@ -818,7 +832,8 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

@@ -156,7 +156,8 @@ class StageModule(nn.Module):
         if start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
             yield inputs
             return
-        with self.stack.runner.to_the_end(start, carry, observer):
+        # several calls (R-Drop) are several passes where no other stage has run the first units once
+        with self.stack.runner.to_the_end(start, carry, observer, may_repeat=self.start == 0):
             yield inputs
 
     def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None, Observer | None]:

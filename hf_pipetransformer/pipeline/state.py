@@ -352,9 +352,28 @@ class OptimizerState:
         self._gathered: dict[str, Any] | None = None
         # of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered)
-        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict))
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
+        ]
         self.keep_what_is_here()
+
+    def release(self) -> None:
+        """Give the optimizer back as it came: over the whole model; its state stays where it is. Not collective."""
+        for hook in self._hooks:
+            hook.remove()
+        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+            group["params"] = [self._table[name] for name in names]
+        self.optimizer.state.pop(self._idle_parameter, None)
+
+    def holders(self) -> Holders:
+        """The ranks that have a state of each parameter, of those that have one. Collective over all processes."""
+        everyone = self._mesh.gather_objects(
+            [name for names in self._group_names for name in names if self.state_of(name)]
+        )
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
+        having = [frozenset(theirs) for theirs in everyone]
+        return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
 
     def keep_what_is_here(self) -> None:
         """Take out what is not held by this process (any more) or frozen for good: parameters and their state.
@@ -506,7 +525,10 @@ def exchange(
             outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **values}
     announced = mesh.gather_objects({to: _as_meta(parcel) for to, parcel in outgoing.items()})  # 1
     incoming = {source: told[mesh.rank] for source, told in enumerate(announced) if mesh.rank in told}
-    sent = {to: torch.cat([as_bytes(t.contiguous()) for t in _tensors_in(parcel)]) for to, parcel in outgoing.items()}
+    sent = {
+        to: torch.cat([as_bytes(t.to(device).contiguous()) for t in _tensors_in(parcel)])
+        for to, parcel in outgoing.items()
+    }
     received = {
         source: torch.empty(sum(t.nbytes for t in _tensors_in(parcel)), dtype=torch.uint8, device=device)
         for source, parcel in incoming.items()
