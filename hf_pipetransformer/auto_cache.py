@@ -57,7 +57,7 @@ SLOW_EPOCHS = 2
 """So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
-OTHER_WEIGHTS = "the frozen layers' weights have been changed"
+OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
 OTHER_INPUTS = (
     "compute_loss, _prepare_inputs or training_step has changed the inputs before the model sees them, or calls a part"
     " of the model; what is kept belongs to what the data collator returns: change them there"
@@ -100,6 +100,8 @@ class AutoCache:
         description: whatever the states depend on besides the weights.
         current: file that names the generations which are read now, for the loaders' workers.
         is_shared: other trainings may use the store, too: nothing is deleted that they may read.
+        rows: a few of the data set, collated, the same on every process: what the frozen layers make of them is part
+            of a generation's name.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class AutoCache:
         description: str,
         current: Path,
         is_shared: bool,
+        rows: Mapping[str, Any],
     ) -> None:
         self.cache = cache
         self.num_cached = 0
@@ -127,6 +130,7 @@ class AutoCache:
         self._seconds_per_row = seconds_per_row
         self._description = description
         self._current, self._is_shared = current, is_shared
+        self._rows = rows
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._digests: dict[str, str] = {}
@@ -157,6 +161,7 @@ class AutoCache:
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
         precision: str,
+        rows: Mapping[str, Any],
         ignored: Collection[str] = NOT_IN_KEYS,
     ) -> AutoCache:
         """The cache of a training that begins. Collective over all processes.
@@ -172,6 +177,7 @@ class AutoCache:
             is_forced: do not ask whether it pays.
             seconds_per_row: of computing, for each unit; None: not known.
             precision: name of the mixed precision.
+            rows: a few of the data set, collated; the first process's are used.
             ignored: inputs that are no part of a key.
         """
         slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
@@ -197,7 +203,11 @@ class AutoCache:
         )
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
-        return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared)
+        on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in rows.items()}
+        everyone = pipeline.mesh.gather_objects(on_cpu if rank == 0 else {})
+        return cls(
+            pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared, everyone[0]
+        )
 
     @property
     def is_on(self) -> bool:
@@ -444,21 +454,43 @@ class AutoCache:
             torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).double()
             for t in self._frozen_here()
         ]
+        norms += [_checksum(buffer) for buffer in self._buffers_of_frozen()]
         return torch.stack(norms).tolist() if norms else []
 
     def _numbers_here(self) -> list[float]:
         numbers = [t.reshape(-1)[t.numel() // 2].float() for t in self._frozen_here() if t.numel()]
         return torch.stack(numbers).tolist() if numbers else []
 
+    def _buffers_of_frozen(self) -> list[torch.Tensor]:
+        """Running statistics, masks: of the frozen layers, and of modules that have frozen parameters of their own."""
+        table, units = self._pipeline.stack.table, self._pipeline.stack.units[: self._boundary]
+        frozen = {id(t) for t in self._frozen_parameters()}
+        layers = {module for unit in units for module in unit.module.modules()}
+        holders = (
+            module
+            for module in table.model.modules()
+            if module in layers or any(id(p) in frozen for p in module.parameters(recurse=False))
+        )
+        buffers = (buffer.detach() for module in holders for buffer in module.buffers(recurse=False))
+        return [buffer for buffer in buffers if buffer.numel()]
+
     def _frozen_here(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self._frozen_parameters()]
+
+    def _frozen_parameters(self) -> list[nn.Parameter]:
         pipeline = self._pipeline
         assert pipeline.stage is not None and pipeline.freezable is not None
         names = pipeline.freezable.frozen(self._boundary)
-        return [pipeline.stack.table[name].detach() for name in pipeline.stage.names if name in names]
+        return [pipeline.stack.table[name] for name in pipeline.stage.names if name in names]
 
     # ------------------------------------------------------------------------------------ names
     def _fingerprint(self, boundary: int) -> str:
-        """Of the first units' weights, wherever they are, and of all else that their outputs depend on."""
+        """Of the first units' weights, wherever they are, and of all else that their outputs depend on.
+
+        A description cannot name all of that: the code of a user's module, its attributes, an adapter's scale. So what
+        the units make of a few rows counts, too, bit by bit. Other kernels, or another number of threads, may round
+        otherwise: then the name is another one, and what is stored under the earlier one is not found.
+        """
         table, stage = self._pipeline.stack.table, self._pipeline.stage
         assert stage is not None
         names = self._pipeline.stack.owned(0, boundary)
@@ -466,7 +498,23 @@ class AutoCache:
         for theirs in self._mesh.gather_objects(mine):
             self._digests.update(theirs)
         digests = [f"{name} {self._digests[name]}" for name in sorted(names)]
-        return xxhash.xxh3_128_hexdigest("\n".join([self._description, str(boundary), *digests]).encode())
+        now = self._mesh.gather_objects([self._digest_of_buffers(), *self._digests_of_rows(boundary)])
+        made = [digest for _, *found in now[: self._pipeline.num_stages] for digest in found]  # by the first pipeline
+        content = [self._description, str(boundary), *digests, now[0][0], *made]
+        return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
+
+    def _digest_of_buffers(self) -> str:
+        """Of those that are saved: a callback may have changed them since the training began."""
+        saved = self._pipeline.stage
+        assert saved is not None
+        return " ".join(_digest(buffer) for buffer in saved.buffers())
+
+    def _digests_of_rows(self, boundary: int) -> list[str]:
+        """Of what the first units make of the few rows; nothing where another stage has the last of them."""
+        device = self._pipeline.device
+        rows = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in self._rows.items()}
+        outputs = self._pipeline.outputs_of_frozen(rows, boundary)
+        return [] if outputs is None else [_digest(output) for output in outputs]
 
     def _publish(self) -> None:
         if self._is_first_here:
@@ -606,17 +654,15 @@ def size_limit(store: ActivationStore, max_gib: float | None) -> int:
 
 
 def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
-    """Whatever a model's states depend on besides its weights."""
+    """What a model's states depend on besides its weights and buffers, as far as it can be named."""
     config: Any = getattr(model, "config", None)
     values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
-    buffers = {name: _digest(buffer) for name, buffer in model.named_buffers() if name in model.state_dict()}
     return json.dumps(
         {
             "class": type(model).__qualname__,
             "config": {key: value for key, value in values.items() if key not in ignored},
             "attention": getattr(config, "_attn_implementation", None),
             "precision": precision,
-            "buffers": buffers,
             "versions": [torch.__version__, transformers.__version__],
         },
         sort_keys=True,
@@ -627,6 +673,13 @@ def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = 
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
+
+
+def _checksum(buffer: torch.Tensor) -> torch.Tensor:
+    """A number that changes if values change or change places, as those of a mask do. Does not wait for the device."""
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    values = values.reshape(-1).double().nan_to_num()
+    return values @ torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device).sqrt()
 
 
 def _is_filled(counts: CacheCounts) -> bool:

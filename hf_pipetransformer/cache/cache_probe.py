@@ -34,12 +34,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..model.frozen_prefix import FreezableLayers
 from ..model.ghosts import evaluation_mode, reachable_leaves
 from ..model.layer_range import Carry, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack, answers, output_tensors
+from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
 
@@ -223,7 +223,7 @@ class _Probe:
                 self._compare("padded length", rows, "a row depends on the padded length")
         self._check_padding(sample, output, loss_of)  # 7
         if loss_of is not None and self.open:  # 8
-            with _attributes_kept(self._stack.model):
+            with left_as_found(self._stack.model):
                 whole = loss_of(dict(sample.batch))
             error = _difference([self._above_all_units(carry, sample, loss_of)], [whole])
             self._judge_all(
@@ -385,7 +385,7 @@ class _Probe:
             if slot is not None:
                 visit(boundary, carry[slot.stack][slot.position])
 
-        with _attributes_kept(self._stack.model):
+        with left_as_found(self._stack.model):
             output = self._stack.runner.trace(rows.batch, observer)
         if self._stack.runner.units != self._stack.units:
             raise _Refusal("which layers run depends on the input")
@@ -393,7 +393,7 @@ class _Probe:
 
     def _above_all_units(self, carry: Carry, rows: _Rows, call: Callable[[Batch], Any]) -> Any:
         """What `call` returns where the units return what they have returned before."""
-        with _attributes_kept(self._stack.model), self._stack.runner.to_the_end(self._stack.num_units, carry):
+        with left_as_found(self._stack.model), self._stack.runner.to_the_end(self._stack.num_units, carry):
             return call(dict(rows.batch))
 
     def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
@@ -554,26 +554,3 @@ def _left_as_found(stack: LayerStack) -> Iterator[None]:
         runner.units = units
         if not was_installed:
             runner.remove()
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module has the attributes, parameters, buffers and children that it had.
-
-    For forwards that must not see what an earlier one left behind: BigBird turns its sparse attention off for good
-    when it meets a short batch.
-    """
-    registries = ("_parameters", "_buffers", "_modules")
-    before = [
-        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in registries})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, members in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, entries in members.items():
-                vars(module)[name].clear()
-                vars(module)[name].update(entries)

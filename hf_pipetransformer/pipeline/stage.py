@@ -163,7 +163,7 @@ class StageModule(nn.Module):
         inputs = dict(batch)
         keys = pop_keys(inputs)
         start: int = self.start
-        carry: Carry | None = _as_carry(self.slots_in, values)
+        carry: Carry | None = as_carry(self.slots_in, values)
         if self.cache is None or keys is None:
             return inputs, start, carry, None
         if start == 0:
@@ -182,7 +182,7 @@ class StageModule(nn.Module):
         )
 
 
-def _as_carry(slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Carry:
+def as_carry(slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Carry:
     carry: Carry = {}
     for slot, value in zip(slots, values, strict=True):
         carry[slot.stack] = (*carry.get(slot.stack, ()), value)
