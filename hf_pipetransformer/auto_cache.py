@@ -40,6 +40,7 @@ from .cache.activation_files import open_private
 from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
 from .cache.content_keys import NOT_IN_KEYS
+from .frozen_function import FrozenFunction
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .planning.plan import PipelinePlan
 
@@ -57,7 +58,6 @@ SLOW_EPOCHS = 2
 """So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
-OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
 OTHER_INPUTS = (
     "compute_loss, _prepare_inputs or training_step has changed the inputs before the model sees them, or calls a part"
     " of the model; what is kept belongs to what the data collator returns: change them there"
@@ -130,12 +130,9 @@ class AutoCache:
         self._seconds_per_row = seconds_per_row
         self._description = description
         self._current, self._is_shared = current, is_shared
-        self._rows = rows
+        self._function = FrozenFunction(pipeline, rows)
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
-        self._digests: dict[str, str] = {}
-        self._norms: list[float] = []  # of the frozen weights that are here
-        self._numbers: list[float] = []  # one of each of them
         self._boundary = 0  # that is filled
         self._steps = 0  # of this epoch
         self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
@@ -229,14 +226,15 @@ class AutoCache:
             self._began_late |= self._steps > 0
             if not self.is_on:  # while it was off nobody has looked at the weights
                 self.reason_off = None
-                self._digests.clear()
+                self._function.forget_weights()
             self.cache.write(self._writes)  # it may have been off
-            self.cache.advance(boundary, self._fingerprint(boundary))
+            fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
+            self.cache.advance(boundary, fingerprint)
             self._mark_used()  # an earlier training may have made it
             self._publish()
             self._pipeline.use_cache(self.cache)
         # of what this process holds under the plan now in force
-        self._norms, self._numbers = self._norms_here(), self._numbers_here()
+        self._function.note()
 
     def go_on(self, num_cached: int) -> None:
         """Count layers as cached as the job did that is gone on with, where all nodes still have what they gave."""
@@ -386,8 +384,10 @@ class AutoCache:
 
         What was put since the last look is theirs, under the name of the earlier ones: it must not be found again.
         """
-        if self.is_on and self._boundary and not self.weights_hold():
-            self._turn_off(OTHER_WEIGHTS, are_wrong=True)
+        if self.is_on and self._boundary:
+            changed = self._function.what_changed()
+            if changed is not None:
+                self._turn_off(changed, are_wrong=True)
 
     def _say_why_not(self, num_frozen: int, highest: int) -> None:
         if self._mesh.rank == 0:
@@ -433,88 +433,17 @@ class AutoCache:
                 else:
                     self._store.delete(*generation)
 
-    # ------------------------------------------------------------------------------------ weights
+    # ------------------------------------------------------------------------------------ the frozen layers
     def weights_hold(self) -> bool:
-        """Whether the frozen weights are what they were when they froze: a callback may have put others there."""
-        hold = (self._norms, self._numbers) == (self._norms_here(), self._numbers_here())
-        self._pipeline.park_cached_layers()
-        return all(self._mesh.gather_objects(hold))
+        """Whether the frozen layers give what they gave when they froze: a callback may have changed them."""
+        return self._function.what_changed() is None
 
     def weights_look_same(self) -> bool:
         """Whether one number of each frozen tensor is as it was: cheap enough for each step, where callbacks have one.
 
         Not collective. Weights must not be parked.
         """
-        return not self.is_on or self._numbers == self._numbers_here()
-
-    def _norms_here(self) -> list[float]:
-        self._pipeline.weights.unpark()
-        # of 16-bit numbers, in which norms of weights that are alike would be equal, in float32
-        norms = [
-            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).double()
-            for t in self._frozen_here()
-        ]
-        norms += [_checksum(buffer) for buffer in self._buffers_of_frozen()]
-        return torch.stack(norms).tolist() if norms else []
-
-    def _numbers_here(self) -> list[float]:
-        numbers = [t.reshape(-1)[t.numel() // 2].float() for t in self._frozen_here() if t.numel()]
-        return torch.stack(numbers).tolist() if numbers else []
-
-    def _buffers_of_frozen(self) -> list[torch.Tensor]:
-        """Running statistics, masks: of the frozen layers, and of modules that have frozen parameters of their own."""
-        table, units = self._pipeline.stack.table, self._pipeline.stack.units[: self._boundary]
-        frozen = {id(t) for t in self._frozen_parameters()}
-        layers = {module for unit in units for module in unit.module.modules()}
-        holders = (
-            module
-            for module in table.model.modules()
-            if module in layers or any(id(p) in frozen for p in module.parameters(recurse=False))
-        )
-        buffers = (buffer.detach() for module in holders for buffer in module.buffers(recurse=False))
-        return [buffer for buffer in buffers if buffer.numel()]
-
-    def _frozen_here(self) -> list[torch.Tensor]:
-        return [parameter.detach() for parameter in self._frozen_parameters()]
-
-    def _frozen_parameters(self) -> list[nn.Parameter]:
-        pipeline = self._pipeline
-        assert pipeline.stage is not None and pipeline.freezable is not None
-        names = pipeline.freezable.frozen(self._boundary)
-        return [pipeline.stack.table[name] for name in pipeline.stage.names if name in names]
-
-    # ------------------------------------------------------------------------------------ names
-    def _fingerprint(self, boundary: int) -> str:
-        """Of the first units' weights, wherever they are, and of all else that their outputs depend on.
-
-        A description cannot name all of that: the code of a user's module, its attributes, an adapter's scale. So what
-        the units make of a few rows counts, too, bit by bit. Other kernels, or another number of threads, may round
-        otherwise: then the name is another one, and what is stored under the earlier one is not found.
-        """
-        table, stage = self._pipeline.stack.table, self._pipeline.stage
-        assert stage is not None
-        names = self._pipeline.stack.owned(0, boundary)
-        mine = {name: self._digests.get(name) or _digest(table[name]) for name in stage.names if name in names}
-        for theirs in self._mesh.gather_objects(mine):
-            self._digests.update(theirs)
-        digests = [f"{name} {self._digests[name]}" for name in sorted(names)]
-        now = self._mesh.gather_objects([self._digest_of_buffers(), *self._digests_of_rows(boundary)])
-        made = [digest for _, *found in now[: self._pipeline.num_stages] for digest in found]  # by the first pipeline
-        content = [self._description, str(boundary), *digests, now[0][0], *made]
-        return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
-
-    def _digest_of_buffers(self) -> str:
-        """Of those that are saved: a callback may have changed them since the training began."""
-        saved = self._pipeline.stage
-        assert saved is not None
-        return " ".join(_digest(buffer) for buffer in saved.buffers())
-
-    def _digests_of_rows(self, boundary: int) -> list[str]:
-        """Of what the first units make of the few rows; nothing where another stage has the last of them."""
-        device = self._pipeline.device
-        rows = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in self._rows.items()}
-        outputs = self._pipeline.outputs_of_frozen(rows, boundary)
-        return [] if outputs is None else [_digest(output) for output in outputs]
+        return not self.is_on or self._function.looks_same()
 
     def _publish(self) -> None:
         if self._is_first_here:
@@ -668,18 +597,6 @@ def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = 
         sort_keys=True,
         default=str,
     )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
-
-
-def _checksum(buffer: torch.Tensor) -> torch.Tensor:
-    """A number that changes if values change or change places, as those of a mask do. Does not wait for the device."""
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    values = values.reshape(-1).double().nan_to_num()
-    return values @ torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device).sqrt()
 
 
 def _is_filled(counts: CacheCounts) -> bool:

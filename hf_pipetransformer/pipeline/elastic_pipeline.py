@@ -696,7 +696,7 @@ class ElasticPipeline(nn.Module):
         return mine
 
     @torch.no_grad()
-    def outputs_of_frozen(self, batch: Batch, boundary: int) -> tuple[torch.Tensor, ...] | None:
+    def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
         """What the first `boundary` units, all frozen, make of a few rows in training. The model stays as it was.
 
         Collective over the pipeline: the units may be spread over its stages.
@@ -704,6 +704,7 @@ class ElasticPipeline(nn.Module):
         Args:
             batch: the model's inputs, on the device, the same on all stages.
             boundary: number of units.
+            seed: of random numbers.
 
         Returns:
             All tensors that cross the boundary, on the stage of the last of these units; None on the others.
@@ -715,7 +716,7 @@ class ElasticPipeline(nn.Module):
         self.weights.unpark()
         values = self._receive_values(stage) if self.stage_index > 0 else []
         stop = min(stage.stop, boundary)
-        with left_as_found(self.model), generators_kept(self.model), seeded(0):
+        with left_as_found(self.model), generators_kept(self.model), seeded(seed):
             self.model.train()
             reached = self.stack.runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
         if stop == boundary:
