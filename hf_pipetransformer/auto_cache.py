@@ -59,8 +59,8 @@ SLOW_EPOCHS = 2
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
 OTHER_INPUTS = (
-    "compute_loss, _prepare_inputs or training_step has changed the inputs before the model sees them, or calls a part"
-    " of the model; what is kept belongs to what the data collator returns: change them there"
+    "compute_loss, _prepare_inputs, training_step or a forward pre-hook has changed the inputs before the model sees"
+    " them, or calls a part of the model; what is kept belongs to what the data collator returns: change them there"
 )
 NOTHING_KEPT = (
     "none of an epoch's rows could be kept (padding on the left, where the examined rows had none; an attention mask"
