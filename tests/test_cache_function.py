@@ -17,6 +17,7 @@ from training_runs import Run, largest_difference, outcome_of
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.errors import UnsupportedModelError
 
 RUN = Run(samples=24, epochs=5, accumulation=1)
 """Three steps an epoch. The first layer freezes before the fourth step; epoch 3 is the first that reads."""
@@ -167,3 +168,48 @@ def test_a_callback_that_changes_the_function_turns_the_cache_off(stages: int) -
         assert cached.reason is not None, name
         assert ("buffers have been changed" if change is another_mask else "other outputs") in cached.reason, name
         assert difference(cached, uncached) < 1e-5, name
+
+
+# ------------------------------------------------------------------------------------ inputs that a hook changes
+class Hook(TrainerCallback):
+    """Registers a pre-hook on the model that changes token ids, from a certain step on."""
+
+    def __init__(self, first_step: int) -> None:
+        self._first_step, self._state = first_step, None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        def change(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if state.global_step < self._first_step:
+                return None
+            return args, {**kwargs, "input_ids": kwargs["input_ids"].clamp(max=20 + state.global_step)}
+
+        model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+FIRST_STEPS = [0, 7]
+"""Before anything is cached; in an epoch that reads."""
+
+
+def hooked(rank: int, world_size: int, stages: int) -> list[tuple[Result, Result]]:
+    return [
+        (train(stages, "on", callback=partial(Hook, step)), train(stages, "off", callback=partial(Hook, step)))
+        for step in FIRST_STEPS
+    ]
+
+
+def test_a_hook_on_the_model_that_changes_inputs_turns_the_cache_off() -> None:
+    for cached, uncached in run_ranks(hooked, 2, 1)[0]:
+        assert cached.reason is not None and "a forward pre-hook has changed the inputs" in cached.reason
+        assert difference(cached, uncached) < 1e-5
+
+
+def refused(rank: int, world_size: int) -> str:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(2, "on", callback=partial(Hook, 7))
+    return str(refusal.value)
+
+
+def test_in_a_pipeline_it_is_refused() -> None:
+    """The last stage cannot tell a hook of the user's from a compute_loss that changes what only it sees."""
+    for message in run_ranks(refused, 2):
+        assert "inputs" in message
