@@ -24,6 +24,8 @@ MOST_NUMBERS = 2**16
 """Of an output, evenly spaced, that are kept to be compared with."""
 MOST_ENTRIES = 64
 """Containers with more of them are data, no settings."""
+REGISTRIES = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Of a module, that belong to what it computes."""
 OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
 OTHER_OUTPUTS = (
     "the frozen layers give other outputs for the same rows than before, though their weights are the same (an"
@@ -75,8 +77,8 @@ class FrozenFunction:
         of_first = everyone[: pipeline.num_stages]  # the first pipeline's processes; the last frozen unit is on one
         digests = [digest for _, _, found, _ in of_first for digest in found]
         self._outputs = [numbers for *_, found in of_first for numbers in found]
-        weights = [f"{name} {self._digests[name]}" for name in sorted(names)]
-        content = [str(boundary), *weights, *of_first[0][1], *digests]
+        of_weights = [f"{name} {self._digests[name]}" for name in sorted(names)]
+        content = [str(boundary), *of_weights, *of_first[0][1], *digests]
         return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
 
     def note(self) -> None:
@@ -161,12 +163,12 @@ class FrozenFunction:
         )
 
     def _attributes_here(self) -> dict[tuple[int, str], Any]:
-        """Settings of the modules that hold what is frozen: numbers, names, functions, submodules."""
+        """Settings of the modules that hold what is frozen: numbers, names, functions, submodules, hooks."""
         return {
             (number, name): _setting(value)
             for number, module in enumerate(self._holders)
             for name, value in vars(module).items()
-            if name == "_modules" or not (name.startswith("_") or name == "training")
+            if name in REGISTRIES or not (name.startswith("_") or name == "training")
         }
 
 
@@ -178,7 +180,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 def _setting(value: Any, is_inside: bool = False) -> Any:
     """What can be compared with a later value; None for what is no setting, as tensors and other objects."""
-    if isinstance(value, (bool, int, float, str, torch.dtype)):
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     if isinstance(value, nn.Module) or callable(value):
         return id(value)

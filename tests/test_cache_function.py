@@ -145,7 +145,7 @@ def a_hook(model: nn.Module) -> None:
 IN_TRAINING = [
     ("on_step_begin", another_activation),
     ("on_step_end", another_mask),
-    ("on_epoch_begin", a_hook),
+    ("on_step_begin", a_hook),
     ("on_epoch_end", another_scale),
 ]
 
