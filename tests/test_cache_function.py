@@ -20,7 +20,11 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.errors import UnsupportedModelError
 
 RUN = Run(samples=24, epochs=5, accumulation=1)
-"""Three steps an epoch. The first layer freezes before the fourth step; epoch 3 is the first that reads."""
+"""Three steps an epoch."""
+AT_EPOCH = {3: 1}
+"""The first layer freezes before the fourth step; epoch 3 is the first that reads."""
+AT_ONCE = {1: 1}
+"""After the one step of the warm-up that changes no weight: two functions have the same frozen weights."""
 LAYOUTS = pytest.mark.parametrize("stages", [1, 2], ids=["replicas", "pipeline"])
 
 
@@ -66,12 +70,17 @@ def layer_of(model: nn.Module) -> Any:
 
 
 def train(
-    stages: int, cache: str, folder: Path | None = None, prepare: Change | None = None, callback: Any = None
+    stages: int,
+    cache: str,
+    folder: Path | None = None,
+    prepare: Change | None = None,
+    callback: Any = None,
+    table: dict[int, int] = AT_EPOCH,
 ) -> Result:
     trainer: PipeTransformerTrainer = trainer_of(
         RUN,
         dict.fromkeys(range(4), stages),
-        {3: 1},
+        table,
         f"run-{cache}-{folder.name if folder is not None else None}",
         activation_cache=cache,
         num_microbatches=2 if stages > 1 else "auto",
@@ -121,8 +130,9 @@ BETWEEN_RUNS = [another_scale, another_activation, another_mask]
 
 def shared_folder(rank: int, world_size: int, stages: int, folder: Path) -> list[tuple[Result, Result]]:
     """A run that fills the folder, one that finds it full, and others that are to find nothing there."""
-    results = [(train(stages, "on", folder), train(stages, "on", folder))]
-    results += [(train(stages, "on", folder, change), train(stages, "off", None, change)) for change in BETWEEN_RUNS]
+    run = partial(train, stages, table=AT_ONCE)
+    results = [(run("on", folder), run("on", folder))]
+    results += [(run("on", folder, change), run("off", None, change)) for change in BETWEEN_RUNS]
     return results
 
 
