@@ -40,6 +40,7 @@ from .cache.activation_files import open_private
 from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
 from .cache.content_keys import NOT_IN_KEYS
+from .frozen_function import FrozenFunction
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .planning.plan import PipelinePlan
 
@@ -57,10 +58,9 @@ SLOW_EPOCHS = 2
 """So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
 LEAST_CAPACITY = 4096
 """In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
-OTHER_WEIGHTS = "the frozen layers' weights have been changed"
 OTHER_INPUTS = (
-    "compute_loss, _prepare_inputs or training_step has changed the inputs before the model sees them, or calls a part"
-    " of the model; what is kept belongs to what the data collator returns: change them there"
+    "compute_loss, _prepare_inputs, training_step or a forward pre-hook has changed the inputs before the model sees"
+    " them, or calls a part of the model; what is kept belongs to what the data collator returns: change them there"
 )
 NOTHING_KEPT = (
     "none of an epoch's rows could be kept (padding on the left, where the examined rows had none; an attention mask"
@@ -100,6 +100,8 @@ class AutoCache:
         description: whatever the states depend on besides the weights.
         current: file that names the generations which are read now, for the loaders' workers.
         is_shared: other trainings may use the store, too: nothing is deleted that they may read.
+        rows: a few of the data set, collated, the same on every process: what the frozen layers make of them is part
+            of a generation's name.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class AutoCache:
         description: str,
         current: Path,
         is_shared: bool,
+        rows: Mapping[str, Any],
     ) -> None:
         self.cache = cache
         self.num_cached = 0
@@ -127,11 +130,9 @@ class AutoCache:
         self._seconds_per_row = seconds_per_row
         self._description = description
         self._current, self._is_shared = current, is_shared
+        self._function = FrozenFunction(pipeline, rows)
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
-        self._digests: dict[str, str] = {}
-        self._norms: list[float] = []  # of the frozen weights that are here
-        self._numbers: list[float] = []  # one of each of them
         self._boundary = 0  # that is filled
         self._steps = 0  # of this epoch
         self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
@@ -157,6 +158,7 @@ class AutoCache:
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
         precision: str,
+        rows: Mapping[str, Any],
         ignored: Collection[str] = NOT_IN_KEYS,
     ) -> AutoCache:
         """The cache of a training that begins. Collective over all processes.
@@ -172,6 +174,7 @@ class AutoCache:
             is_forced: do not ask whether it pays.
             seconds_per_row: of computing, for each unit; None: not known.
             precision: name of the mixed precision.
+            rows: a few of the data set, collated; the first process's are used.
             ignored: inputs that are no part of a key.
         """
         slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
@@ -197,7 +200,11 @@ class AutoCache:
         )
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
-        return cls(pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared)
+        on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in rows.items()}
+        everyone = pipeline.mesh.gather_objects(on_cpu if rank == 0 else {})
+        return cls(
+            pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared, everyone[0]
+        )
 
     @property
     def is_on(self) -> bool:
@@ -219,14 +226,15 @@ class AutoCache:
             self._began_late |= self._steps > 0
             if not self.is_on:  # while it was off nobody has looked at the weights
                 self.reason_off = None
-                self._digests.clear()
+                self._function.forget_weights()
             self.cache.write(self._writes)  # it may have been off
-            self.cache.advance(boundary, self._fingerprint(boundary))
+            fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
+            self.cache.advance(boundary, fingerprint)
             self._mark_used()  # an earlier training may have made it
             self._publish()
             self._pipeline.use_cache(self.cache)
         # of what this process holds under the plan now in force
-        self._norms, self._numbers = self._norms_here(), self._numbers_here()
+        self._function.note()
 
     def go_on(self, num_cached: int) -> None:
         """Count layers as cached as the job did that is gone on with, where all nodes still have what they gave."""
@@ -376,8 +384,10 @@ class AutoCache:
 
         What was put since the last look is theirs, under the name of the earlier ones: it must not be found again.
         """
-        if self.is_on and self._boundary and not self.weights_hold():
-            self._turn_off(OTHER_WEIGHTS, are_wrong=True)
+        if self.is_on and self._boundary:
+            changed = self._function.what_changed()
+            if changed is not None:
+                self._turn_off(changed, are_wrong=True)
 
     def _say_why_not(self, num_frozen: int, highest: int) -> None:
         if self._mesh.rank == 0:
@@ -423,50 +433,17 @@ class AutoCache:
                 else:
                     self._store.delete(*generation)
 
-    # ------------------------------------------------------------------------------------ weights
+    # ------------------------------------------------------------------------------------ the frozen layers
     def weights_hold(self) -> bool:
-        """Whether the frozen weights are what they were when they froze: a callback may have put others there."""
-        hold = (self._norms, self._numbers) == (self._norms_here(), self._numbers_here())
-        self._pipeline.park_cached_layers()
-        return all(self._mesh.gather_objects(hold))
+        """Whether the frozen layers give what they gave when they froze: a callback may have changed them."""
+        return self._function.what_changed() is None
 
     def weights_look_same(self) -> bool:
         """Whether one number of each frozen tensor is as it was: cheap enough for each step, where callbacks have one.
 
         Not collective. Weights must not be parked.
         """
-        return not self.is_on or self._numbers == self._numbers_here()
-
-    def _norms_here(self) -> list[float]:
-        self._pipeline.weights.unpark()
-        # of 16-bit numbers, in which norms of weights that are alike would be equal, in float32
-        norms = [
-            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).double()
-            for t in self._frozen_here()
-        ]
-        return torch.stack(norms).tolist() if norms else []
-
-    def _numbers_here(self) -> list[float]:
-        numbers = [t.reshape(-1)[t.numel() // 2].float() for t in self._frozen_here() if t.numel()]
-        return torch.stack(numbers).tolist() if numbers else []
-
-    def _frozen_here(self) -> list[torch.Tensor]:
-        pipeline = self._pipeline
-        assert pipeline.stage is not None and pipeline.freezable is not None
-        names = pipeline.freezable.frozen(self._boundary)
-        return [pipeline.stack.table[name].detach() for name in pipeline.stage.names if name in names]
-
-    # ------------------------------------------------------------------------------------ names
-    def _fingerprint(self, boundary: int) -> str:
-        """Of the first units' weights, wherever they are, and of all else that their outputs depend on."""
-        table, stage = self._pipeline.stack.table, self._pipeline.stage
-        assert stage is not None
-        names = self._pipeline.stack.owned(0, boundary)
-        mine = {name: self._digests.get(name) or _digest(table[name]) for name in stage.names if name in names}
-        for theirs in self._mesh.gather_objects(mine):
-            self._digests.update(theirs)
-        digests = [f"{name} {self._digests[name]}" for name in sorted(names)]
-        return xxhash.xxh3_128_hexdigest("\n".join([self._description, str(boundary), *digests]).encode())
+        return not self.is_on or self._function.looks_same()
 
     def _publish(self) -> None:
         if self._is_first_here:
@@ -606,27 +583,20 @@ def size_limit(store: ActivationStore, max_gib: float | None) -> int:
 
 
 def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
-    """Whatever a model's states depend on besides its weights."""
+    """What a model's states depend on besides its weights and buffers, as far as it can be named."""
     config: Any = getattr(model, "config", None)
     values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
-    buffers = {name: _digest(buffer) for name, buffer in model.named_buffers() if name in model.state_dict()}
     return json.dumps(
         {
             "class": type(model).__qualname__,
             "config": {key: value for key, value in values.items() if key not in ignored},
             "attention": getattr(config, "_attn_implementation", None),
             "precision": precision,
-            "buffers": buffers,
             "versions": [torch.__version__, transformers.__version__],
         },
         sort_keys=True,
         default=str,
     )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
 
 
 def _is_filled(counts: CacheCounts) -> bool:

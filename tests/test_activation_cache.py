@@ -122,7 +122,7 @@ def test_a_stage_that_ends_below_takes_what_it_can(tmp_path: Path) -> None:
     batch = setup.batch(range(3))
     start, carry = setup.cache.fetch(batch, setup.keys(batch), 3)
     assert start == 2 and carry is not None
-    assert setup.cache.watch(batch, [], 2, 3) is None  # the frozen layers end in another stage
+    assert setup.cache.observer(batch, [], 2, 3) is None  # the frozen layers end in another stage
 
 
 def test_storage_in_bf16(tmp_path: Path) -> None:
@@ -163,8 +163,9 @@ def test_rows_that_are_there_already_are_counted(tmp_path: Path) -> None:
     setup.cache.advance(2, "weights")
     setup.go(range(3))
     batch = setup.batch(range(4))
+    setup.cache.watch(batch, setup.keys(batch), 0, 2)
     with torch.no_grad():
-        setup.stack.runner.run(0, 2, None, batch, setup.cache.watch(batch, setup.keys(batch), 0, 2))
+        setup.stack.runner.run(0, 2, None, batch)
     setup.cache.flush()
     counts = setup.cache.take_counts()
     assert (counts.stored, counts.present) == (4, 3)
@@ -206,7 +207,8 @@ def called(setup: Setup, rows: Any, call: Any) -> tuple[Any, bool, int]:
     before = setup.cache.counts.stored
     start, carry = setup.cache.fetch(batch, keys, 4)
     assert (start, carry) == (0, None)
-    with torch.no_grad(), runner.to_the_end(0, None, setup.cache.watch(batch, keys, 0, 4)):
+    setup.cache.watch(batch, keys, 0, 4)
+    with torch.no_grad(), runner.to_the_end(0, None):
         output = call(setup.stack.model, batch)
     setup.cache.flush()
     return output, setup.cache.met_other_inputs, setup.cache.counts.stored - before

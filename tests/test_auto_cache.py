@@ -28,6 +28,7 @@ from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import CacheCounts
 from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
+from hf_pipetransformer.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.trainer import _watch_steps
@@ -465,7 +466,7 @@ def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int
     """They were put under the name of the earlier weights, which another training may have."""
     run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
     ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after)
-    assert reason == auto_cache.OTHER_WEIGHTS
+    assert reason == OTHER_WEIGHTS
     assert list((tmp_path / "cache").glob("0*-*")) == []
     whole = Run(epochs=4, per_device=4 * WORLD)
     shared = whole.with_options(activation_cache_dir=str(tmp_path / "cache"))
@@ -496,7 +497,7 @@ def test_weights_that_change_while_they_are_read_are_noticed_at_once(
     changed = run_ranks(scaled, world, run, {3: 1}, 7, "on", event=event, factor=factor, num_stages=num_stages)
     without = run_ranks(scaled, world, run, {3: 1}, 7, "off", event=event, factor=factor, num_stages=num_stages)
     assert_same_training([outcome for outcome, _ in changed], without[0][0])
-    assert {reason for _, reason in changed} == {auto_cache.OTHER_WEIGHTS}
+    assert {reason for _, reason in changed} == {OTHER_WEIGHTS}
 
 
 def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
@@ -505,7 +506,7 @@ def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
     ((outcome, reason),) = run_ranks(scaled, 1, run, table, 4, "on")
     ((expected, _),) = run_ranks(scaled, 1, run, table, 4, "off")
     assert_same_training([outcome], expected)
-    assert reason == auto_cache.OTHER_WEIGHTS
+    assert reason == OTHER_WEIGHTS
 
 
 def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
@@ -522,7 +523,8 @@ def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
         adapt()
         pipeline.weights.unpark()
         table = pipeline.stack.table
-        found.append({name: digest == auto_cache._digest(table[name]) for name, digest in cache._digests.items()})
+        digests = cache._function._digests
+        found.append({name: digest == digest_of(table[name]) for name, digest in digests.items()})
 
     trainer._adapt = adapt_and_look  # type: ignore[method-assign]
     trainer.train()

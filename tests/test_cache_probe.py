@@ -281,7 +281,7 @@ def need_two_rows(hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "below", "above"),
     [
-        (drop_always, "random numbers change the hidden state in evaluation mode", None),
+        (drop_always, "random numbers, a count of calls or training mode change the hidden state", None),
         (center_the_batch, "a row depends on its neighbours", None),
         (count_rows, "a row alone has another hidden state than in a batch", None),
         # above the layers, too: it would read padding, which is not kept
@@ -419,6 +419,63 @@ def test_labels_that_the_layers_read_are_refused():
     verdicts = probe(ReadsLabels(), text(), padding())
     assert_refused(verdicts, "labels or a decoder's inputs change the hidden state")
     assert accepted(probe(ReadsLabels(), text(), padding(), ignored=())) == [1, 2, 3, 4]
+
+
+class ReadsConstant(ReadsLabels):
+    """As above, for labels that are all alike in the sample."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        return super().forward(input_ids, attention_mask, labels)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_labels_that_the_layers_read_are_refused_where_all_are_alike(number):
+    samples = [{**sample, "labels": torch.tensor(number)} for sample in text()]
+    assert_refused(probe(ReadsConstant(), samples, padding()), "labels or a decoder's inputs change the hidden state")
+    assert accepted(probe(MODELS["bert-classification"].build(), samples, padding())) == [1, 2, 3, 4]
+
+
+def test_labels_that_nobody_can_exchange_are_a_reason():
+    class OneClass(ReadsConstant):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+            assert labels is not None and bool((labels == 0).all())
+            return super().forward(input_ids, attention_mask, labels)
+
+    samples = [{**sample, "labels": torch.tensor(0)} for sample in text()]
+    assert_refused(probe(OneClass(), samples, padding()), "all rows of the sample have the same 'labels'")
+
+
+class CountsCalls(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args, **kwargs) * (1 + self.calls % 2)
+
+
+def test_a_layer_that_counts_its_calls_is_refused_and_counts_on_from_where_it_was():
+    model = MODELS["bert-classification"].build()
+    layer: Any = model.get_submodule("bert.encoder.layer.0")
+    layer.intermediate = CountsCalls(layer.intermediate)
+    stack, freezable = taken_apart(model, text(), padding())
+    layer.intermediate.calls = 7
+    assert_refused(probe_boundaries(stack, freezable, text(), padding()), "a count of calls")
+    assert layer.intermediate.calls == 7
+
+
+def test_a_hook_that_changes_inputs_in_training_only_is_refused():
+    model = MODELS["bert-classification"].build()
+    stack, freezable = taken_apart(model, text(), padding())
+
+    def mix(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (args, {**kwargs, "input_ids": kwargs["input_ids"].flip(0)}) if module.training else None
+
+    model.register_forward_pre_hook(mix, with_kwargs=True)
+    assert_refused(probe_boundaries(stack, freezable, text(), padding()), "training mode change")
+    assert not stack.runner.num_frozen and model.training
 
 
 def test_a_layer_may_write_into_its_input():

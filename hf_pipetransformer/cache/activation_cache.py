@@ -10,8 +10,9 @@ Where all rows are found at one place nothing is run twice: the stage's own pass
 the frozen layers' end is put into the store.
 
 On the last stage, with K = 1 the only one, a user's `compute_loss` calls the model, and may call it on other inputs
-than those that were looked up: on mixed ones, in training only, now and then. So a pass there uses and puts nothing,
-until the model is called on the very inputs.
+than those that were looked up: on mixed ones, in training only, now and then. On any stage a forward pre-hook of the
+user's may change them. So nothing is put, and on the last stage nothing is used, until the model's own `forward` is
+about to begin with the very inputs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
@@ -148,12 +150,7 @@ class ActivationCache:
         self._ignored = frozenset(ignored)
         self._found: tuple[int, Carry | None] = (0, None)  # for the pass that begins
         self._awaited: _Awaited | None = None
-        self._hook = stack.model.register_forward_pre_hook(
-            # no bound method: a callback may copy the model, and a thread cannot be copied
-            lambda module, args, kwargs: self._on_call(module, args, kwargs),
-            with_kwargs=True,
-            prepend=True,  # before the one that brings parked weights back
-        )
+        self._hook: RemovableHandle | None = None
         self._generations: list[_Generation] = []  # the newest first
         self._writes = False
         self._began = time.time()
@@ -243,6 +240,8 @@ class ActivationCache:
         whole = states[0][1].new_empty(len(keys), *states[0][1].shape[1:])
         for rows, state in states:
             whole[rows] = state.to(whole.dtype)
+        if self.met_other_inputs:  # in one of the passes just now
+            return 0, None
         return level, self._as_carry(level, whole)
 
     def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
@@ -283,8 +282,10 @@ class ActivationCache:
     ) -> torch.Tensor:
         """Bring a few rows from one boundary to the next; put them if that is where the frozen layers end."""
         carry = None if state is None else self._as_carry(start, state)
+        runner = self._stack.runner
+        self._await(runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
         with torch.no_grad():
-            reached = self._stack.runner.run(start, stop, carry, batch, self.observer(batch, keys, start, stop))
+            reached = runner.run(start, stop, carry, batch)
         slot = self._slots[stop]
         return reached[slot.stack][slot.position]
 
@@ -295,19 +296,36 @@ class ActivationCache:
         return {slot.stack: tuple(state if p == slot.position else state.new_zeros(1) for p in range(outputs))}
 
     # ------------------------------------------------------------------------------------ a pass that the user begins
-    def watch(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
-        """What is to be told of the units of a pass over [start, stop); None where the model's call decides it."""
+    def watch(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> None:
+        """The model is about to be called for a pass over [start, stop): that decides what is used, and put."""
         if stop < self._stack.num_units:
-            return self.observer(batch, keys, start, stop)
+            if start < stop:
+                self._await(self._stack.runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
+            return
         if self._awaited is not None:  # the last pass ran without a call of the whole model
             self.met_other_inputs = True
         (level, carry), self._found = self._found, (0, None)
         start = max(start, level)
-        self._awaited = _Awaited(KeyedInputs(batch), start, carry, self.observer(batch, keys, start, stop))
-        return None
+        self._await(batch, start, carry, self.observer(batch, keys, start, stop))
+
+    def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
+        """The model is to be called on these inputs."""
+        self._awaited = _Awaited(KeyedInputs(inputs), start, carry, observer)
+        self._remove_hook()
+        # anew for each pass: hooks of the user's, whenever they came, may change the inputs before
+        self._hook = self._stack.model.register_forward_pre_hook(
+            # no bound method: a callback may copy the model, and a thread cannot be copied
+            lambda module, args, kwargs: self._on_call(module, args, kwargs),
+            with_kwargs=True,
+        )
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call of the model: does it get the inputs that have been looked up?"""
+        """Before a call of the model's forward: does it get the inputs that have been looked up?"""
         awaited, runner = self._awaited, self._stack.runner
         if awaited is None or not runner.is_running or module is not self._stack.model:
             return
@@ -399,7 +417,7 @@ class ActivationCache:
         self._writer.flush()
 
     def close(self) -> None:
-        self._hook.remove()
+        self._remove_hook()
         self._writer.close()
         self.forget(keep=0)
 

@@ -7,7 +7,7 @@ rows, for all boundaries between layers at once.
     1  what is read above           one tensor of [rows, tokens, ...]
     2  parameters below             all of them frozen
                                     compared with the states of rows a, b, c, d in one batch (a is the shortest):
-    3  a b c d  again               no random numbers
+    3  a b c d  again, in training  no random numbers, nothing that counts calls or asks whether the model trains
     4  a b c d  other labels        what is left out of a row's key does not change its state
     5  a b c d  other padded ids    neither does this
     6  b d b d                      nor do neighbours
@@ -28,7 +28,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.ghosts import evaluation_mode, reachable_leaves
 from ..model.layer_range import Carry, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack, answers, output_tensors
+from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
 
@@ -206,11 +207,11 @@ class _Probe:
         order = sorted(sample.indices, key=lambda i: _num_tokens(sample.spans[i]))
         shortest = self._rows(order[:1])
         self._choose_tensors(shortest)  # 1
-        output, carry = self._record(sample)
+        with left_as_found(self._stack.model):  # both together: what counts its calls is to show
+            output, carry = self._record(sample)
+            self._compare_in_training(sample)  # 3
         self._check_parameters(freezable, shortest)  # 2
-        self._compare("repeat", sample, "random numbers change the hidden state in evaluation mode, too", SAME)  # 3
-        others = _with_other_values(sample, self._ignored)  # 4
-        self._compare("ignored", others, "labels or a decoder's inputs change the hidden state", SAME)
+        self._check_ignored(sample)  # 4
         others = _with_other_padding(sample)  # 5
         self._compare("padded ids", others, "ids of padding change the hidden state of real tokens", SAME)
         for group in _groups(order):  # 6
@@ -223,7 +224,7 @@ class _Probe:
                 self._compare("padded length", rows, "a row depends on the padded length")
         self._check_padding(sample, output, loss_of)  # 7
         if loss_of is not None and self.open:  # 8
-            with _attributes_kept(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
+            with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
                 whole = loss_of(dict(sample.batch))
             error = _difference([self._above_all_units(carry, sample, loss_of)], [whole])
             self._judge_all(
@@ -276,7 +277,7 @@ class _Probe:
                 expected = f"[{len(sample.indices)} rows, {_width(sample) or 'some'} tokens, ...]"
                 self.refuse(boundary, f"the hidden state is {list(state.shape)}, not {expected}")
 
-        return self._forward(sample, visit)
+        return self._forward(sample, visit, restores=False)
 
     def _check_parameters(self, freezable: FreezableLayers, rows: _Rows) -> None:
         """Nothing that a state depends on may go on changing once its layers are frozen."""
@@ -294,7 +295,9 @@ class _Probe:
         with torch.enable_grad(), table.all_trainable():
             self._forward(rows, visit)
 
-    def _compare(self, check: str, rows: _Rows | None, reason: str, tolerance: float | None = None) -> None:
+    def _compare(
+        self, check: str, rows: _Rows | None, reason: str, tolerance: float | None = None, restores: bool = True
+    ) -> None:
         """Compare the states of rows in another batch with those in the sample.
 
         Args:
@@ -302,6 +305,7 @@ class _Probe:
             rows: None: there is nothing to compare.
             reason: what it means if they differ.
             tolerance: None: what rounding explains.
+            restores: as in `_forward`.
         """
         if not self.open or rows is None:
             return
@@ -310,7 +314,51 @@ class _Probe:
             error = self._error(boundary, state, rows)
             self._judge(boundary, check, error, _tolerance(state) if tolerance is None else tolerance, reason)
 
-        self._forward(rows, visit)
+        self._forward(rows, visit, restores)
+
+    def _compare_in_training(self, sample: _Rows) -> None:
+        """Once more as a step runs it: the model in training mode, its layers, all frozen, in evaluation mode."""
+        runner = self._stack.runner
+        num_frozen = runner.num_frozen
+        runner.freeze(self._stack.num_units)
+        self._stack.model.train()
+        try:
+            reason = "random numbers, a count of calls or training mode change the hidden state of frozen layers"
+            self._compare("repeat", sample, reason, SAME, restores=False)
+        finally:
+            self._stack.model.eval()
+            runner.freeze(num_frozen)
+
+    def _check_ignored(self, sample: _Rows) -> None:
+        """What is left out of a row's key must not change its state: labels, a decoder's inputs.
+
+        Values are exchanged among the rows. Where all are alike they make way for another one, which a model may
+        refuse: then for the next, and at last the input is left out.
+        """
+        reason = "labels or a decoder's inputs change the hidden state"
+        self._compare("ignored", _with_exchanged_values(sample, self._ignored), reason, SAME)
+        for name in _constants_of(sample, self._ignored):
+            values = [*_other_values(sample.batch[name], self._stack.model), None]
+            if not any(self._can_compare(sample, name, value, reason) for value in values):
+                self.refuse_all(
+                    f"all rows of the sample have the same {name!r}, and the model runs with no other value of it: it"
+                    " cannot be tried whether frozen layers read it"
+                )
+
+    def _can_compare(self, sample: _Rows, name: str, value: torch.Tensor | None, reason: str) -> bool:
+        """Compare with another value of an input, or (None) without it; False if the model does not run with that."""
+        batch = {n: v for n, v in sample.batch.items() if n != name}
+        if value is not None:
+            batch[name] = value
+        try:
+            self._compare("ignored", replace(sample, batch=batch), reason, SAME)
+        except _Refusal:  # other layers run
+            if value is not None:
+                raise
+            return False
+        except Exception:  # whatever a model says to a label that it does not know
+            return False
+        return True
 
     def _check_padding(self, sample: _Rows, expected: Any, loss_of: LossOf | None) -> None:
         """Put noise and zeros in the place of padding after each unit: no unit, head or loss may read it.
@@ -369,8 +417,16 @@ class _Probe:
         on_device = {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         return _Rows(on_device, tuple(indices), spans)
 
-    def _forward(self, rows: _Rows, visit: Callable[[int, torch.Tensor], None]) -> tuple[Any, Carry]:
+    def _forward(
+        self, rows: _Rows, visit: Callable[[int, torch.Tensor], None], restores: bool = True
+    ) -> tuple[Any, Carry]:
         """Run the whole model and show `visit` the tensor that crosses each open boundary.
+
+        Args:
+            rows: the batch.
+            visit: called with the boundary and the tensor.
+            restores: the next forward is to see nothing of what this one leaves behind: BigBird turns its sparse
+                attention off for good when it meets a short batch.
 
         Returns:
             The model's output, and the last output of each stack's units.
@@ -385,7 +441,7 @@ class _Probe:
             if slot is not None:
                 visit(boundary, carry[slot.stack][slot.position])
 
-        with _attributes_kept(self._stack.model):
+        with left_as_found(self._stack.model) if restores else nullcontext():
             output = self._stack.runner.trace(rows.batch, observer)
         if self._stack.runner.units != self._stack.units:
             raise _Refusal("which layers run depends on the input")
@@ -394,7 +450,7 @@ class _Probe:
     def _above_all_units(self, carry: Carry, rows: _Rows, call: Callable[[Batch], Any]) -> Any:
         """What `call` returns where the units return what they have returned before."""
         runner = self._stack.runner
-        with _attributes_kept(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
+        with left_as_found(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
             return call(dict(rows.batch))
 
     def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
@@ -449,14 +505,45 @@ def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
     return {**batch, **{name: value[:, :width] for name, value in others.items()}}
 
 
-def _with_other_values(rows: _Rows, names: Collection[str]) -> _Rows | None:
+def _with_exchanged_values(rows: _Rows, names: Collection[str]) -> _Rows | None:
     """The values of some inputs exchanged among rows and places; None if that changes nothing."""
-    others = {
-        name: value.roll((1,) * value.dim(), tuple(range(value.dim())))
-        for name, value in rows.batch.items()
-        if name in names and isinstance(value, torch.Tensor) and value.dim() > 0
-    }
+    others = {name: _rolled(value) for name, value in rows.batch.items() if name in names and _has_values(value)}
     return _changed(rows, others)
+
+
+def _constants_of(rows: _Rows, names: Collection[str]) -> list[str]:
+    """Those inputs that an exchange among rows and places does not change."""
+    return [
+        name
+        for name, value in rows.batch.items()
+        if name in names and _has_values(value) and torch.equal(_rolled(value), value)
+    ]
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+
+
+def _rolled(value: torch.Tensor) -> torch.Tensor:
+    return value.roll((1,) * value.dim(), tuple(range(value.dim())))
+
+
+def _other_values(value: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
+    """What might stand in the place of an input whose values are all alike.
+
+    On an accelerator a class that does not exist ends the program, so there only 0 is tried, or 1 where the model's
+    configuration says that there is such a class.
+    """
+    if value.dtype == torch.bool:
+        return [~value]
+    if value.is_floating_point() or value.is_complex():
+        return [value * 0.5 + 0.25]  # a share stays one
+    number = int(value.flatten()[0])
+    if number > 0:
+        return [torch.zeros_like(value), value - 1]
+    has_more = getattr(getattr(model, "config", None), "num_labels", 0) > 1
+    other = 1 if number == 0 else 0
+    return [torch.full_like(value, other)] if other == 0 or has_more or value.device.type == "cpu" else []
 
 
 def _with_other_padding(rows: _Rows) -> _Rows | None:
@@ -557,26 +644,3 @@ def _left_as_found(stack: LayerStack) -> Iterator[None]:
         runner.units = units
         if not was_installed:
             runner.remove()
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module has the attributes, parameters, buffers and children that it had.
-
-    For forwards that must not see what an earlier one left behind: BigBird turns its sparse attention off for good
-    when it meets a short batch.
-    """
-    registries = ("_parameters", "_buffers", "_modules")
-    before = [
-        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in registries})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, members in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, entries in members.items():
-                vars(module)[name].clear()
-                vars(module)[name].update(entries)

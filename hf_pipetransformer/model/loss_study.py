@@ -390,7 +390,7 @@ def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
     """
     raise UnsupportedModelError(
         model,
-        "compute_loss has called the model on other inputs than it was given, and the layers of the other stages have"
-        " run on those that it was given.",
+        "compute_loss has called the model on other inputs than it was given (or a forward pre-hook has changed them),"
+        " and the layers of the other stages have run on those that it was given.",
         "Change them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
     )

@@ -25,9 +25,11 @@ from ..cache.content_keys import KEYS_NAME, named_inputs
 from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
+from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows, split_batch
 from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
+from ..randomness import generators_kept, seeded
 from ..resilience.progress import PROGRESS, phase
 from .mesh import ProcessMesh
 from .microbatch_trials import MicrobatchTrials
@@ -35,7 +37,7 @@ from .schedule import PipelineScheduler
 from .shared_batch import BatchChannel
 from .slice_choice import OnPlan, SliceChooser, TokenSlices
 from .sparse_embeddings import SparseEmbeddings
-from .stage import FIRST, CarriedTensor, LossFunction, ShapeBook, StageModule
+from .stage import FIRST, CarriedTensor, LossFunction, ShapeBook, StageModule, as_carry
 from .state import Holders, OptimizerState, WeightState, WholeParameter, exchange, moves_between, synchronise_buffers
 from .token_schedule import Neighbours, TokenScheduler
 
@@ -755,6 +757,37 @@ class ElasticPipeline(nn.Module):
 
     def _on_device(self, batch: Batch) -> Batch:
         return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, torch.Tensor) else v, batch)
+
+    @torch.no_grad()
+    def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
+        """What the first `boundary` units, all frozen, make of a few rows in training. The model stays as it was.
+
+        Collective over the pipeline: the units may be spread over its stages.
+
+        Args:
+            batch: the model's inputs, on the device, the same on all stages.
+            boundary: number of units.
+            seed: of random numbers.
+
+        Returns:
+            All tensors that cross the boundary, on the stage of the last of these units; None on the others.
+        """
+        stage = self.stage
+        assert stage is not None
+        if stage.start >= boundary:
+            return None
+        self.weights.unpark()
+        values = self._receive_values(stage) if self.stage_index > 0 else []
+        stop = min(stage.stop, boundary)
+        with left_as_found(self.model), generators_kept(self.model), seeded(seed):
+            self.model.train()
+            reached = self.stack.runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
+        if stop == boundary:
+            return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
+        outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
+        for work, _ in self._send_values(stage, outputs):
+            work.wait()
+        return None
 
     # ------------------------------------------------------------------------------------ messages inside a pipeline
     def _rank_of(self, stage: int) -> int:

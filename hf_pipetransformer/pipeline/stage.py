@@ -12,7 +12,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import KEYS_NAME, pop_keys
-from ..model.layer_range import Carry, Observer
+from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
 from ..resilience.progress import PROGRESS
@@ -140,9 +140,9 @@ class StageModule(nn.Module):
     # ------------------------------------------------------------------------------------ values at the boundaries
     def carry_on(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, ...]:
         """From the tensors of the incoming boundary compute those of the outgoing one; not on the last stage."""
-        inputs, start, carry, observer = self._begin(values, batch)
+        inputs, start, carry = self._begin(values, batch)
         if start < self.stop:
-            carry = self.stack.runner.run(start, self.stop, carry, inputs, observer)
+            carry = self.stack.runner.run(start, self.stop, carry, inputs)
         assert carry is not None
         return tuple(carry[slot.stack][slot.position] for slot in self.slots_out)
 
@@ -152,28 +152,29 @@ class StageModule(nn.Module):
 
         Yields the inputs of the model.
         """
-        inputs, start, carry, observer = self._begin(values, batch)
+        inputs, start, carry = self._begin(values, batch)
         if start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
             yield inputs
             return
         # several calls (R-Drop) are several passes where no other stage has run the first units once
-        with self.stack.runner.to_the_end(start, carry, observer, may_repeat=self.start == 0):
+        with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0):
             yield inputs
 
-    def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None, Observer | None]:
-        """The model's inputs, the unit to begin with and what the ones before it give; who watches the pass.
+    def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:
+        """The model's inputs, the unit to begin with and what the ones before it give.
 
         Where frozen layers' outputs are in the cache, the first stage begins behind them.
         """
         inputs = dict(batch)
         keys = pop_keys(inputs)
         start: int = self.start
-        carry: Carry | None = _as_carry(self.slots_in, values)
+        carry: Carry | None = as_carry(self.slots_in, values)
         if self.cache is None or keys is None:
-            return inputs, start, carry, None
+            return inputs, start, carry
         if start == 0:
             start, carry = self.cache.fetch(inputs, keys, self.stop)
-        return inputs, start, carry, self.cache.watch(inputs, keys, start, self.stop)
+        self.cache.watch(inputs, keys, start, self.stop)
+        return inputs, start, carry
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
         """What this stage hands on when it receives `incoming`; costs one forward of `batch` through the stage."""
@@ -187,7 +188,7 @@ class StageModule(nn.Module):
         )
 
 
-def _as_carry(slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Carry:
+def as_carry(slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Carry:
     carry: Carry = {}
     for slot, value in zip(slots, values, strict=True):
         carry[slot.stack] = (*carry.get(slot.stack, ()), value)

@@ -1,0 +1,223 @@
+"""What frozen layers compute, as it is now: what is cached belongs to it, and to nothing that could be written down.
+
+    generation opened   name(boundary)    digests of weights, buffers and of what three real rows become -> its name
+    looked back         what_changed()    weights, buffers, and the same rows once more: do they become the same?
+    each step           looks_same()      one number of each weight, buffers' versions, plain attributes
+
+A configuration does not tell another activation function in a user's module, an adapter's scale, a pruning mask or a
+hook. The outputs do, so long as three rows show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from .cache.cache_probe import SAME
+from .pipeline.elastic_pipeline import ElasticPipeline
+
+MOST_NUMBERS = 2**16
+"""Of an output, evenly spaced, that are kept to be compared with."""
+MOST_ENTRIES = 64
+"""Containers with more of them are data, no settings."""
+REGISTRIES = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Of a module, that belong to what it computes."""
+OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
+OTHER_OUTPUTS = (
+    "the frozen layers give other outputs for the same rows than before, though their weights are the same (an"
+    " attribute, a hook, an adapter's scale or the attention implementation has been changed, or they draw at random)"
+)
+
+
+class FrozenFunction:
+    """The first units of a model, all frozen, while their outputs are kept.
+
+    Args:
+        pipeline: the model.
+        rows: a few of the data set, collated, the same on every process.
+    """
+
+    def __init__(self, pipeline: ElasticPipeline, rows: Mapping[str, Any]) -> None:
+        self._pipeline = pipeline
+        self._rows = {n: v.to(pipeline.device) if isinstance(v, torch.Tensor) else v for n, v in rows.items()}
+        self._boundary = 0
+        self._digests: dict[str, str] = {}  # of weights
+        self._outputs: list[torch.Tensor] = []  # of the rows, when the generation was opened: some numbers of each
+        self._num_looks = 0
+        self._norms: list[float] = []  # of the frozen weights that are here
+        self._numbers: list[float] = []  # one of each of them
+        self._holders: list[nn.Module] = []  # of what is frozen
+        self._buffers: list[tuple[torch.Tensor, int, float]] = []  # with version and checksum
+        self._attributes: dict[tuple[int, str], Any] = {}
+        self._moving: set[tuple[int, str]] = set()  # attributes that change, and the outputs do not
+
+    def forget_weights(self) -> None:
+        """Nobody has looked at them since they were digested."""
+        self._digests.clear()
+
+    def name(self, boundary: int) -> str:
+        """A digest of what the first units, frozen from now on, compute. Collective over all processes."""
+        self._boundary, self._num_looks = boundary, 0
+        pipeline = self._pipeline
+        stage, table = pipeline.stage, pipeline.stack.table
+        assert stage is not None
+        pipeline.weights.unpark()
+        names = pipeline.stack.owned(0, boundary)
+        mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
+        buffers = [digest_of(buffer) for buffer in self._find_buffers()]
+        outputs = pipeline.outputs_of_frozen(self._rows, boundary, seed=0) or ()
+        here = (mine, buffers, [digest_of(output) for output in outputs], [_some_numbers(o) for o in outputs])
+        everyone = pipeline.mesh.gather_objects(here)
+        for weights, *_ in everyone:
+            self._digests.update(weights)
+        of_first = everyone[: pipeline.num_stages]  # the first pipeline's processes; the last frozen unit is on one
+        digests = [digest for _, _, found, _ in of_first for digest in found]
+        self._outputs = [numbers for *_, found in of_first for numbers in found]
+        of_weights = [f"{name} {self._digests[name]}" for name in sorted(names)]
+        content = [str(boundary), *of_weights, *of_first[0][1], *digests]
+        return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
+
+    def note(self) -> None:
+        """Note the weights and buffers that are here under the plan now in force. Not collective."""
+        self._norms, self._numbers = self._norms_here(), self._numbers_here()
+        self._buffers = [(buffer, _version(buffer), float(_checksum(buffer))) for buffer in self._find_buffers()]
+        self._attributes = self._attributes_here()
+
+    def what_changed(self) -> str | None:
+        """Why what is kept is no longer what the frozen layers give; None: it is. Collective over all processes."""
+        self._num_looks += 1
+        weights_hold = (self._norms, self._numbers) == (self._norms_here(), self._numbers_here())
+        noted = [checksum for *_, checksum in self._buffers]
+        weights_hold &= noted == [float(_checksum(buffer)) for buffer in self._find_buffers()]
+        # other random numbers each time: what is frozen draws none
+        outputs = self._pipeline.outputs_of_frozen(self._rows, self._boundary, seed=self._num_looks)
+        outputs_hold = outputs is None or _are_same([_some_numbers(output) for output in outputs], self._outputs)
+        self._pipeline.park_cached_layers()
+        votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
+        if not all(weights for weights, _ in votes):
+            return OTHER_WEIGHTS
+        if not all(outputs for _, outputs in votes):
+            return OTHER_OUTPUTS
+        attributes = self._attributes_here()
+        self._moving |= {key for key, value in attributes.items() if self._attributes.get(key) != value}
+        self._attributes = attributes
+        return None
+
+    def looks_same(self) -> bool:
+        """Whether nothing has changed that can be seen at little cost. Not collective. Weights must not be parked."""
+        attributes = self._attributes_here()
+        return (
+            self._numbers == self._numbers_here()
+            and all(self._attributes.get(key) == value for key, value in attributes.items() if key not in self._moving)
+            and self._buffers_look_same()
+        )
+
+    # ------------------------------------------------------------------------------------ what is here
+    def _norms_here(self) -> list[float]:
+        self._pipeline.weights.unpark()
+        # of 16-bit numbers, in which norms of weights that are alike would be equal, in float32
+        norms = [
+            torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)).double()
+            for p in self._frozen_here()
+        ]
+        return torch.stack(norms).tolist() if norms else []
+
+    def _numbers_here(self) -> list[float]:
+        numbers = [p.detach().reshape(-1)[p.numel() // 2].float() for p in self._frozen_here() if p.numel()]
+        return torch.stack(numbers).tolist() if numbers else []
+
+    def _frozen_here(self) -> list[nn.Parameter]:
+        pipeline = self._pipeline
+        assert pipeline.stage is not None and pipeline.freezable is not None
+        names = pipeline.freezable.frozen(self._boundary)
+        return [pipeline.stack.table[name] for name in pipeline.stage.names if name in names]
+
+    def _find_buffers(self) -> list[torch.Tensor]:
+        """Running statistics, masks: of the frozen layers, and of modules that have frozen parameters of their own."""
+        stack = self._pipeline.stack
+        assert self._pipeline.freezable is not None
+        names = self._pipeline.freezable.frozen(self._boundary)
+        frozen = {id(stack.table[name]) for name in names}
+        layers = {module for unit in stack.units[: self._boundary] for module in unit.module.modules()}
+        self._holders = [
+            module
+            for module in stack.model.modules()
+            if module in layers or any(id(p) in frozen for p in module.parameters(recurse=False))
+        ]
+        return self._buffers_of_holders()
+
+    def _buffers_of_holders(self) -> list[torch.Tensor]:
+        buffers = (buffer for module in self._holders for buffer in module.buffers(recurse=False))
+        return [buffer for buffer in buffers if buffer.numel()]
+
+    def _buffers_look_same(self) -> bool:
+        """Values are looked at only where something was written: DDP writes the same ones in each step."""
+        buffers = self._buffers_of_holders()
+        return len(buffers) == len(self._buffers) and all(
+            (buffer is noted and _version(buffer) == version) or float(_checksum(buffer)) == checksum
+            for buffer, (noted, version, checksum) in zip(buffers, self._buffers, strict=True)
+        )
+
+    def _attributes_here(self) -> dict[tuple[int, str], Any]:
+        """Settings of the modules that hold what is frozen: numbers, names, functions, submodules, hooks."""
+        return {
+            (number, name): _setting(value)
+            for number, module in enumerate(self._holders)
+            for name, value in vars(module).items()
+            if name in REGISTRIES or not (name.startswith("_") or name == "training")
+        }
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and all bits."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
+
+
+def _setting(value: Any, is_inside: bool = False) -> Any:
+    """What can be compared with a later value; None for what is no setting, as tensors and other objects."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, nn.Module) or callable(value):
+        return id(value)
+    if hasattr(value, "_attn_implementation"):  # a configuration
+        return str(value._attn_implementation)
+    if isinstance(value, dict) and len(value) <= MOST_ENTRIES and not is_inside:
+        return [(str(key), _setting(entry, True)) for key, entry in value.items()]
+    if isinstance(value, (list, tuple)) and len(value) <= MOST_ENTRIES and not is_inside:
+        return [_setting(entry, True) for entry in value]
+    return None
+
+
+def _some_numbers(output: torch.Tensor) -> torch.Tensor:
+    flat = output.detach().reshape(-1)
+    if flat.numel() > MOST_NUMBERS:
+        flat = flat[torch.linspace(0, flat.numel() - 1, MOST_NUMBERS, dtype=torch.float64, device=flat.device).long()]
+    return flat.double().cpu()
+
+
+def _are_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether nothing has moved but by what is accepted where the same kernels run on the same shapes."""
+    return len(actual) == len(expected) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=SAME * _largest(b), equal_nan=True)
+        for a, b in zip(actual, expected, strict=True)
+    )
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.nan_to_num(posinf=0.0, neginf=0.0).abs().max()) if values.numel() else 0.0
+
+
+def _version(buffer: torch.Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version
+
+
+def _checksum(buffer: torch.Tensor) -> torch.Tensor:
+    """A number that changes if values change or change places, as those of a mask do."""
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    values = values.detach().reshape(-1).double().nan_to_num()
+    return values @ torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device).sqrt()
