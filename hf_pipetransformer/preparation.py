@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -101,7 +101,6 @@ class PipelinePreparation(Trainer):
         self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
         self._loss_is_random = False
-        self._collates_alike = True  # a row's loss does not depend on the length to which its batch is padded
         self._num_items: int | float = 1
         self._items_scale = 1.0  # items of a batch as collated, over those in what _prepare_inputs made of it
         self._num_rows = 1  # of the batch of an optimizer step, over all replicas
@@ -185,7 +184,7 @@ class PipelinePreparation(Trainer):
                     refuse_batch_statistics(self.model)
                 if self._freeze_callback is not None:
                     freezable = FreezableLayers.of(stack, inputs)
-                self._unit_costs = measure_costs(stack, padded, freezable.never_frozen if freezable else ())
+                self._unit_costs = self._costs_of_units(stack, padded, freezable.never_frozen if freezable else ())
         else:
             self._unit_costs = (cost_of_whole(stack),)
         different = synchronise_weights(stack.table, mesh) + synchronise_buffers(self.model, mesh, lambda _: 0)
@@ -240,8 +239,29 @@ class PipelinePreparation(Trainer):
         return frozenset(sample) - calls[0].keys()
 
     def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
-        """Few rows, padded as in a batch with the longest: two short ones would make every stage seem to fit."""
-        return slice_rows(max(self._collate_apart(rows, collate_fn), key=_elements_of_a_row), 0, SAMPLE_ROWS)
+        """Rows padded as in a batch with the longest: short ones would make every stage seem to fit."""
+        return max(self._collate_apart(rows, collate_fn), key=_elements_of_a_row)
+
+    def _costs_of_units(self, stack: LayerStack, padded: Batch, never_frozen: Collection[str]) -> tuple[UnitCost, ...]:
+        """
+        Raises:
+            UnsupportedModelError: batches cannot be cut by rows.
+        """
+        try:
+            return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            costs = measure_costs(stack, padded, never_frozen)  # fails likewise where that is not the reason
+            if not self.args.uses_pipeline:
+                return costs
+            raise UnsupportedModelError(
+                self.model,
+                f"it takes a whole batch, but not the first {SAMPLE_ROWS} rows of each of its inputs"
+                f" ({type(error).__name__}: {error}), so batches cannot be cut into micro-batches.",
+                "Let the data collator return one entry for each row in all inputs (documents as a second dimension,"
+                " padded), or set pipeline_parallel_size=1.",
+            ) from error
 
     def _collate_apart(self, rows: list[Any], collate_fn: Any) -> list[Batch]:
         """Batches of these rows, none larger than those of the training."""
@@ -387,8 +407,8 @@ class PipelinePreparation(Trainer):
                 tolerance=EXACT if self._computes_exactly else HALF_PRECISION,
             )
         # rounding may tell processes apart
-        mine = study.reduction, study.is_random, study.collates_alike
-        self._reduction, self._loss_is_random, self._collates_alike = self._processes.gather_objects(mine)[0]
+        mine = study.reduction, study.is_random
+        self._reduction, self._loss_is_random = self._processes.gather_objects(mine)[0]
         stack.unreached |= study.without_gradient
 
     def _has_ignored(self, batch: Batch) -> bool:
@@ -411,31 +431,28 @@ class PipelinePreparation(Trainer):
         with left_as_found(self), seeded(self.args.seed):
             return dict(self._prepare_inputs(batch))
 
-    def _collated_apart(self) -> tuple[Batch, Batch] | None:
-        """Short rows, prepared by themselves as a replica would, and cut out of a batch with a longer one.
+    def _collated_apart(self) -> tuple[Batch, ...]:
+        """A batch, and its short and its long rows collated by themselves, as replicas do; prepared as for a step.
 
-        None where nothing can be told: all have one length, or the collator draws, packs or sorts.
+        Nothing where they tell nothing: all rows have one length, or the collator draws, packs or sorts.
         """
         batches = self._train_batches
         assert batches is not None
         samples = batches.spread_rows(SAMPLES_TO_CHOOSE_FROM)
         half = min(LOSS_SAMPLE_ROWS, self._rows_at_once) // 2
-        if not half or len(samples) < 2 * half or (self._processes.world_size == 1 and not self._is_examined):
-            return None
+        if not half or len(samples) < 2 * half:
+            return ()
         try:
             alone = [self._collate([sample], batches.collate_fn) for sample in samples]
             order = sorted(range(len(samples)), key=lambda index: _elements_of_a_row(alone[index]))
-            short = [samples[index] for index in order[:half]]
-            one = self._collate(short, batches.collate_fn)
-            other = slice_rows(
-                self._collate([*short, *(samples[i] for i in order[-half:])], batches.collate_fn), 0, half
-            )
+            short, long = ([samples[index] for index in some] for some in (order[:half], order[-half:]))
+            found = [self._collate(rows, batches.collate_fn) for rows in ([*short, *long], short, long)]
         except Exception:  # a collator that takes rows of one length only
-            return None
-        if not _is_padded(one, other):
-            return None
+            return ()
+        if not _is_padded(found[1], slice_rows(found[0], 0, half)):
+            return ()
         with left_as_found(self), seeded(self.args.seed):
-            return dict(self._prepare_inputs(one)), dict(self._prepare_inputs(other))
+            return tuple(dict(self._prepare_inputs(batch)) for batch in found)
 
     @property
     def _names_of_labels(self) -> tuple[str, ...]:
@@ -592,11 +609,11 @@ class PipelinePreparation(Trainer):
 
     def _make_layouts(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> Layouts:
         is_whole = self._reduction.kind == "whole"
-        may_replicate = not self.args.uses_pipeline or (not is_whole and self._collates_alike)
+        may_replicate = not self.args.uses_pipeline or (not is_whole and not self._reduction.depends_on_padding)
         layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh, may_replicate=may_replicate)
         if is_whole and self._train_batches is not None:
             self._refuse_coupled_rows(layouts.first)
-        elif not self._collates_alike:
+        elif self._reduction.depends_on_padding:
             self._refuse_other_padding(layouts.first)
         return layouts
 
@@ -609,7 +626,8 @@ class PipelinePreparation(Trainer):
         if plan.data_parallel_size == 1 and not is_accumulated:
             logger.info(
                 "The loss of %s depends on the length to which rows are padded: processes of frozen layers will not"
-                " become replicas, which would pad their rows to other lengths. Pad all rows to one length to allow it.",
+                " become replicas, which would pad their rows to other lengths. Pad all rows to one length to allow"
+                " it.",
                 type(self.model).__name__,
             )
         elif not self.args.uses_pipeline or plan.data_parallel_size == 1:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -44,12 +44,14 @@ class LossReduction:
             "total", the sum of an input's values (a mask, sample weights).
         key: the input that is counted; not of "rows".
         reason: why no other kind than "whole" was found.
+        depends_on_padding: parts that are collated by themselves, and padded to other lengths, do not give the whole.
     """
 
     kind: Kind
     items: Items = "labels"
     key: str = "labels"
     reason: str = field(default="", compare=False)
+    depends_on_padding: bool = field(default=False, compare=False)
 
     def count(self, batch: Batch) -> int | float:
         """Items in a batch: tokens or rows that have a label, or the sum of their weights."""
@@ -165,6 +167,7 @@ def find_loss_reduction(
     shifts_labels: bool,
     label_names: Sequence[str] = ("labels",),
     passes_items: bool = True,
+    apart: Sequence[Batch] = (),
     tolerance: Tolerance = EXACT,
 ) -> LossReduction:
     """Try how the loss of a batch follows from the losses of its rows.
@@ -176,6 +179,7 @@ def find_loss_reduction(
         shifts_labels: whether the model is known to predict label i + 1 at position i.
         label_names: inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch` to this loss.
+        apart: a batch, and its parts as they are where each is collated by itself, as replicas do.
         tolerance: of the comparisons.
 
     Returns:
@@ -216,7 +220,16 @@ def find_loss_reduction(
         if not candidates:
             return unexamined(shifts_labels, reason)
     assert candidates
-    return candidates[0]
+    if not apart:
+        return candidates[0]
+    together, *parts = apart
+    items = max(LossReduction("sum", _token_items(shifts_labels)).count(together), 1) if passes_items else None
+    whole = loss_of(together, items)
+    outcomes = {}
+    for reduction in candidates if whole.is_finite else ():
+        if _check(reduction, loss_of, together, parts, items, whole, outcomes, tolerance) is None:
+            return reduction
+    return replace(candidates[0], depends_on_padding=whole.is_finite)
 
 
 def _check(

@@ -61,13 +61,11 @@ class LossStudy:
         reduction: how it adds up.
         without_gradient: names of the parameters that it does not reach.
         is_random: whether training mode draws random numbers besides dropout.
-        collates_alike: whether rows have the same loss with padding to a longer row as without.
     """
 
     reduction: LossReduction
     without_gradient: frozenset[str]
     is_random: bool
-    collates_alike: bool = True
 
 
 def study_loss(
@@ -80,7 +78,7 @@ def study_loss(
     label_names: Sequence[str] = ("labels",),
     passes_items: bool = True,
     is_cut: bool,
-    apart: tuple[Batch, Batch] | None = None,
+    apart: Sequence[Batch] = (),
     tolerance: Tolerance,
 ) -> LossStudy:
     """Examine a loss. Model, weights, random numbers and `others` are as before when it returns.
@@ -94,7 +92,7 @@ def study_loss(
         label_names: inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch`.
         is_cut: whether the model will run in several stages.
-        apart: rows that were collated by themselves, and the same ones cut out of a batch with longer rows.
+        apart: as in `find_loss_reduction`.
         tolerance: for the comparisons.
 
     Raises:
@@ -123,6 +121,7 @@ def study_loss(
                     shifts_labels=shifts_labels,
                     label_names=label_names,
                     passes_items=passes_items,
+                    apart=apart,
                     tolerance=tolerance,
                 )
             )
@@ -130,14 +129,13 @@ def study_loss(
             reduction = unexamined(shifts_labels, "hooks run on parameters whenever a part's gradient has been added")
         if reduction.kind != "whole" and is_random and study.mixes_rows(first):
             reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
-        collates_alike = apart is None or reduction.kind == "whole" or study.is_alike(*apart, tolerance)
         if is_cut:
             if is_random:
                 study.check_randomness(first)
             for evaluates in (True,) if is_random else (True, False):
                 with study.mode(evaluates=evaluates):
                     study.check_last_stage(first, tolerance)
-    return LossStudy(reduction, without_gradient, is_random, collates_alike)
+    return LossStudy(reduction, without_gradient, is_random)
 
 
 class _Study:
@@ -242,14 +240,6 @@ class _Study:
         if abs(one - other) > exactness * abs(one):
             return f"the loss of the same batch is {one:.8g} at one call and {other:.8g} at the next"
         return None
-
-    def is_alike(self, one: Batch, other: Batch, tolerance: Tolerance) -> bool:
-        """Whether two batches of the same rows have the same loss."""
-        with self.mode(evaluates=True):
-            outcomes = [self.outcome(batch, self._num_items) for batch in (one, other)]
-        if not all(outcome.is_finite for outcome in outcomes):
-            return True  # nothing can be compared
-        return difference([(1.0, outcomes[0])], outcomes[1], tolerance) is None
 
     def without_gradient(self, batch: Batch) -> frozenset[str]:
         """Names of the parameters that a loss does not reach."""
