@@ -168,8 +168,10 @@ class PipelinePreparation(Trainer):
         is_examined = self.args.uses_pipeline or self._freeze_callback is not None
         sample: Batch = {}
         if is_examined or mesh.world_size > 1:
-            sample = self._collate(rows[: min(SAMPLE_ROWS, self._rows_at_once)], collate_fn)
-            check_same_everywhere(mesh, self.model, sample)
+            few = rows[: min(SAMPLE_ROWS, self._rows_at_once)]
+            sample = self._collate(few, collate_fn)
+            with seeded(self.args.seed), generators_kept(collate_fn):
+                check_same_everywhere(mesh, self.model, sample, lambda: collate_fn(few))
         stack, freezable = LayerStack.uncut(self.model), None
         if is_examined:
             padded = self._padded_sample(rows, collate_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -11,19 +11,28 @@ from torch import nn
 
 from .mesh import ProcessMesh, as_bytes
 
+TRIES = 16
+"""To see what a collator draws, where samples differ: it may change few rows only."""
 _PLAIN = (str, bytes, int, float, bool, list, tuple, type(None))
 """Values whose `repr` says what they are, and not where they lie in memory."""
 
 
-def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, sample: Mapping[str, Any]) -> None:
+def check_same_everywhere(
+    mesh: ProcessMesh,
+    model: nn.Module,
+    sample: Mapping[str, Any],
+    draw: Callable[[], Mapping[str, Any]] | None = None,
+) -> None:
     """Compare model and first samples over the processes. Collective over all processes.
 
-    Values of weights are not compared: they are made equal.
+    Values of weights are not compared: they are made equal. Nor are inputs that a collator draws from a generator of
+    its own, with other values on each process: the stages of a pipeline share what its first one has drawn.
 
     Args:
         mesh: the processes.
         model: the model before it is cut.
         sample: the first rows of the data, collated.
+        draw: collates them once more, with other random numbers.
 
     Raises:
         ValueError: on every process, naming what differs, the processes and what each of them has.
@@ -36,7 +45,16 @@ def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, sample: Mapping[s
         f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{trainable:,} trainable (layout {zlib.crc32(repr(shapes).encode()):08x})",
     )
-    _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {_checksum_of(sample):08x})")
+    everyone = mesh.gather_objects(_checksums_of(sample))
+    are_same = all(theirs == everyone[0] for theirs in everyone)
+    drawn: set[str] = set()
+    if not are_same and draw is not None:
+        tries = [_checksums_of(draw()) for _ in range(TRIES)]
+        mine = {name for name in sample if len({one.get(name) for one in tries}) > 1}
+        drawn = set().union(*mesh.gather_objects(mine))
+    left = {name: sample[name] for name in sample if name not in drawn}
+    content = zlib.crc32(repr(sorted(_checksums_of(left).items())).encode())
+    _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {content:08x})")
 
 
 def check_same_size(mesh: ProcessMesh, dataset: Any) -> None:
@@ -58,13 +76,13 @@ def _compare(mesh: ProcessMesh, what: str, mine: str) -> None:
             )
 
 
-def _checksum_of(sample: Mapping[str, Any]) -> int:
-    checksum = 0
-    for key, value in sorted(sample.items()):
+def _checksums_of(sample: Mapping[str, Any]) -> dict[str, int]:
+    checksums = {}
+    for key, value in sample.items():
         content = (
             as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
             if isinstance(value, torch.Tensor)
             else (repr(value) if isinstance(value, _PLAIN) else type(value).__name__).encode()
         )
-        checksum = zlib.crc32(key.encode() + content, checksum)
-    return checksum
+        checksums[key] = zlib.crc32(content)
+    return checksums
