@@ -232,7 +232,7 @@ def causal_rows(length: int | None = None) -> Rows:
     return Rows([{"input_ids": row, "labels": row} for row in rows])
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+@case("loss", source=ISSUE_2, layouts=("K2", "DP2"), as_ddp=("DP2",))
 def bamba_with_z_loss(setting: Setting) -> Job:
     """`BambaForCausalLM` with `z_loss_coefficient`."""
     config = BambaConfig(

@@ -65,7 +65,7 @@ class HasTeacher(Classifier):
         return {"loss": near + (F.cross_entropy(logits, labels) if labels is not None else 0), "logits": logits}
 
 
-@case("loss", layouts=("K2", "one", "DP2", "one freeze"))
+@case("loss", layouts=("K2", "one", "DP2", "one freeze"), as_ddp=("DP2",))
 def distillation_by_a_teacher_in_the_model(setting: Setting) -> Job:
     """A frozen second encoder in the same module; MSE of the last hidden states."""
     return Job(model=built(HasTeacher))
@@ -145,7 +145,7 @@ class RunningScale:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", layouts=("one", "K2", "DP2"))
+@case("loss", layouts=("one", "K2", "DP2"), as_ddp=("DP2",))
 def running_mean_of_the_loss_in_the_trainer(setting: Setting) -> Job:
     """The loss is divided by its own running mean."""
     return Job(trainer=RunningScale, observe=lambda t: {"scale": t.scale})
@@ -163,7 +163,7 @@ class RunningScaleInBuffer(Classifier):
         return loss / self.scale
 
 
-@case("loss", layouts=("one", "K2", "DP2"))
+@case("loss", layouts=("one", "K2", "DP2"), as_ddp=("DP2",))
 def running_mean_of_the_loss_in_a_buffer(setting: Setting) -> Job:
     """Likewise, in a buffer of the model."""
     return Job(model=built(RunningScaleInBuffer))
@@ -334,7 +334,7 @@ class TwoKinds(Classifier):
         return {"loss": F.cross_entropy(logits, labels) + words, "logits": logits}
 
 
-@case("loss", layouts=("K2", "DP2", "K2 acc2"))
+@case("loss", layouts=("K2", "DP2", "K2 acc2"), as_ddp=("DP2",))
 def mean_over_words_plus_mean_over_rows(setting: Setting) -> Job:
     """Two label keys with different items, as in BERT's pretraining."""
     options = {"label_names": ["labels", "tags"], "remove_unused_columns": False}

@@ -430,6 +430,12 @@ class FreezesByHand(TrainerCallback):
                 model, max((n for step, n in self.layout.frozen.items() if step <= state.global_step), default=0)
             )
 
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        """As a freeze policy does: a second `train()` begins with all layers."""
+        for module in (model.bert.embeddings, *model.bert.encoder.layer) if hasattr(model, "bert") else ():
+            if vars(module).pop("train", None) is not None:
+                module.requires_grad_(True)
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
         if self.layout.frozen_at_epochs is not None:
             done = round(state.epoch or 0)

@@ -91,7 +91,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     Raises:
         ValueError: arguments out of range, now; at the start of training, a Trainer set up in a way that excludes
-            freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant checkpointing).
+            freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant checkpointing);
+            before the first update, a loss that calls a part of the model only, and never the model.
         UnsupportedModelError: at the first step, the model has no layers that could be found.
     """
 
@@ -110,6 +111,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.num_frozen = 0
         self.proposal: int | None = None
         self._num_decisions = 0
+        self._decided_at: int | None = None  # the step before which the last decision was made
         self._observed: tuple[torch.Tensor, torch.Tensor] | None = None  # per unit: sum of squares, steps
         self._num_layers: int | None = None  # known once the model's layers are
         self._max_frozen = 0
@@ -173,7 +175,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
                 " which cannot hold your own policy object. Leave it off: this callback restores itself."
             )
         self._begins_within_epoch = state.epoch % 1 != 0
-        self.memory = {"num_frozen": 0, "num_decisions": 0, "observed": None, "policy": {}}
+        self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
         if state.global_step == 0:
             return
         saved: Any = state.stateful_callbacks  # from JSON: the states by the callbacks' names
@@ -190,6 +192,16 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             check_something_to_freeze(max_frozen, num_layers)
         self._num_layers, self._max_frozen = num_layers, max_frozen
 
+    def _refuse_late(self) -> None:
+        """
+        Raises:
+            ValueError: this callback has not seen the training begin.
+        """
+        if self._alone is None and self._num_layers is None:
+            raise ValueError(
+                "LayerFreezeCallback was added while the training was going on: add it before train() is called."
+            )
+
     def _decide(self, state: TrainerState, epoch: float) -> None:
         """Ask the policy. Collective over all processes in a plain Trainer."""
         assert self._num_layers is not None
@@ -204,6 +216,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         )
         self.proposal = next_num_frozen(self.policy, decision, self.max_frozen_layers)
         self._num_decisions += 1
+        self._decided_at = state.global_step
         self._observed = None
         if not self._is_driven:
             self.num_frozen = agreed_num_frozen(_gather(self.take_proposal()))
@@ -237,6 +250,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         is_new, self._begins_within_epoch = not self._begins_within_epoch, False
         if self.freeze_strategy != "epoch" or not is_new or state.global_step == 0:
             return
+        if self._decided_at == state.global_step:  # by a job whose checkpoint was written anew after it had begun it
+            return
+        self._refuse_late()
         if self._num_layers is None:  # resumed at an epoch's begin: at the first forward
             assert self._alone is not None
             self._alone.decides_at_first_forward = True
@@ -247,8 +263,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._alone is not None and self.wants_gradient_norms:
-            self.observe(self._alone.squared_norms())
+        if self._alone is not None:
+            self._alone.check_that_it_sees_calls()
+            if self.wants_gradient_norms:
+                self.observe(self._alone.squared_norms())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -257,6 +275,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return
         assert self.freeze_steps is not None
         if state.global_step % steps_between_decisions(self.freeze_steps, state.max_steps) == 0:
+            self._refuse_late()
             self._decide(state, state.epoch)
 
     def on_train_end(
@@ -279,6 +298,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             # what is proposed is frozen before the next step, so a resumed run begins with it
             "num_frozen": self.num_frozen if self.proposal is None else self.proposal,
             "num_decisions": self._num_decisions,
+            "decided_at": self._decided_at,
             "observed": observed,
             "policy": self.policy.state_dict(),
         }
@@ -288,6 +308,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.proposal = None
         self.num_frozen = int(memory["num_frozen"])
         self._num_decisions = int(memory["num_decisions"])
+        self._decided_at = memory.get("decided_at")  # checkpoints of earlier versions have none
         observed = memory["observed"]
         if observed is None:
             self._observed = None
@@ -337,6 +358,21 @@ class _PlainTrainer:
         if is_distributed:
             self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
 
+    def check_that_it_sees_calls(self) -> None:
+        """Before the first update.
+
+        Raises:
+            ValueError: no training forward of the whole model was seen, so nothing would ever be frozen.
+        """
+        if self._prefix is None:
+            name = type(self._model).__name__
+            raise ValueError(
+                f"LayerFreezeCallback cannot freeze: the first step has not called {name} itself, and a forward of"
+                f" {name} is where layers are found and frozen. A compute_loss (or training_step) that calls a part of"
+                " the model, such as model.bert(...), has to call model(**inputs); or train with a"
+                " PipeTransformerTrainer, which freezes there, too; or remove the callback."
+            )
+
     def squared_norms(self) -> torch.Tensor:
         """Of each unit's gradients, as they are now."""
         assert self._stack is not None and self._prefix is not None
@@ -385,9 +421,7 @@ class _PlainTrainer:
                 self._stack = LayerStack.discover(self._model, sample)
                 layers = FreezableLayers.of(self._stack, sample)
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                error.model_name, error.reason, "LayerFreezeCallback cannot freeze its layers either: remove it."
-            ) from error
+            raise error.with_one_stage() from error.__cause__
         finally:
             self._is_looking = False
             torch.clear_autocast_cache()  # of weights that were looked at without a gradient

@@ -8,22 +8,38 @@ OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", 
 """What torch and the libraries below it say then, most of them in a plain `RuntimeError`."""
 
 
+ONE_STAGE = "et pipeline_parallel_size=1"
+"""In a remedy, behind "S" or "s"."""
+FREEZE_NOTHING = "reeze nothing (freeze_policy='none' and no LayerFreezeCallback)"
+"""The same where there is one stage already, behind "F" or "f": layers are looked for only because they freeze."""
+
+
 class UnsupportedModelError(ValueError):
-    """The model cannot be run as a pipeline.
+    """The model cannot be run as a pipeline, or some of its layers cannot be frozen.
 
     The message names the model, the reason, and what can be done about it.
     """
 
-    def __init__(self, model: object, reason: str, remedy: str) -> None:
+    def __init__(self, model: object, reason: str, remedy: str, wanted: str = "trained as a pipeline") -> None:
         name = model if isinstance(model, str) else type(model).__name__
-        super().__init__(f"{name} cannot be trained as a pipeline: {reason} {remedy}")
+        super().__init__(f"{name} cannot be {wanted}: {reason} {remedy}")
         self.model_name = name
         self.reason = reason
         self.remedy = remedy
+        self.wanted = wanted
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
         # the default would call __init__ with the finished message; errors travel between processes
-        return type(self), (self.model_name, self.reason, self.remedy)
+        return type(self), (self.model_name, self.reason, self.remedy, self.wanted)
+
+    def with_one_stage(self) -> UnsupportedModelError:
+        """The same where there is one stage already: then that is no remedy, and frozen layers are the reason."""
+        if ONE_STAGE not in self.remedy:
+            return self
+        remedy = self.remedy.replace(f"S{ONE_STAGE}", f"F{FREEZE_NOTHING}").replace(
+            f"s{ONE_STAGE}", f"f{FREEZE_NOTHING}"
+        )
+        return UnsupportedModelError(self.model_name, self.reason, remedy, "trained with frozen layers")
 
 
 class PeerFailedError(RuntimeError):

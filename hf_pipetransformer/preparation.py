@@ -47,12 +47,12 @@ from .model.loss_scaling import (
     label_variants,
     unexamined,
 )
-from .model.loss_study import study_loss
+from .model.loss_study import raise_for_exchanged_inputs, study_loss
 from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from .model.slicing_study import study_slicing, telling_rows, without_autocast
 from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
-from .pipeline.data import BatchSlice, NumberedBatches
+from .pipeline.data import BatchSlice, GivenBatches, NumberedBatches
 from .pipeline.devices import fits, name_of_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
@@ -92,12 +92,14 @@ class PipelinePreparation(Trainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         self._mesh: ProcessMesh | None = None
-        self._train_batches: NumberedBatches | None = None
+        self._train_batches: NumberedBatches | GivenBatches | None = None
         self._current_generations = Path()  # the file that names what is read from the cache
         self._timed: tuple[ElasticPipeline, ModelTimes | None, dict[str, Any]] | None = None  # and on what
         self._unit_costs: tuple[UnitCost, ...] = ()
         self._resumed_from: Path | None = None
         self._reduction = LossReduction("mean", "rows")
+        self._loss_is_random = False
+        self._collates_alike = True  # a row's loss does not depend on the length to which its batch is padded
         self._num_items: int | float = 1
         self._items_scale = 1.0  # items of a batch as collated, over those in what _prepare_inputs made of it
         self._num_rows = 1  # of the batch of an optimizer step, over all replicas
@@ -147,9 +149,12 @@ class PipelinePreparation(Trainer):
         if (
             pipeline is None
             or pipeline.model is not self.model
-            # made for an evaluation, before a freeze callback was added
+            # made for an evaluation, or an earlier training, before a freeze callback was added or stages asked for
             or (pipeline.freezable is None and self._freeze_callback is not None)
+            or (not pipeline.stack.units and self.args.uses_pipeline)
         ):
+            if pipeline is not None:
+                pipeline.release_optimizer()  # which may go on with the new one
             pipeline = self.pipeline = self._build_pipeline(rows, collate_fn)
         return pipeline
 
@@ -205,16 +210,18 @@ class PipelinePreparation(Trainer):
 
     def _names_kept_back(self, sample: Batch) -> frozenset[str]:
         """Inputs that compute_loss keeps from the model: sample weights that it takes out, labels of its own."""
-        calls: list[frozenset[str]] = []
+        calls: list[Mapping[str, Any]] = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append(frozenset(named_inputs(module, args, kwargs)))
+            calls.append(dict(named_inputs(module, args, kwargs)))
 
         model = self.model
+        given = KeyedInputs({})
         hook = model.register_forward_pre_hook(note, with_kwargs=True)
         try:
             with evaluation_mode(model), torch.no_grad(), left_as_found(model, self), seeded(self.args.seed):
                 inputs = dict(self._prepare_inputs(dict(sample)))
+                given = KeyedInputs(inputs)
                 with self.compute_loss_context_manager():
                     self.compute_loss(model, inputs)
         except Exception as error:  # whatever is wrong shows where the model itself is called
@@ -222,7 +229,13 @@ class PipelinePreparation(Trainer):
                 raise
         finally:
             hook.remove()
-        return frozenset(sample) - calls[0] if calls else frozenset()
+        if not calls:
+            return frozenset()
+        if given.are_exchanged(calls[0], self._not_in_keys):
+            if self.args.uses_pipeline:
+                raise_for_exchanged_inputs(model)
+            return frozenset()
+        return frozenset(sample) - calls[0].keys()
 
     def _padded_sample(self, rows: list[Any], collate_fn: Any) -> Batch:
         """Few rows, padded as in a batch with the longest: two short ones would make every stage seem to fit."""
@@ -368,10 +381,12 @@ class PipelinePreparation(Trainer):
                 label_names=names,
                 passes_items=self._passes_items(sample),
                 is_cut=self.args.uses_pipeline,
+                apart=self._collated_apart(),
                 tolerance=EXACT if self._computes_exactly else HALF_PRECISION,
             )
         # rounding may tell processes apart
-        self._reduction = self._processes.gather_objects(study.reduction)[0]
+        mine = study.reduction, study.is_random, study.collates_alike
+        self._reduction, self._loss_is_random, self._collates_alike = self._processes.gather_objects(mine)[0]
         stack.unreached |= study.without_gradient
 
     def _has_ignored(self, batch: Batch) -> bool:
@@ -393,6 +408,32 @@ class PipelinePreparation(Trainer):
             batch = self._collate(chosen[:1], batches.collate_fn)  # rows of different lengths, one in a batch
         with left_as_found(self), seeded(self.args.seed):
             return dict(self._prepare_inputs(batch))
+
+    def _collated_apart(self) -> tuple[Batch, Batch] | None:
+        """Short rows, prepared by themselves as a replica would, and cut out of a batch with a longer one.
+
+        None where nothing can be told: all have one length, or the collator draws, packs or sorts.
+        """
+        batches = self._train_batches
+        assert batches is not None
+        samples = batches.spread_rows(SAMPLES_TO_CHOOSE_FROM)
+        half = min(LOSS_SAMPLE_ROWS, self._rows_at_once) // 2
+        if not half or len(samples) < 2 * half or (self._processes.world_size == 1 and not self._is_examined):
+            return None
+        try:
+            alone = [self._collate([sample], batches.collate_fn) for sample in samples]
+            order = sorted(range(len(samples)), key=lambda index: _elements_of_a_row(alone[index]))
+            short = [samples[index] for index in order[:half]]
+            one = self._collate(short, batches.collate_fn)
+            other = slice_rows(
+                self._collate([*short, *(samples[i] for i in order[-half:])], batches.collate_fn), 0, half
+            )
+        except Exception:  # a collator that takes rows of one length only
+            return None
+        if not _is_padded(one, other):
+            return None
+        with left_as_found(self), seeded(self.args.seed):
+            return dict(self._prepare_inputs(one)), dict(self._prepare_inputs(other))
 
     @property
     def _names_of_labels(self) -> tuple[str, ...]:
@@ -462,7 +503,7 @@ class PipelinePreparation(Trainer):
     def _share_of(self, micro_batch: Batch) -> float:
         """Share of this micro-batch in the rows of an optimizer step's batch; 0 where its row does not count."""
         assert self.pipeline is not None and self.pipeline.stage is not None
-        if not self._slice.rows or self._reduction.kind in ("sum", "mean"):
+        if not self._slice.rows or self._reduction.kind in ("sum", "mean", "plain_sum"):
             return float(bool(self._slice.rows))
         here = sum(batch_rows(part) for part in self.pipeline.stage.micro_batches)  # a collator may pack samples
         return batch_rows(micro_batch) / here * (self._slice.rows / self._num_rows)
@@ -548,21 +589,52 @@ class PipelinePreparation(Trainer):
         }
 
     def _make_layouts(self, pipeline: ElasticPipeline, times: ModelTimes | None = None) -> Layouts:
-        couples_rows = self._reduction.kind == "whole" and self.args.uses_pipeline
-        layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh, may_replicate=not couples_rows)
-        if self._reduction.kind == "whole" and self._train_batches is not None:
+        is_whole = self._reduction.kind == "whole"
+        may_replicate = not self.args.uses_pipeline or (not is_whole and self._collates_alike)
+        layouts = Layouts(self.args, self._unit_costs, times, pipeline.mesh, may_replicate=may_replicate)
+        if is_whole and self._train_batches is not None:
             self._refuse_coupled_rows(layouts.first)
+        elif not self._collates_alike:
+            self._refuse_other_padding(layouts.first)
         return layouts
 
+    def _refuse_other_padding(self, plan: PipelinePlan) -> None:
+        """
+        Raises:
+            UnsupportedModelError: several pipelines would pad rows to other lengths, and the loss depends on them.
+        """
+        is_accumulated = self.args.gradient_accumulation_steps > 1
+        if plan.data_parallel_size == 1 and not is_accumulated:
+            logger.info(
+                "The loss of %s depends on the length to which rows are padded: processes of frozen layers will not"
+                " become replicas, which would pad their rows to other lengths. Pad all rows to one length to allow it.",
+                type(self.model).__name__,
+            )
+        elif not self.args.uses_pipeline or plan.data_parallel_size == 1:
+            logger.warning(
+                "The loss of %s depends on the length to which rows are padded: as under plain DDP, or with gradient"
+                " accumulation, each process and micro-batch pads its own rows, and the result is not that of one"
+                " process with the whole batch. Pad all rows to one length to avoid this.",
+                type(self.model).__name__,
+            )
+        else:
+            raise UnsupportedModelError(
+                self.model,
+                "its loss depends on the length to which rows are padded (does it count padding? is there an"
+                f" attention_mask?), and {plan.data_parallel_size} replicas would pad their rows to other lengths.",
+                "Pad all rows to one length, or set pipeline_parallel_size to the number of processes or to 1.",
+            )
+
     def _refuse_coupled_rows(self, plan: PipelinePlan) -> None:
-        if plan.world_size == 1 or (plan.num_microbatches == 1 and plan.data_parallel_size == 1):
+        is_one_batch = plan.data_parallel_size == 1 and self.args.gradient_accumulation_steps == 1
+        if is_one_batch and (plan.num_microbatches == 1 or not self.args.uses_pipeline):
             return
         if not self.args.uses_pipeline:
             logger.warning(
-                "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, each of the %d"
-                " processes computes it on its own rows (%s).",
+                "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, or with gradient"
+                " accumulation, each of %d parts of a batch has a loss of its own rows (%s).",
                 type(self.model).__name__,
-                plan.world_size,
+                plan.world_size * self.args.gradient_accumulation_steps,
                 self._reduction.reason,
             )
             return
@@ -571,8 +643,9 @@ class PipelinePreparation(Trainer):
             "its loss is not a sum or mean over the rows of a batch (a contrastive or class-weighted loss, or inputs"
             " that cannot be cut by rows), so micro-batches and replicas would change it:"
             f" {self._reduction.reason or 'its parts do not add up'}.",
-            "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1 and"
-            f" pipeline_parallel_size={plan.world_size} (one pipeline), or pipeline_parallel_size=1.",
+            "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1,"
+            f" gradient_accumulation_steps=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"
+            " pipeline_parallel_size=1.",
         )
 
     def _make_auto_cache(self, pipeline: ElasticPipeline, times: ModelTimes | None) -> AutoCache:
@@ -622,6 +695,23 @@ def _elements_of_a_row(batch: Mapping[str, Any]) -> int:
     return max(
         (value[0].numel() for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), default=0
     )
+
+
+def _is_padded(one: Batch, other: Batch) -> bool:
+    """Whether the second batch is the first one with more padding."""
+    is_longer = False
+    if one.keys() != other.keys():
+        return False
+    for name, value in one.items():
+        longer = other[name]
+        if not isinstance(value, torch.Tensor) or not isinstance(longer, torch.Tensor) or value.dim() != longer.dim():
+            continue
+        if any(a > b for a, b in zip(value.shape, longer.shape, strict=True)):
+            return False
+        is_longer |= value.shape != longer.shape
+        if not torch.equal(value, longer[tuple(slice(size) for size in value.shape)]):
+            return False
+    return is_longer
 
 
 def _of_different_classes(samples: list[Any], names: Sequence[str]) -> list[Any]:

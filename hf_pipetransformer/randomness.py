@@ -8,12 +8,13 @@ training would miss.
 
 from __future__ import annotations
 
+import base64
 import functools
 import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -82,6 +83,31 @@ def seeded(seed: int) -> Iterator[None]:
     with global_state_kept():
         seed_all(seed)
         yield
+
+
+def global_states() -> dict[str, list[Any]]:
+    """What the generators on the CPU draw from next, by library, in values for JSON."""
+    version, python, gauss = random.getstate()
+    kind, numpy, *rest = np.random.get_state(legacy=True)
+    torch_state = base64.b64encode(torch.default_generator.get_state().numpy().tobytes()).decode()
+    return {
+        "torch": [torch_state],
+        "python": [version, list(python), gauss],
+        "numpy": [str(kind), np.asarray(numpy).tolist(), *rest],
+    }
+
+
+def set_global_states(states: Mapping[str, list[Any]]) -> None:
+    """Let the generators of these libraries draw from what `global_states` has returned."""
+    if "torch" in states:
+        state = np.frombuffer(base64.b64decode(states["torch"][0]), dtype=np.uint8)
+        torch.default_generator.set_state(torch.from_numpy(state.copy()))
+    if "python" in states:
+        version, python, gauss = states["python"]
+        random.setstate((version, tuple(python), gauss))
+    if "numpy" in states:
+        kind, numpy, *rest = states["numpy"]
+        np.random.set_state((kind, np.array(numpy, dtype=np.uint32), *rest))
 
 
 def _device_module() -> Any:

@@ -45,6 +45,7 @@ from .resilience.checkpoints import (
     give_back,
     newest_whole,
     publish,
+    replaced_weights,
     rotate,
 )
 from .resilience.progress import phase
@@ -243,6 +244,14 @@ class WholeCheckpoints(PipelinePreparation):
             )
         if problems and self.args.process_index == 0:
             logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
+        replaced = replaced_weights(Path(chosen)) if chosen is not None and self.args.process_index == 0 else []
+        if replaced:
+            logger.warning(
+                "Resuming from %s, whose weights somebody has written anew (%s is gone): they can be read, but no"
+                " checksum tells whether they are those of its optimizer.",
+                chosen,
+                ", ".join(replaced),
+            )
         if chosen is not None and self.args.process_index == 0 and not _is_complete(Path(chosen)):
             logger.warning(
                 "%s has the model only (save_only_model): optimizer, learning rates and random numbers begin anew.",
@@ -341,11 +350,10 @@ class WholeCheckpoints(PipelinePreparation):
             and self._is_epochs_last_step
             and self.args.eval_delay <= (self.state.epoch or 0.0)
         )
-        shares, rows = batches.arrangement
         return {
             **memory,
             "owes_evaluation": self._owes_evaluation or comes_at_the_end,
-            "order": {"shares": shares, "rows": rows},
+            "order": batches.memory,
             "layout": {
                 "where": self._where,
                 **self._layouts.facts_of(plan),

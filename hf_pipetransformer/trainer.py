@@ -39,19 +39,30 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_name, node_shares
 from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
 from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
+from .errors import UnsupportedModelError
 from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
+from .model.loss_scaling import EXACT, HALF_PRECISION
 from .model.loss_study import raise_for_exchanged_inputs
-from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows
+from .model.micro_batch import Batch, batch_rows, naming_long_rows, select_rows, tensors_in
 from .pipeline.agreement import check_same_size
-from .pipeline.data import BatchSlice, KeysApart, NumberedBatches, NumberedLoader, first_samples, refuse_empty
+from .pipeline.data import (
+    BatchSlice,
+    GivenBatches,
+    KeysApart,
+    NumberedBatches,
+    NumberedLoader,
+    first_samples,
+    refuse_empty,
+)
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation
+from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation, unwrapped
 from .pipeline.optimizer_probe import probe_coupling
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
 from .randomness import generators_kept, seeded
+from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .report import events
 from .report.run_recorder import RunRecorder, facts_of_run
 from .resilience.preemption import StopSignal, WorkerStart
@@ -66,6 +77,9 @@ CACHE_FOLDER = "_activation_cache"
 """In `output_dir`. What begins so is not pushed to the Hub."""
 MOST_SHAPES_TO_TELL = 8
 """Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
+
+WRITTEN_TO_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
+"""What torch says to a write to all elements of a tensor that has the memory of one."""
 
 STEP_EVENTS = (
     "on_step_begin",
@@ -127,12 +141,16 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._epoch_begins = False
         self._epochs_begun = 0
         self._shapes_told = 0
+        self._rechecks = Rechecks()
+        self._latest_tensors: list[torch.Tensor] = []  # that training_step was called on
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         self._stop_signal = StopSignal()
         self._recorder = RunRecorder(args)
+        self._call_callbacks = self.callback_handler.call_event
+        self.callback_handler.call_event = self._call_event  # type: ignore[method-assign]
         # first, so that loggers which save the model at the end see all of it; and some take numbers out of the logs
         self.callback_handler.callbacks[:0] = [_Hooks(self), self._recorder, PipelineState()]
 
@@ -166,6 +184,10 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **keywords)
             has_ended = True
             return output
+        except UnsupportedModelError as error:
+            if self.args.uses_pipeline:
+                raise
+            raise error.with_one_stage() from error.__cause__
         finally:
             self._recorder.end(has_ended, self.state.global_step)
             if self._auto_cache is not None:
@@ -224,6 +246,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
                     " optimizers=(optimizer, None)."
                 )
             self.pipeline.adopt(self.optimizer)
+        if training and self.optimizer is not None and self._processes.world_size > 1:
+            self.pipeline.optimizer_state.refuse_added()
         return self.pipeline
 
     # ------------------------------------------------------------------------------------ building the pipeline
@@ -247,16 +271,14 @@ class PipeTransformerTrainer(LeavesAtSigterm):
 
         Collective over all processes.
         """
-        if self._train_batches is None:
-            raise ValueError(
-                "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
-                " divided among pipelines. Pass train_dataset and data_collator (or override _get_train_sampler)"
-                " instead of overriding get_train_dataloader."
-            )
-        check_same_size(self._processes, self._train_batches.dataset)
-        rows = self._train_batches.sample_rows(COST_SAMPLE_ROWS) if self._is_examined else []
+        batches = self._train_batches
+        assert batches is not None
+        check_same_size(self._processes, batches.dataset)
+        rows, collate_fn = [], None
+        if self._is_examined:
+            rows, collate_fn = batches.sample_rows(COST_SAMPLE_ROWS), batches.collate_fn
         with generators_kept(self, self.model):
-            pipeline = self._pipeline_for(rows, self._train_batches.collate_fn)
+            pipeline = self._pipeline_for(rows, collate_fn)
             self._study_loss(pipeline.stack)
             if self.args.slices_tokens:
                 windows = self._study_slicing(pipeline, rows)
@@ -292,12 +314,12 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
         self._record("resume" if self.state.global_step else "start", plan, facts=facts)
-        self._train_batches.reslice(plan.data_parallel_size, pipeline.replica_index)
+        batches.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:
             settled = kept["layout"]["microbatches"][pipeline.replica_index]
             pipeline.settle_microbatches({(rows, elements): m for rows, elements, m in settled})
-        if "order" in kept and self.state.epoch % 1:
-            self._train_batches.keep_arrangement(int(self.state.epoch), **kept["order"])
+        if kept.get("order") and self.state.epoch % 1:
+            batches.keep_order(int(self.state.epoch), **kept["order"])
         if self._auto_cache is not None and plan.num_frozen_layers:
             if self._num_cached:
                 self._auto_cache.go_on(self._num_cached)
@@ -310,7 +332,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if self.args.uses_pipeline:
             stack = pipeline.stack
             units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
-            why = probe_coupling(optimizer, units)
+            why = probe_coupling(unwrapped(optimizer), units)
         found = next((theirs for theirs in self._processes.gather_objects(why) if theirs is not None), None)
         return None if found is None else f"{type(optimizer).__name__}: {found}"
 
@@ -392,9 +414,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             self._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            keying_collate_fn=self._keying_collator(stock.collate_fn) if self._may_cache else None,
+            keyed=self._keying_collator if self._may_cache else None,
             node_shares=node_shares(nodes) if self._may_cache else (1,),
             agree=self._same_order,
+            # several processes have drawn different numbers, and the order is to be that of any layout
+            draws_as_stock=args.world_size == 1,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
             worker_init_fn=WorkerStart(stock.worker_init_fn),
@@ -403,6 +427,23 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             multiprocessing_context=stock.multiprocessing_context,
         )
         return NumberedLoader(self._train_batches)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
+        """Here the Trainer shows the training loader first, before the model is cut.
+
+        Raises:
+            ValueError: it is one of the user's own, and there are several processes or stages, or layers freeze.
+        """
+        if not self._is_stock and self._train_batches is None:
+            if self._processes.world_size > 1 or self.args.uses_pipeline or self._freeze_callback is not None:
+                raise ValueError(
+                    "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
+                    " divided among pipelines, nor its samples be found again when layers freeze. Pass train_dataset"
+                    " and data_collator (or override _get_train_sampler) instead of overriding get_train_dataloader."
+                )
+            sample = partial(self._rows_of_loader, dataloader)
+            self._train_batches = GivenBatches(getattr(dataloader, "dataset", None), sample)
+        return super().set_initial_training_values(args, dataloader, *positional, **keywords)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         loader: Any = super().get_eval_dataloader(eval_dataset)
@@ -448,6 +489,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         PROGRESS.enter("data")
         batches: list[Any] = []
         self._slices.clear()
+        self._latest_tensors = []
         items: int | float = 0
         self._num_rows = 0
         for _ in range(num_batches):
@@ -457,7 +499,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             except StopIteration:
                 break
             batches.append(batch)
-            last = self._train_batches.last_slice
+            given = self._train_batches
+            last = given.slice_of(batch) if isinstance(given, GivenBatches) else given.last_slice
             last = replace(last, items=self._reduction.count(batch) if last.rows else 0)
             self._slices.append(last)
             self._num_rows += last.global_rows
@@ -594,11 +637,26 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         assert pipeline is not None
         PROGRESS.enter("step")
         self._follow_flags()
+        is_rechecked = pipeline.num_stages > 1 and self._rechecks.is_due(
+            self.state.global_step, self.state.epoch or 0.0
+        )
+        if is_rechecked:
+            self._refuse_copied_placeholders(pipeline)
         pipeline.train()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
             switch()
-        self._slice = self._slices.popleft()
+        tensors = list(tensors_in(inputs))
+        # as for sharpness-aware minimisation, or adversarial weights
+        is_again = any(tensor is other for tensor in tensors for other in self._latest_tensors)
+        if is_again and pipeline.num_stages > 1:
+            raise ValueError(
+                "training_step was called twice for one batch (for sharpness-aware minimisation, or adversarial"
+                " weights?), and each stage of a pipeline sees its own parameters and gradients only. Set"
+                " pipeline_parallel_size=1."
+            )
+        if not is_again:
+            self._slice, self._latest_tensors = self._slices.popleft(), tensors
         if self.accelerator.scaler is not None:
             # a scaler is set up by its first use, and the stages without the loss would not use it
             self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))
@@ -620,7 +678,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         with naming_long_rows(self.model, batch):
             pipeline.prepare(batch)
             self._micro_losses.clear()
-            pipeline.step(batch)
+            with _as_the_user_raised_it():
+                received = pipeline.step(batch, keeps_received=is_rechecked)
+        loss_found = self._recheck_loss(pipeline, batch, received) if received else None
         self._recorder.count_rows(self._slice.global_rows, len(self._micro_losses))
         empty_every = self.args.torch_empty_cache_steps
         if empty_every is not None and self.state.global_step % empty_every == 0:
@@ -636,14 +696,26 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             PROGRESS.enter("all-reduce")
             loss = loss.float()
             flags_changed = pipeline.weights.flags_changed
-            mine = (self._is_preempted, met_other_inputs, doubts_weights, self._exchanges_inputs, flags_changed)
+            mine = (
+                self._is_preempted,
+                met_other_inputs,
+                doubts_weights,
+                self._exchanges_inputs,
+                flags_changed,
+                loss_found is not None,
+            )
             together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in mine)])
             dist.all_reduce(together)
             loss = together[0]
             votes = (together[1:] > 0).tolist()
-            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs, flags_changed = votes
+            self._is_preempted, met_other_inputs, doubts_weights, exchanges_inputs, flags_changed, is_other_loss = (
+                votes
+            )
             if exchanges_inputs:
                 raise_for_exchanged_inputs(self.model)
+            if is_other_loss:
+                found = next(filter(None, pipeline.mesh.gather_objects(loss_found)))
+                raise_for_changed_loss(self.model, self.state.global_step + 1, found)
             if flags_changed:
                 raise ValueError(
                     "requires_grad of parameters was changed by something else than a callback (in compute_loss,"
@@ -654,6 +726,39 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._doubts_weights |= doubts_weights
         PROGRESS.enter("callbacks")
         return loss
+
+    def _recheck_loss(
+        self, pipeline: ElasticPipeline, batch: Batch, received: Sequence[Sequence[torch.Tensor]]
+    ) -> str | None:
+        """On a last stage, after a step: what speaks against adding up the parts' losses. Not collective."""
+        if len(received) < 2 or self._loss_is_random or self._reduction.kind == "whole" or not self._slice.rows:
+            return None
+        items = self._num_items / self._items_scale
+
+        def part_of_loss(model: nn.Module, part: Batch) -> torch.Tensor:
+            return self._part_of_loss(model, part, items, self._share_of(part))
+
+        is_exact = self._computes_exactly and self.accelerator.mixed_precision == "no"
+        tolerance = EXACT if is_exact else HALF_PRECISION
+        return loss_has_changed(pipeline, batch, received, part_of_loss, (self,), tolerance)
+
+    def _refuse_copied_placeholders(self, pipeline: ElasticPipeline) -> None:
+        """Collective over all processes.
+
+        Raises:
+            ValueError: a callback keeps copies of parameters that are not here.
+        """
+        if not self._watches_steps:
+            return
+        theirs = [callback for callback in self.callback_handler.callbacks if _is_of_user(callback)]
+        mine = keeper_of_placeholders(theirs, pipeline.missing_parameters)
+        name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
+        if name is not None:
+            raise ValueError(
+                f"The callback {name} keeps copies of the model's parameters (a running average, for one), and each of"
+                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN"
+                " while it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
+            )
 
     def _share_batch(self, pipeline: ElasticPipeline, batch: Batch) -> Batch:
         """What the first stage has prepared and counted, on all stages of its pipeline.
@@ -745,7 +850,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             check_same_size(self._processes, dataset)
         if not self.args.uses_pipeline:
             return stock(KeysApart(dataloader), *positional, **keywords)
-        pipeline = self._pipeline_for(*self._evaluation_rows(dataloader))
+        pipeline = self._pipeline_for(*self._rows_of_loader(dataloader))
         pipeline.place(self._make_layouts(pipeline).first, keep_weights_aside=True)
         try:
             # its workers may have begun under the cache
@@ -753,11 +858,11 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         finally:
             pipeline.put_back()
 
-    def _evaluation_rows(self, dataloader: Any) -> tuple[list[Any], Any]:
+    def _rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Samples to find the model's units on, and what collates them.
 
         Raises:
-            ValueError: they can only be had by taking them away from the evaluation.
+            ValueError: they can only be had by taking them away from the evaluation, or training.
         """
         dataset, collate_fn = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
         with seeded(self.args.seed), generators_kept(dataloader, dataset):
@@ -768,9 +873,9 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             batches = iter(dataloader)
             if batches is dataloader:
                 raise ValueError(
-                    f"The evaluation loader ({type(dataloader).__name__}) has no dataset and can be read once only, so"
-                    " there is no sample to find the model's layers on: return a DataLoader or a list of batches from"
-                    " get_eval_dataloader, or call train() first."
+                    f"The loader ({type(dataloader).__name__}) has no dataset and can be read once only, so there is"
+                    " no sample to find the model's layers or loss on: return a DataLoader or a list of batches from"
+                    " get_train_dataloader and get_eval_dataloader (or call train() before evaluate())."
                 )
             batch = next(batches)
         rows = batch_rows(batch)
@@ -843,6 +948,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
     def _load_best_model(self) -> None:
         if self.pipeline is None or not self.pipeline.is_placed:
             return super()._load_best_model()
+        self._leave_if_asked()  # what comes replaces the last weights, and may remove their checkpoint
         self._refuse_best_model_that_some_lack()
         self._has_loaded_best = True
         self._check_cached_weights()
@@ -856,6 +962,24 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         """When training ends: a later one may find what the last epoch has put. Collective over all processes."""
         if self._auto_cache is not None and self.pipeline is not None and self.pipeline.cache is not None:
             self._auto_cache.check_weights()
+
+    def _call_event(self, *positional: Any, **keywords: Any) -> Any:
+        """The callback handler's own, with a sentence for what cannot be done with a part of the weights.
+
+        Raises:
+            ValueError: a callback has written to parameters that other stages hold.
+        """
+        try:
+            return self._call_callbacks(*positional, **keywords)
+        except RuntimeError as error:
+            pipeline = self.pipeline
+            if WRITTEN_TO_PLACEHOLDER not in str(error) or pipeline is None or not pipeline.is_placed:
+                raise
+            raise ValueError(
+                f"A callback has written to parameters of the model, and each of the {pipeline.num_stages} stages of"
+                " the pipeline has its own parameters only: change weights before or after train(), or set"
+                f" pipeline_parallel_size=1. It failed with {error}"
+            ) from error
 
     def _show_weights(self) -> None:
         """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
@@ -913,12 +1037,30 @@ class _Hooks(TrainerCallback):
 
 def _watch_steps(callbacks: Sequence[Any]) -> bool:
     """Whether a callback of the user's may read weights at each step, as a running average does."""
-    theirs = [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
+    theirs = [c for c in callbacks if _is_of_user(c)]
     stock = {name: getattr(TrainerCallback, name) for name in STEP_EVENTS}
     # looked up on the object, which may have a method of its own
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in theirs for n, method in stock.items()
     )
+
+
+@contextmanager
+def _as_the_user_raised_it() -> Iterator[None]:
+    """Inside, an error that torch's schedule has wrapped into another one comes out as it was, if it is a sentence."""
+    inner: ValueError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        inner = error.__cause__
+    if inner is not None:
+        raise inner
+
+
+def _is_of_user(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] not in STOCK_PACKAGES
 
 
 def _whole_stream(dataset: Any) -> Any:

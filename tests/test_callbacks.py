@@ -254,6 +254,36 @@ def test_every_number_of_frozen_layers_leaves_what_it_says(name: str) -> None:
         assert reached == reachable - layers.frozen(f), f
 
 
+class CallsAPart(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model.classifier(model.bert(**inputs).pooler_output), labels)
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+def test_a_loss_that_calls_a_part_of_the_model_is_refused_before_the_first_update(strategy: Any) -> None:
+    callback = LayerFreezeCallback(SCHEDULE, strategy, 1 if strategy == "steps" else None)
+    trainer = make_trainer(bert(), callback)
+    trainer.__class__ = CallsAPart
+    before = weights_of(trainer.model)
+    with pytest.raises(ValueError, match=r"has not called BertForSequenceClassification itself.*remove the callback"):
+        trainer.train()
+    assert largest_difference(weights_of(trainer.model), before) == 0
+
+
+class AddsLate(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.add_callback(LayerFreezeCallback(SCHEDULE))
+
+
+def test_a_callback_that_is_added_during_the_training_is_refused() -> None:
+    adds = AddsLate()
+    adds.trainer = make_trainer(bert(), adds)
+    with pytest.raises(ValueError, match="added while the training was going on: add it before train"):
+        adds.trainer.train()
+
+
 def test_nothing_trainable_is_refused() -> None:
     model = bert()
     for name, parameter in model.named_parameters():
@@ -380,6 +410,26 @@ def test_a_driven_callback_only_proposes() -> None:
     assert callback.num_frozen == 0
 
 
+def test_an_epochs_decision_is_made_once_though_its_checkpoint_is_written_again() -> None:
+    """As after an evaluation that is made up for when the epoch has begun, if the job is killed then."""
+    policy, state = Asked(), TrainerState(max_steps=9)
+    callback = LayerFreezeCallback(policy)
+    callback.attach(4, 4, state)
+    callback.on_train_begin(None, state, None)
+    callback.confirm(callback.take_proposal())
+    state.epoch, state.global_step = 1.0, 3
+    callback.on_epoch_begin(None, state, None)
+    callback.confirm(callback.take_proposal())
+    saved, num_asked = callback.memory, len(policy.decisions)
+    state.stateful_callbacks = {"LayerFreezeCallback": json.loads(json.dumps(callback.state()))}
+    callback.attach(4, 4, state)
+    callback.on_epoch_begin(None, state, None)
+    assert len(policy.decisions) == num_asked and callback.memory == saved
+    state.epoch, state.global_step = 2.0, 6
+    callback.on_epoch_begin(None, state, None)
+    assert len(policy.decisions) == num_asked + 1
+
+
 # ------------------------------------------------------------------------------------ what is refused
 def test_arguments_are_refused() -> None:
     for arguments, words in (
@@ -416,7 +466,9 @@ def test_a_model_without_layers_is_refused() -> None:
             logits = self.head(self.embedding(input_ids).mean(1))
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-    with pytest.raises(UnsupportedModelError, match=r"no stack of sequential layers.*remove it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"trained with frozen layers: no stack of sequential layers.*Freeze nothing"
+    ):
         make_trainer(Flat(), LayerFreezeCallback("alpha")).train()
 
 

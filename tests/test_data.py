@@ -189,7 +189,7 @@ def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
 
     before, undisturbed, after = batches((2, 2), 16), batches((2, 2), 16), batches((1,), 8)
     seen = [row for number in range(2) for row in before[number]]
-    after.keep_arrangement(0, *before.arrangement)
+    after.keep_order(0, **before.memory)
     seen += [row for number in range(4, 8) for row in after[number]]
     assert seen == [row for number in range(4) for row in undisturbed[number]]
     for own in (after, fresh := batches((1,), 8)):

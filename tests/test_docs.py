@@ -127,6 +127,7 @@ MESSAGES = re.findall(r"^### `(.*)`$", text_of("troubleshooting.md"), re.MULTILI
 # in the source the field and its value are one placeholder
 WRITTEN_OUT = {
     "… cannot be combined with pipeline_parallel_size=…": "cannot be combined with …",
+    "… cannot be trained with frozen layers: …": "trained with frozen layers",
     "checkpoint-… could not be saved": "could not be saved",
     "rank … died in phase …": "rank … (process …) died …",
     "rank … could not be reached for": "… could not be reached for",

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from distributed import run_ranks
-from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader
+from training_runs import (
+    Outcome,
+    Run,
+    assert_same_training,
+    outcome_of,
+    pipeline_trainer,
+    reference,
+    reference_trainer,
+)
+from transformers import BertForSequenceClassification, TrainerCallback
+
+from hf_pipetransformer import LayerFreezeCallback, UnsupportedModelError
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=16)
 ALONE = RUN.with_options(max_steps=3)  # a global batch of 64, or of one process's 16
 
 
-def alone(run: Run) -> Any:
+def alone(run: Run, folder: str = "pipeline") -> Any:
     """K = 1 in this process, on the reference's batches."""
-    return pipeline_trainer(replace(run, per_device=64), 1, use_cpu=True)
+    return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
 
 
 # ------------------------------------------------------------------------------------------ the user's own methods
@@ -98,6 +111,71 @@ def test_stages_evaluate_batches_that_have_no_dataset() -> None:
         assert losses[0] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-5)
 
 
+class ShufflesItself:
+    """Its training has a loader of its own."""
+
+    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+        generator = torch.Generator().manual_seed(3)
+        options = {"batch_size": 5, "shuffle": True, "generator": generator, "collate_fn": self.data_collator}
+        return DataLoader(self.train_dataset, **options)
+
+
+class ListsBatches:
+    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+        samples = [self.train_dataset[index] for index in range(40)]
+        return [self.data_collator(samples[start : start + 5]) for start in range(0, 40, 5)]
+
+
+@pytest.mark.parametrize("mixin", [ShufflesItself, ListsBatches])
+def test_a_training_loader_of_the_users_own_does_in_one_process(mixin: type) -> None:
+    run = replace(ALONE, epochs=2, trainer=mixin).with_options(remove_unused_columns=False, max_steps=11)
+    assert_same_training([outcome_of(alone(run))], reference(0, 1, run))
+
+
+def with_a_loader_of_its_own(rank: int, world_size: int, freezes: bool) -> str:
+    run = replace(ALONE, trainer=ShufflesItself).with_options(remove_unused_columns=False)
+    trainer = alone(run)
+    if freezes:
+        trainer.add_callback(schedule())
+    with pytest.raises(ValueError, match="was not made by PipeTransformerTrainer") as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "freezes"), [(2, False), (1, True)])
+def test_a_training_loader_of_the_users_own_is_refused_where_its_samples_must_be_known(
+    world_size: int, freezes: bool
+) -> None:
+    told = run_ranks(with_a_loader_of_its_own, world_size, freezes)
+    assert len(told) == world_size and len(set(told)) == 1
+
+
+GROUPED = replace(RUN, samples=300, epochs=2).with_options(train_sampling_strategy="group_by_length")
+"""Its sampler draws from the global generator."""
+
+
+def test_an_order_that_is_drawn_from_the_global_generator_is_the_stock_trainers() -> None:
+    assert_same_training([outcome_of(alone(GROUPED))], reference(0, 1, GROUPED))
+
+
+def test_such_an_order_is_the_same_after_an_interruption(tmp_path: Path) -> None:
+    run, folder = GROUPED.with_options(save_strategy="steps", save_steps=2), str(tmp_path)
+    undisturbed = outcome_of(alone(GROUPED))
+    trainer = alone(run, folder)
+    trainer.add_callback(StopsAt(7))  # within the second epoch of five steps
+    trainer.train()
+    resumed = outcome_of(alone(run, folder), str(tmp_path / "checkpoint-6"))
+    assert resumed.losses == undisturbed.losses
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
 class ReadsLoader(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -118,6 +196,27 @@ def test_callbacks_read_the_training_loader_as_accelerates() -> None:
 
 
 # ------------------------------------------------------------------------------------------ arguments set later
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train_sampling_strategy": "group_by_length"},
+        {"per_device_train_batch_size": 7},
+        {"num_train_epochs": 2},
+        {"dataloader_drop_last": True},
+        {"seed": 5},
+    ],
+)
+def test_arguments_that_are_set_later_do_what_they_do_in_the_stock_trainer(changed: dict[str, Any]) -> None:
+    run = replace(RUN, samples=150)
+    outcomes = []
+    for make in (reference_trainer, alone):
+        trainer = make(run)
+        for name, value in changed.items():
+            setattr(trainer.args, name, value)
+        outcomes.append(outcome_of(trainer))
+    assert_same_training(outcomes[1:], outcomes[0])
+
+
 def averaging_later(rank: int, world_size: int, stages: int) -> Outcome:
     trainer = pipeline_trainer(Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=32), stages)
     trainer.args.average_tokens_across_devices = True
@@ -128,3 +227,139 @@ def averaging_later(rank: int, world_size: int, stages: int) -> Outcome:
 def test_averaging_tokens_set_later_does_not_double_the_loss(stages: int) -> None:
     expected = reference(0, 1, Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=16))
     assert_same_training(run_ranks(averaging_later, 2, stages), expected)
+
+
+# ------------------------------------------------------------------------------------------ trained twice
+FROZEN = 2
+
+
+class FreezeByHand(TrainerCallback):
+    """Bert's bottom layers, from the second epoch on."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if round(state.epoch) == 1:
+            bert = kwargs["model"].bert
+            for module in (bert.embeddings, *bert.encoder.layer[:FROZEN]):
+                module.requires_grad_(False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].requires_grad_(True)
+
+
+def schedule() -> LayerFreezeCallback:
+    return LayerFreezeCallback({"name": "schedule", "schedule": {1: FROZEN}})
+
+
+def train_twice(trainer: Any, callback: TrainerCallback) -> list[Outcome]:
+    """The callback comes between; the optimizer's state stays, as under the stock Trainer."""
+    first = outcome_of(trainer)
+    trainer.add_callback(callback)
+    return [first, outcome_of(trainer)]
+
+
+def frozen_the_second_time(rank: int, world_size: int, run: Run, stages: int, cache: str) -> list[Outcome]:
+    trainer = pipeline_trainer(run, stages, activation_cache=cache, use_cpu=True)
+    outcomes = train_twice(trainer, schedule())
+    assert trainer._freeze_callback.num_frozen == FROZEN
+    return outcomes
+
+
+@pytest.mark.parametrize(("world_size", "stages", "cache"), [(1, 1, "on"), (2, 2, "off"), (4, 4, "on")])
+def test_a_freeze_callback_may_come_between_two_trainings(world_size: int, stages: int, cache: str) -> None:
+    run = replace(RUN, samples=128, epochs=2)
+    expected = train_twice(reference_trainer(run), FreezeByHand())
+    mine = replace(run, per_device=64 // world_size)
+    for outcomes in run_ranks(frozen_the_second_time, world_size, mine, stages, cache):
+        for outcome, wanted in zip(outcomes, expected, strict=True):
+            assert_same_training([outcome], wanted)
+
+
+# ------------------------------------------------------------------------------------------ with frozen layers
+class CallsTwice:
+    """R-Drop."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        one, two = model(**inputs), model(**inputs)
+        logs = [output.logits.log_softmax(-1) for output in (one, two)]
+        difference = F.kl_div(*logs, log_target=True, reduction="batchmean")
+        loss = (one.loss + two.loss) / 2 + difference
+        return (loss, one) if return_outputs else loss
+
+
+class CallsAPart:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        whole = getattr(model, "model", model)  # a pipeline's
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = whole.classifier(whole.bert(**inputs).pooler_output)
+        loss = F.cross_entropy(logits, labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class AsksWhetherItTrains(BertForSequenceClassification):
+    def forward(self, input_ids=None, labels=None, **inputs):  # type: ignore[no-untyped-def]
+        smoothing = 0.3 if self.training else 0.0
+        logits = self.classifier(self.bert(input_ids, **inputs).pooler_output)
+        return {"loss": F.cross_entropy(logits, labels, label_smoothing=smoothing), "logits": logits}
+
+
+class HasSuchAModel:
+    def __init__(self, model=None, **keywords):  # type: ignore[no-untyped-def]
+        model.__class__ = AsksWhetherItTrains
+        super().__init__(model=model, **keywords)
+
+
+@pytest.mark.parametrize("cache", ["off", "on"])
+@pytest.mark.parametrize("mixin", [CallsTwice, CallsAPart, HasSuchAModel])
+def test_what_surrounds_frozen_layers_does_what_it_does_in_the_stock_trainer(mixin: type, cache: str) -> None:
+    run = replace(RUN, samples=128, epochs=3, trainer=mixin).with_options(activation_cache=cache)
+    trainer = alone(run)
+    trainer.add_callback(schedule())
+    expected = reference_trainer(replace(run, options={}))
+    expected.add_callback(FreezeByHand())
+    assert_same_training([outcome_of(trainer)], outcome_of(expected))
+
+
+@pytest.mark.parametrize("mixin", [CallsTwice, HasSuchAModel])
+def test_what_surrounds_frozen_layers_does_the_same_with_a_callback_in_the_stock_trainer(mixin: type) -> None:
+    run = replace(RUN, samples=128, trainer=mixin)
+    outcomes = []
+    for callback in (FreezeByHand(), schedule()):
+        trainer = reference_trainer(run)
+        trainer.add_callback(callback)
+        outcomes.append(outcome_of(trainer))
+    assert_same_training(outcomes[1:], outcomes[0])
+
+
+class Flat(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids, labels, **others):  # type: ignore[no-untyped-def]
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_one_stage_is_no_advice_where_there_is_one_already() -> None:
+    trainer = pipeline_trainer(replace(ALONE, per_device=64), 1, model=Flat(), use_cpu=True)
+    trainer.add_callback(schedule())
+    with pytest.raises(UnsupportedModelError, match=r"with frozen layers: .* Freeze nothing") as caught:
+        trainer.train()
+    assert "pipeline_parallel_size" not in str(caught.value)
+
+
+def cut_anew(rank: int, world_size: int, run: Run, stages: int, then: int) -> list[Outcome]:
+    trainer = pipeline_trainer(run, stages)
+    first = outcome_of(trainer)
+    trainer.args.pipeline_parallel_size = then
+    return [first, outcome_of(trainer)]
+
+
+@pytest.mark.parametrize(("stages", "then"), [(2, 1), (1, 2)])
+def test_the_optimizers_state_goes_to_where_the_next_training_wants_it(stages: int, then: int) -> None:
+    trainer = reference_trainer(RUN)
+    expected = [outcome_of(trainer), outcome_of(trainer)]
+    for outcomes in run_ranks(cut_anew, 2, replace(RUN, per_device=32), stages, then):
+        for outcome, wanted in zip(outcomes, expected, strict=True):
+            assert_same_training([outcome], wanted)

@@ -26,7 +26,7 @@ from training_runs import (
     pipeline_trainer,
     reference,
 )
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainingArguments, preparation, saving
 from hf_pipetransformer.errors import PeerFailedError
@@ -91,6 +91,24 @@ def test_what_is_left_of_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=4)
     (tmp_path / "checkpoint-4" / MANIFEST).unlink()
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [f"checkpoint-4: {MANIFEST} is missing"])
+
+
+def test_a_checkpoint_whose_weights_somebody_has_sharded_is_resumed_with_a_warning(
+    tmp_path: Path, undisturbed: Outcome, capfd: Any
+) -> None:
+    run_ranks(train_some, 1, str(tmp_path), 1)
+    checkpoint = tmp_path / "checkpoint-6"
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="10KB")
+    shards = sorted(checkpoint.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert_same_training(run_ranks(resume, 1, str(tmp_path), 1, str(checkpoint)), undisturbed)
+    said = capfd.readouterr()
+    assert "whose weights somebody has written anew (model.safetensors is gone)" in said.out + said.err
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"checkpoint-6: .*model\.safetensors cannot be read"):
+        resume(0, 1, str(tmp_path), 1, str(checkpoint))
 
 
 class Planted:
@@ -539,6 +557,37 @@ def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undistur
     assert run_ranks(preempted_at_the_end, 2, str(tmp_path)) == [EXIT_CODE] * 2
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-8", [])
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
+
+
+def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_path: Path) -> None:
+    """With `save_total_limit=1` all other checkpoints would go then, the last one, too."""
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_loss"}
+    run = RUN.with_options(eval_strategy="steps", eval_steps=2, greater_is_better=True, use_cpu=True, **options)
+    run = replace(run, per_device=16)
+    expected = outcome_of(pipeline_trainer(run, 1, str(tmp_path / "undisturbed")))
+    trainer = pipeline_trainer(run, 1, str(tmp_path))
+
+    class WhenAllIsEvaluated(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == state.max_steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(WhenAllIsEvaluated())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert leaving.value.code == EXIT_CODE and trainer.state.best_global_step < trainer.state.max_steps
+    steps = Steps()
+    resumed = pipeline_trainer(run, 1, str(tmp_path))
+    resumed.add_callback(steps)
+    assert_same_training([outcome_of(resumed, resume_from_checkpoint=True)], expected)  # type: ignore[arg-type]
+    assert steps.count == 0
+
+
+class Steps(TrainerCallback):
+    count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
 
 
 def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:

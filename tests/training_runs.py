@@ -86,13 +86,17 @@ class Outcome:
 
 def reference(rank: int, world_size: int, run: Run, folder: str = "reference") -> Outcome:
     """One process, the stock Trainer, one whole batch for each optimizer step."""
+    return outcome_of(reference_trainer(run, folder))
+
+
+def reference_trainer(run: Run, folder: str = "reference") -> Trainer:
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
         per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
         **run.common_options(),
     )
-    return outcome_of(_trainer(Trainer, arguments, run))
+    return _trainer(Trainer, arguments, run)
 
 
 def pipeline(

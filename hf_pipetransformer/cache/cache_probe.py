@@ -224,7 +224,7 @@ class _Probe:
                 self._compare("padded length", rows, "a row depends on the padded length")
         self._check_padding(sample, output, loss_of)  # 7
         if loss_of is not None and self.open:  # 8
-            with left_as_found(self._stack.model):
+            with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
                 whole = loss_of(dict(sample.batch))
             error = _difference([self._above_all_units(carry, sample, loss_of)], [whole])
             self._judge_all(
@@ -449,7 +449,8 @@ class _Probe:
 
     def _above_all_units(self, carry: Carry, rows: _Rows, call: Callable[[Batch], Any]) -> Any:
         """What `call` returns where the units return what they have returned before."""
-        with left_as_found(self._stack.model), self._stack.runner.to_the_end(self._stack.num_units, carry):
+        runner = self._stack.runner
+        with left_as_found(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
             return call(dict(rows.batch))
 
     def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
@@ -619,7 +620,8 @@ def _tolerance(state: torch.Tensor) -> float:
 # ------------------------------------------------------------------------------------ the model, as it was
 @contextmanager
 def _left_as_found(stack: LayerStack) -> Iterator[None]:
-    """Inside, the runner is installed, the model in evaluation mode and nothing builds a graph.
+    """Inside, the runner is installed, the model in evaluation mode (but for code of the user's own before the
+    layers, which trains beside frozen ones) and nothing builds a graph.
 
     Afterwards all is as before, random numbers, too.
     """
@@ -631,6 +633,7 @@ def _left_as_found(stack: LayerStack) -> Iterator[None]:
     try:
         with (
             evaluation_mode(model),
+            runner.training_before_units(),
             torch.no_grad(),
             torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
         ):

@@ -4,6 +4,8 @@
     frozen, f = 2       eval mode    eval mode, no graph | train mode, with gradient
                         `requires_grad` is off           | nothing changes
 
+Code of the user's own around layers that still train (the model's `forward`, for one) is in train mode throughout.
+
 A parameter that a frozen layer shares with an active one or with the head (a head tied to the embeddings, ALBERT's
 one layer) is frozen for both: the output of frozen layers must not change any more.
 """
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from .ghosts import evaluation_mode, reachable_leaves
-from .layer_range import Carry, Unit, tensors_of
+from .layer_range import Carry, Unit, modules_around, tensors_of
 from .layer_stack import LayerStack, answers, output_tensors
 
 
@@ -123,6 +125,7 @@ class FrozenPrefix:
         self._position: int | None = None  # the unit that a training forward calls next; None: in no such forward
         self._switched: list[nn.Module] = []  # to train mode again after the prefix
         self._stays_in_eval: set[nn.Module] = set()
+        self._keeps_training: set[nn.Module] = set()
         self._required_gradient: list[nn.Parameter] = []  # before we froze them
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         for module in dict.fromkeys(unit.module for unit in stack.units):
@@ -146,6 +149,7 @@ class FrozenPrefix:
             parameter.grad = None
         self._required_gradient += parameters
         self._stays_in_eval = self._modules_of_prefix_alone(names)
+        self._keeps_training = modules_around(self._stack.model, self._stack.units[num_frozen:])
         for module in self._stays_in_eval:
             module.training = False
         return parameters
@@ -185,7 +189,8 @@ class FrozenPrefix:
         self._position = 0 if model.training and self.num_frozen else None
         if self._position is not None:
             # what precedes the layers too: dropout on the embeddings is often no module of its own
-            self._switched = [module for module in model.modules() if module.training]
+            kept = self._keeps_training
+            self._switched = [module for module in model.modules() if module.training and module not in kept]
             for module in self._switched:
                 module.training = False
 

@@ -92,7 +92,25 @@ class _Pass:
     structures: list[_OutputStructure] = field(default_factory=list)  # likewise, of each unit
     observer: Observer | None = None  # told of each unit that computed
     is_called: bool = False  # the model's forward has begun
-    switched: list[nn.Module] = field(default_factory=list)  # in eval mode until the frozen units are through
+    may_repeat: bool = False  # the model may be called several times, each time through all units
+    switched: list[nn.Module] = field(default_factory=list)  # in another mode until the frozen units are through
+
+
+def modules_around(model: nn.Module, units: Sequence[Unit]) -> set[nn.Module]:
+    """The model and what else in it calls these units, where that is code of the user's own.
+
+    Such code may ask at its beginning whether it trains, for more than dropout: in the stock Trainer it does, whatever
+    layers are frozen. In transformers' own modules, all that the mode decides before the layers is dropout and masking
+    of the embeddings, which are frozen with the layers.
+    """
+    layers = {unit.module for unit in units}
+    return {
+        module
+        for module in model.modules()
+        if not type(module).forward.__module__.startswith(("transformers.", "torch."))
+        and module not in layers
+        and (module is model or not layers.isdisjoint(module.modules()))
+    }
 
 
 class LayerRangeRunner:
@@ -115,6 +133,8 @@ class LayerRangeRunner:
         self._poisons_skipped = False
         self._on_entry: Callable[[], None] | None = None
         self._num_frozen = 0
+        self._keeps_training: set[nn.Module] = set()
+        self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
         """Names in a batch that the loss keeps from the model (sample weights): ranges of units do not get them."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that stands in a list several times is one layer
@@ -137,7 +157,7 @@ class LayerRangeRunner:
             earlier_override = module.__dict__.get("forward")
             self._replaced.append((module, earlier_override))
             module.forward = self._ranged_forward(Unit(name, module, stack), module.forward)
-        self._hook = self.model.register_forward_pre_hook(lambda *_: self._enter_frozen_units())
+        self._hook = self.model.register_forward_pre_hook(lambda *_: self._begin_call())
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""
@@ -164,8 +184,21 @@ class LayerRangeRunner:
         return self._num_frozen
 
     def freeze(self, num_frozen: int) -> None:
-        """From now on the first units, and what precedes them, run in eval mode and build no graph."""
+        """From now on the first units, and what precedes them, run in eval mode and build no graph.
+
+        Code of the user's own around units that are still trained stays in training mode.
+        """
         self._num_frozen = num_frozen
+        self._keeps_training = modules_around(self.model, self.units[num_frozen:]) if num_frozen else set()
+
+    @contextmanager
+    def training_before_units(self) -> Iterator[None]:
+        """Inside, passes of a model in eval mode begin as those of a training with frozen units do."""
+        self._is_in_training_before_units = True
+        try:
+            yield
+        finally:
+            self._is_in_training_before_units = False
 
     @contextmanager
     def poisoning_skipped(self) -> Iterator[None]:
@@ -244,15 +277,23 @@ class LayerRangeRunner:
         )
 
     @contextmanager
-    def to_the_end(self, start: int, carry: Carry | None, observer: Observer | None = None) -> Iterator[None]:
+    def to_the_end(
+        self, start: int, carry: Carry | None, observer: Observer | None = None, may_repeat: bool = False
+    ) -> Iterator[None]:
         """Inside, one call `model(**batch)` runs units [start, end) and the head.
 
         Whatever calls the model (a Trainer's `compute_loss`, `prediction_step`) so runs the last stage unchanged.
+
+        Args:
+            start: first unit that computes.
+            carry: what the units before it would have returned.
+            observer: called with each unit that computes and its output.
+            may_repeat: the model may be called not at all, or again: further calls run all units, and nobody is told.
         """
-        current = _Pass(start, None, carry or {}, observer=observer)
+        current = _Pass(start, None, carry or {}, observer=observer, may_repeat=may_repeat)
         with self._running(current):
             yield
-        if current.position != len(self.units):
+        if current.position != len(self.units) and not (may_repeat and not current.position):
             raise UnsupportedModelError(
                 self.model,
                 f"a step made {current.position} layer calls where {len(self.units)} were expected: the number of"
@@ -296,22 +337,28 @@ class LayerRangeRunner:
             self._leave_frozen_units(current)
             self._pass = None
 
-    def _enter_frozen_units(self) -> None:
-        """When the model is called, not before: what calls it may ask whether it trains."""
+    def _begin_call(self) -> None:
+        """When the model or a part of it is called, not before: what calls it may ask whether it trains."""
         current = self._pass
-        if current is None or current.is_called:
+        if current is None:
+            return
+        if current.may_repeat and current.position == len(self.units):
+            current.start, current.position, current.carry, current.observer = 0, 0, {}, None
+            current.is_called = False
+        if current.is_called:
             return
         current.is_called = True
         if self._num_frozen and self.model.training:
             # all modules, not only those of frozen layers: dropout on the embeddings often is no module of its own
-            current.switched = [module for module in self.model.modules() if module.training]
-            for module in current.switched:
-                module.__dict__["training"] = False  # thousands of times a step; nn.Module's own way is slow
+            kept = self._keeps_training
+            current.switched = [module for module in self.model.modules() if module.training and module not in kept]
+        elif self._is_in_training_before_units and not self.model.training:
+            current.switched = [module for module in modules_around(self.model, self.units) if not module.training]
+        _switch(current.switched)
 
     @staticmethod
     def _leave_frozen_units(current: _Pass) -> None:
-        for module in current.switched:
-            module.__dict__["training"] = True
+        _switch(current.switched)
         current.switched = []
 
     def _ranged_forward(self, unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,7 +367,7 @@ class LayerRangeRunner:
             if current is None:  # a plain call, or gradient checkpointing computing a layer again
                 self._check_weights_are_here(unit)
                 return original(*args, **kwargs)
-            self._enter_frozen_units()  # where a part of the model is called
+            self._begin_call()  # where a part of the model is called
             index, current.position = current.position, current.position + 1
             if current.calls is not None:
                 current.calls.append(unit)
@@ -328,7 +375,7 @@ class LayerRangeRunner:
                 self._check_order(index, unit)
             if index < current.start:
                 values = current.carry[unit.stack]
-                if index + 1 == self._num_frozen:
+                if index + 1 >= self._num_frozen:
                     self._leave_frozen_units(current)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
@@ -380,3 +427,9 @@ class LayerRangeRunner:
                 " not among them. Use the trainer's evaluate() or predict(), or call the model after train() has"
                 " returned."
             )
+
+
+def _switch(modules: Sequence[nn.Module]) -> None:
+    """Training mode to eval mode, and back."""
+    for module in modules:
+        module.__dict__["training"] = not module.training  # thousands of times a step; nn.Module's own way is slow

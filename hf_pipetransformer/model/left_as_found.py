@@ -40,8 +40,10 @@ def left_as_found(*objects: Any) -> Iterator[None]:
             for module in value.modules():
                 undo.append(_attributes_of(module, is_module=True))
             undo.append(_values_of(list(value.buffers())))
-        else:
+        elif hasattr(value, "__dict__"):
             undo.append(_attributes_of(value, is_module=False))
+        else:
+            undo.append(_contents_of(value))
     try:
         yield
     finally:

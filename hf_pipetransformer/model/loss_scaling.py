@@ -8,6 +8,7 @@ signature. With n = `num_items_in_batch` and c = the number of items in a part o
                                                           mean over rows: a part that has the share w of the rows gets
                                                           n w, and its loss counts w times: S / n + w r
     mean              loss(part)    = S(part) / c + r     parts are weighted by their share of the items
+    plain_sum         loss(part)    = S(part)             parts are added
     whole             none of these: the rows depend on one another (contrastive losses), or count by their class:
                       exact only in one micro-batch
 """
@@ -26,7 +27,7 @@ from .micro_batch import Batch, batch_rows, slice_rows
 IGNORED = -100
 """The label of a position that does not count."""
 
-Kind = Literal["sum", "sum_and_constant", "mean", "whole"]
+Kind = Literal["sum", "sum_and_constant", "mean", "plain_sum", "whole"]
 Items = Literal["labels", "shifted_labels", "rows", "total"]
 
 NumItems = int | float | None
@@ -75,7 +76,7 @@ class LossReduction:
         Returns:
             `num_items_in_batch` for the loss of the part, and the factor on its result.
         """
-        if self.kind == "sum":
+        if self.kind in ("sum", "plain_sum"):
             return num_items, 1.0
         if self.kind == "mean":
             assert num_items is not None
@@ -275,6 +276,7 @@ def _candidates(
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows and _is_weight(value):
             yield LossReduction("mean", "total", name)
+    yield LossReduction("plain_sum", "rows")
 
 
 def _is_labels(value: Any) -> bool:

@@ -60,10 +60,14 @@ class LossStudy:
     Attributes:
         reduction: how it adds up.
         without_gradient: names of the parameters that it does not reach.
+        is_random: whether training mode draws random numbers besides dropout.
+        collates_alike: whether rows have the same loss with padding to a longer row as without.
     """
 
     reduction: LossReduction
     without_gradient: frozenset[str]
+    is_random: bool
+    collates_alike: bool = True
 
 
 def study_loss(
@@ -76,6 +80,7 @@ def study_loss(
     label_names: Sequence[str] = ("labels",),
     passes_items: bool = True,
     is_cut: bool,
+    apart: tuple[Batch, Batch] | None = None,
     tolerance: Tolerance,
 ) -> LossStudy:
     """Examine a loss. Model, weights, random numbers and `others` are as before when it returns.
@@ -89,6 +94,7 @@ def study_loss(
         label_names: inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch`.
         is_cut: whether the model will run in several stages.
+        apart: rows that were collated by themselves, and the same ones cut out of a batch with longer rows.
         tolerance: for the comparisons.
 
     Raises:
@@ -120,15 +126,18 @@ def study_loss(
                     tolerance=tolerance,
                 )
             )
+        if reduction.kind != "whole" and any(p._post_accumulate_grad_hooks for p in stack.model.parameters()):
+            reduction = unexamined(shifts_labels, "hooks run on parameters whenever a part's gradient has been added")
         if reduction.kind != "whole" and is_random and study.mixes_rows(first):
             reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
+        collates_alike = apart is None or reduction.kind == "whole" or study.is_alike(*apart, tolerance)
         if is_cut:
             if is_random:
                 study.check_randomness(first)
             for evaluates in (True,) if is_random else (True, False):
                 with study.mode(evaluates=evaluates):
                     study.check_last_stage(first, tolerance)
-    return LossStudy(reduction, without_gradient)
+    return LossStudy(reduction, without_gradient, is_random, collates_alike)
 
 
 class _Study:
@@ -233,6 +242,14 @@ class _Study:
         if abs(one - other) > exactness * abs(one):
             return f"the loss of the same batch is {one:.8g} at one call and {other:.8g} at the next"
         return None
+
+    def is_alike(self, one: Batch, other: Batch, tolerance: Tolerance) -> bool:
+        """Whether two batches of the same rows have the same loss."""
+        with self.mode(evaluates=True):
+            outcomes = [self.outcome(batch, self._num_items) for batch in (one, other)]
+        if not all(outcome.is_finite for outcome in outcomes):
+            return True  # nothing can be compared
+        return difference([(1.0, outcomes[0])], outcomes[1], tolerance) is None
 
     def without_gradient(self, batch: Batch) -> frozenset[str]:
         """Names of the parameters that a loss does not reach."""
@@ -346,11 +363,15 @@ def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int)
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Buffers and numbers that modules of the user's keep, by name.
+    """Buffers, numbers that modules of the user's keep, and the norms of parameters, by name.
 
     Of transformers' own modules only what is saved: they keep tables that follow from the inputs.
     """
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {
+        f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter.numel()  # a teacher that follows the model
+    }
     for prefix, module in model.named_modules():
         is_own = not type(module).__module__.startswith(("transformers.", "torch."))
         for name, buffer in module.named_buffers(recurse=False):

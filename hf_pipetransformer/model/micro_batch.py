@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,24 +23,47 @@ def batch_rows(batch: Mapping[str, Any]) -> int:
     Raises:
         ValueError: there is no tensor with a dimension in it.
     """
-    for value in batch.values():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
+    for tensor in tensors_in(batch):
+        if tensor.dim() > 0:
+            return int(tensor.shape[0])
     raise ValueError(f"the batch has no tensor with rows, but only {sorted(batch)}: check the data collator.")
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, also those inside of mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(inner)
+
+
 def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
-    """Rows [start, stop) of every tensor, list or tuple that has one entry per row; the rest as it is."""
-    rows = batch_rows(batch)
+    """Rows [start, stop) of every tensor, list or tuple that has one entry per row; the rest as it is.
 
-    def part(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value[start:stop] if value.dim() > 0 and value.shape[0] == rows else value
-        if isinstance(value, (list, tuple)) and len(value) == rows:
-            return value[start:stop]
-        return value
+    Also of those inside of dicts, lists and tuples.
+    """
+    return _cut(batch, batch_rows(batch), lambda value: value[start:stop])
 
-    return {key: part(value) for key, value in batch.items()}
+
+def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
+    """Some rows of every tensor, list or tuple that has one entry per row; the rest as it is."""
+
+    def chosen(value: Any) -> Any:
+        return value[rows] if isinstance(value, torch.Tensor) else type(value)(value[row] for row in rows)
+
+    return _cut(batch, batch_rows(batch), chosen)
+
+
+def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:
+    """`part` of all that has one entry per row."""
+    if isinstance(value, torch.Tensor):
+        return part(value) if value.dim() > 0 and value.shape[0] == rows else value
+    if isinstance(value, Mapping):
+        return {key: _cut(inner, rows, part) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return part(value) if len(value) == rows else type(value)(_cut(inner, rows, part) for inner in value)
+    return value
 
 
 @contextmanager
@@ -102,20 +125,10 @@ def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape)
             return (shape[1:] if shape[:1] == (rows,) else ("whole", *shape)), value.dtype
+        if isinstance(value, Mapping):
+            return tuple((key, of(inner)) for key, inner in sorted(value.items()))
+        if type(value) in (list, tuple) and len(value) != rows:
+            return tuple(of(inner) for inner in value)
         return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
     return tuple((key, of(value)) for key, value in sorted(batch.items()))
-
-
-def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
-    """Some rows of every tensor, list or tuple that has one entry per row; the rest as it is."""
-    count = batch_rows(batch)
-
-    def part(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value[rows] if value.dim() > 0 and value.shape[0] == count else value
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            return type(value)(value[row] for row in rows)
-        return value
-
-    return {key: part(value) for key, value in batch.items()}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs
 from ..cache.node_order import order_by_node
-from ..randomness import generators_kept, seed_all, seeded
+from ..model.left_as_found import left_as_found
+from ..model.micro_batch import batch_rows
+from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
 from ..resilience.progress import PROGRESS
 
 Collator = Callable[[list[Any]], Any]
+
+SEED = "seed"
+"""Where an order is drawn from a seed, and not from the generators as they were."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +136,11 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: samples in one batch, over all pipelines.
         drop_last: leave out a last batch that is not full.
         seed: of everything that is drawn while data is read.
-        keying_collate_fn: the same, with keys for the activation cache; None: no keys.
+        keyed: makes of a collator one that adds keys for the activation cache; None: no keys.
         node_shares: processes on each node, if its samples shall stay with a node.
         agree: gives every process rank 0's value; collective.
+        draws_as_stock: let a sampler without a generator of its own draw from the global ones, as they are: then the
+            order is the stock Trainer's. If not, it depends on seed and epoch, whatever else has been drawn.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
@@ -144,14 +152,16 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: int,
         drop_last: bool = False,
         seed: int = 0,
-        keying_collate_fn: Collator | None = None,
+        keyed: Callable[[Collator], Collator] | None = None,
         node_shares: Sequence[int] = (1,),
         agree: Callable[[list[int]], list[int]] = lambda order: order,
+        draws_as_stock: bool = False,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._keying_collate_fn = keying_collate_fn or collate_fn
+        self._keyed = keyed or (lambda plain: plain)
+        self._keying_collate_fn = self._keyed(collate_fn)
         self.global_batch_size = global_batch_size
         self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
@@ -160,6 +170,9 @@ class NumberedBatches(Dataset[Any]):
         self._agree = agree
         self._node_shares = tuple(node_shares)
         self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement`, where another job has begun it
+        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what its order was drawn from, likewise
+        self._drawn_from: Mapping[str, Any] = {}  # the present order: a seed, or states of the global generators
+        self._draws_as_stock = draws_as_stock
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: list[int] | None = None
@@ -172,18 +185,30 @@ class NumberedBatches(Dataset[Any]):
         if isinstance(ordered, Sized):
             full, rest = divmod(len(ordered), global_batch_size)
             self.num_batches = full + (1 if rest and not drop_last else 0)
+        self._loader_options = loader_options
+        self._loader = self._make_loader()
+
+    def _make_loader(self) -> DataLoader[Any]:
         if self.is_iterable:
             # whole global batches: which samples a slice holds is only known when they have come
-            self._loader = DataLoader(
-                dataset, batch_size=global_batch_size, drop_last=drop_last, collate_fn=_as_list, **loader_options
+            return DataLoader(
+                self.dataset,
+                batch_size=self.global_batch_size,
+                drop_last=self.drop_last,
+                collate_fn=_as_list,
+                **self._loader_options,
             )
-        else:
-            self._loader = DataLoader(
-                _SeededDataset(dataset),
-                batch_sampler=_Slices(self),
-                collate_fn=self._keying_collate_fn,
-                **loader_options,
-            )
+        return DataLoader(
+            _SeededDataset(self.dataset),
+            batch_sampler=_Slices(self),
+            collate_fn=self._keying_collate_fn,
+            **self._loader_options,
+        )
+
+    def use_collator(self, collate_fn: Collator) -> None:
+        """Collate otherwise, where an epoch begins."""
+        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn)
+        self._iterator, self._loader = None, self._make_loader()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -197,9 +222,24 @@ class NumberedBatches(Dataset[Any]):
         """Shares of the nodes and rows of a batch, by which the samples of the present epoch are arranged."""
         return self._kept.get(self._epoch, (self._node_shares, self.global_batch_size))
 
-    def keep_arrangement(self, epoch: int, shares: Sequence[int], rows: int) -> None:
-        """An epoch that was begun on other nodes is brought to its end in the order that it had there."""
+    @property
+    def memory(self) -> dict[str, Any]:
+        """For a checkpoint: what the order of the present epoch follows from. In plain values for JSON."""
+        shares, rows = self.arrangement
+        return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
+
+    def keep_order(
+        self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None
+    ) -> None:
+        """An epoch that was begun by another job, on other nodes, is brought to its end in the order that it had.
+
+        Args:
+            epoch: its number.
+            shares: as in `memory`, likewise the others.
+        """
         self._kept = {epoch: (tuple(shares), rows)}
+        # checkpoints of before it was noted: always the seed
+        self._kept_draws = {epoch: {SEED: self._seed + epoch} if drawn_from is None else drawn_from}
 
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
@@ -220,7 +260,7 @@ class NumberedBatches(Dataset[Any]):
     def sample_rows(self, count: int) -> list[Any]:
         """A few samples, the same on every process, without moving on in the data."""
         if not self.is_iterable:
-            with seeded(self._seed), generators_kept(self.dataset):
+            with self._looking():
                 return first_samples(self.dataset, count)
         if self._peeked is None:  # a stream may give its samples once: they are kept for batch 0
             self.set_epoch(self._epoch)
@@ -232,8 +272,14 @@ class NumberedBatches(Dataset[Any]):
         """Samples from all over the data set, which may be sorted; of a stream the first ones."""
         if self.is_iterable:
             return self.sample_rows(count)
-        with seeded(self._seed), generators_kept(self.dataset):
+        with self._looking():
             return [self.dataset[len(self.dataset) * k // count] for k in range(min(count, len(self.dataset)))]
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Inside, samples are read that no step trains on: the data set draws and counts as if they were not."""
+        with seeded(self._seed), generators_kept(self.dataset), left_as_found(self.dataset):
+            yield
 
     def __getitem__(self, number: int) -> Any:
         self._go_to(number)
@@ -288,18 +334,86 @@ class NumberedBatches(Dataset[Any]):
 
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
-            assert self.sampler is not None
-            with seeded(self._seed + self._epoch):  # a sampler without a seed depends on seed and epoch, too
-                order = self._agree(list(self.sampler))
+            order = self._agree(self._draw_order())
             self._order = order_by_node(order, *self.arrangement, len(self), self._seed)
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
             self._iterator = iter(self._loader)
 
+    def _draw_order(self) -> list[int]:
+        """The sampler's; what it is drawn from is noted."""
+        assert self.sampler is not None
+        self._drawn_from = self._kept_draws.get(self._epoch, {SEED: self._seed + self._epoch})
+        if self._epoch not in self._kept_draws and self._draws_as_stock:
+            before = global_states()
+            order = list(self.sampler)
+            after = global_states()
+            self._drawn_from = {name: state for name, state in before.items() if state != after[name]}
+            return order
+        with seeded(self._drawn_from.get(SEED, 0)):
+            set_global_states(self._drawn_from)
+            return list(self.sampler)
+
     def _read(self, number: int, *default: Any) -> Any:
         assert self._iterator is not None
         with seeded(self._batch_seed(number)):
             return next(self._iterator, *default)
+
+
+class GivenBatches:
+    """The batches of a training loader that the user has made, where one process takes them all.
+
+    In place of `NumberedBatches`: the Trainer reads the loader itself, as the stock one does.
+
+    Args:
+        sample: a few samples, and what collates them, without moving on in the data; called when asked for.
+    """
+
+    is_iterable = True
+
+    def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
+        self.dataset = dataset
+        self._sample = sample
+        self._sampled: tuple[list[Any], Collator] | None = None
+
+    def sample_rows(self, count: int) -> list[Any]:
+        """A few samples."""
+        return self._samples[0][:count]
+
+    def spread_rows(self, count: int) -> list[Any]:
+        """The same: what lies between the loader and its samples is not known."""
+        return self.sample_rows(count)
+
+    @property
+    def collate_fn(self) -> Collator:
+        """Makes batches of these samples."""
+        return self._samples[1]
+
+    @property
+    def _samples(self) -> tuple[list[Any], Collator]:
+        if self._sampled is None:
+            self._sampled = self._sample()
+        return self._sampled
+
+    def slice_of(self, batch: Any) -> BatchSlice:
+        """All of it."""
+        rows = batch_rows(batch)
+        return BatchSlice(rows, rows)
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Nothing is known of the loader's order."""
+        return {}
+
+    def keep_order(self, epoch: int, **memory: Any) -> None:
+        """Not ours."""
+
+    def reslice(self, parts: int, index: int) -> None:
+        """There is one part."""
+        assert (parts, index) == (1, 0)
+
+    def close(self) -> None:
+        """The loader is the user's."""
 
 
 class _Numbers(Sampler[list[int]]):
@@ -335,6 +449,12 @@ class NumberedLoader(DataLoader[Any]):
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+
+    def __iter__(self) -> Any:
+        if self.collate_fn is not _the_only_one:  # a callback has given the loader another one, for samples
+            self.dataset.use_collator(self.collate_fn)
+            self.collate_fn = _the_only_one
+        return super().__iter__()
 
     @property
     def total_batch_size(self) -> int:

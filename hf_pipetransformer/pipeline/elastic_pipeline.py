@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ..cache.activation_cache import ActivationCache
+from ..cache.content_keys import KEYS_NAME, named_inputs
 from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch, naming_long_rows
+from ..model.micro_batch import Batch, naming_long_rows, split_batch
 from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept, seeded
@@ -184,11 +185,19 @@ class ElasticPipeline(nn.Module):
         self.weights.read_flags()
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
+        elif self._optimizer is not None:
+            self._bring_optimizer_state(self._optimizer, holders_under(plan, self.stack))
         self._freeze(plan)
         self.plan = plan
         self.weights.keep_only(self._names_of(plan), self.device)
         self.stack.runner.install()
         self._build(plan, takes_optimizer=not keep_weights_aside)
+
+    def _bring_optimizer_state(self, optimizer: OptimizerState, holders: Holders) -> None:
+        """What an earlier training has left where its last plan had the parameters. Collective over all processes."""
+        before = optimizer.holders()
+        moves = moves_between(before, {name: holders[name] for name in before})
+        exchange(moves, self.stack.table, self.weights, optimizer, self.mesh, self.device)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
         """Go over to another plan, between two optimizer steps. Collective over all processes.
@@ -450,17 +459,24 @@ class ElasticPipeline(nn.Module):
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own, where a `training_step` or `prediction_step` of the user's calls what it was given.
 
+        Without gradients each stage of a pipeline gets the outputs for its own batch (`predict`); this is collective
+        over the pipeline.
+
         Raises:
-            RuntimeError: one stage of several has no output; or DDP would not see what is computed for a gradient.
+            ValueError: where gradients are computed one stage of several has no output; nor would DDP see it.
         """
+        is_trained = torch.is_grad_enabled() and self.training
         if self.is_placed and self.num_stages > 1:
-            raise RuntimeError(
-                "The model is spread over several stages: one alone has no output. Use the Trainer's evaluate() or"
-                " predict(), and super().training_step() or super().prediction_step() in methods of your own; or set"
+            if not is_trained:
+                inputs = dict(named_inputs(self.model, positional, batch))
+                return self.predict(inputs, self._on_device, lambda rows: self.model(**rows))
+            raise ValueError(
+                "The model is spread over several stages: in training one alone has no output. Call"
+                " super().training_step() in a training_step of your own and put your loss into compute_loss; or set"
                 " pipeline_parallel_size=1."
             )
-        if self._replicated is not None and torch.is_grad_enabled() and self.training:
-            raise RuntimeError(
+        if self._replicated is not None and is_trained:
+            raise ValueError(
                 f"The gradients of {self.num_replicas} replicas are averaged where the Trainer's own training_step"
                 " runs: call super().training_step() and put your loss into compute_loss, or train in one process."
             )
@@ -488,7 +504,7 @@ class ElasticPipeline(nn.Module):
         if self._token_scheduler is not None:
             self._token_scheduler.parts_of(batch)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch, keeps_received: bool = False) -> list[Sequence[torch.Tensor]]:
         """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         Gradients are complete afterwards, unless inside `no_sync`: summed over micro-batches, and over the stages
@@ -496,9 +512,15 @@ class ElasticPipeline(nn.Module):
 
         Args:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
+            keeps_received: ask for what is returned.
+
+        Returns:
+            For each micro-batch what the last stage has received, if that was asked for and this is the last of
+            several stages that run whole rows; else nothing.
         """
         stage = self.stage
         assert stage is not None
+        stage.received = {} if keeps_received else None
         if self._shared_are_summed:
             self._keep_sums_once()
         if self._token_scheduler is not None:
@@ -517,6 +539,38 @@ class ElasticPipeline(nn.Module):
                 self._sparse_embeddings.finish_step()
         if self._gradients_synchronise:
             self._reduce_shared_gradients()
+        received, stage.received = stage.received or {}, None
+        return [received[index] for index in sorted(received)] if self._scheduler is not None else []
+
+    def losses_of_parts_and_whole(
+        self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
+    ) -> Iterator[torch.Tensor]:
+        """On the last stage, of a batch that has just run: each micro-batch's loss, and the whole batch's. Not
+        collective.
+
+        Args:
+            batch: the batch.
+            received: what `step` has returned for it.
+            part_of_loss: what rows of the batch add to the loss.
+        """
+        stage = self.stage
+        assert stage is not None and stage.is_last and self._scheduler is not None
+        inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
+        parts = split_batch(inputs, len(received))
+        whole = [inputs], [self._scheduler.joined(batch, received)]
+        try:
+            for stage.micro_batches, values in ((parts, received), whole):
+                for rows, arrived in zip(stage.micro_batches, values, strict=True):
+                    with stage.running_to_the_end(arrived, rows) as mine:
+                        loss = part_of_loss(self.model, mine)
+                    yield loss
+        finally:
+            stage.micro_batches = ()
+
+    @property
+    def missing_parameters(self) -> list[nn.Parameter]:
+        """Those that other stages hold."""
+        return [self.stack.table[name] for name in self.stack.table.names if not self.weights.is_here(name)]
 
     def _step_alone(self, stage: StageModule, batch: Batch) -> None:
         """K = 1: no schedule; it costs what the stock Trainer costs."""
@@ -647,11 +701,17 @@ class ElasticPipeline(nn.Module):
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
-        self._optimizer = OptimizerState(optimizer, self.stack.table, self.weights, self.mesh)
+        self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
+
+    def release_optimizer(self) -> None:
+        """Give back the optimizer that was adopted, for another pipeline of the model to adopt. Not collective."""
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
 
     def updates_with(self, optimizer: Any) -> bool:
         """Whether this optimizer is the one that was adopted last, with or without Accelerate's wrapper."""
-        return self._optimizer is not None and _unwrapped(self._optimizer.optimizer) is _unwrapped(optimizer)
+        return self._optimizer is not None and self._optimizer.optimizer is unwrapped(optimizer)
 
     @property
     def optimizer_state(self) -> OptimizerState:
@@ -694,6 +754,9 @@ class ElasticPipeline(nn.Module):
         for work, _ in pending:
             work.wait()
         return mine
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, torch.Tensor) else v, batch)
 
     @torch.no_grad()
     def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
@@ -802,7 +865,8 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

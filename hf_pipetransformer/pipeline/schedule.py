@@ -99,6 +99,16 @@ class PipelineScheduler:
         finally:
             self._stage.micro_batches = ()
 
+    def joined(self, batch: Batch, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """What a stage would have received for a batch as a whole that has just come in micro-batches."""
+        whole = self._shape_book.shapes(batch, batch_rows(batch)).incoming
+        values = []
+        for carried, parts in zip(whole, zip(*received, strict=True), strict=True):
+            shapes = zip(carried.shape, parts[0].shape, strict=True)
+            rows = next((d for d, (size, of_part) in enumerate(shapes) if size != of_part), None)
+            values.append(parts[0] if rows is None else torch.cat(parts, dim=rows))
+        return values
+
     def _for(self, shapes: StageShapes, num_microbatches: int) -> tuple[_ScheduledStage, PipelineScheduleSingle]:
         key = (shapes, num_microbatches)
         if key in self._built:

@@ -74,6 +74,8 @@ class StageModule(nn.Module):
         self._loss_of = loss_of
         self.cache: ActivationCache | None = None
         self.micro_batches: Sequence[Batch] = ()
+        self.received: dict[int, Sequence[torch.Tensor]] | None = None
+        """Where it is wanted, what the last stage has received in a step: number of the micro-batch -> values."""
         self.shapes = StageShapes((), ())
         owned = stack.owned(start, stop)
         self.names = tuple(name for name in stack.table.names if name in owned)
@@ -117,6 +119,8 @@ class StageModule(nn.Module):
             for slot, carried in zip(self.slots_in, self.shapes.incoming, strict=True)
         ]
         if self.is_last:
+            if self.received is not None:
+                self.received[int(index)] = [value.detach() for value in values]
             with self.running_to_the_end(values, batch) as inputs:
                 return self._loss_of(self.stack.model, inputs).reshape(1)
         outputs = self.carry_on(values, batch)
@@ -152,7 +156,8 @@ class StageModule(nn.Module):
         if start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
             yield inputs
             return
-        with self.stack.runner.to_the_end(start, carry):
+        # several calls (R-Drop) are several passes where no other stage has run the first units once
+        with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0):
             yield inputs
 
     def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:

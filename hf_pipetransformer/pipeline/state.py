@@ -75,6 +75,10 @@ class WeightState:
         self._here: tuple[nn.Parameter, ...] = ()
         self._flags_here: list[bool] = []  # `requires_grad` of these, as we know it
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
+        """A copy of the model, as a teacher for one, has the model's hooks: they go on asking this object."""
+        return self
+
     @property
     def is_whole(self) -> bool:
         return not self._missing
@@ -154,7 +158,9 @@ class WeightState:
             parameter.requires_grad_(False)  # a user's code may have set it
             parameter.grad = None
             if self.is_here(name):
-                parameter.data = placeholder(parameter, device=device)
+                # whoever reads it (a penalty on all weights) is to get no number that looks like one
+                nothing = float("nan") if parameter.is_floating_point() else 0
+                parameter.data = placeholder(parameter, nothing, device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._missing = frozenset(self._table.names) - frozenset(names)
@@ -304,7 +310,7 @@ class WeightState:
 
     def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if self._gathered is None and self._missing and not self._lists_placeholders:
-            raise RuntimeError(
+            raise ValueError(
                 f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
                 " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
                 " has returned."
@@ -346,9 +352,28 @@ class OptimizerState:
         self._gathered: dict[str, Any] | None = None
         # of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered)
-        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict))
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
+        ]
         self.keep_what_is_here()
+
+    def release(self) -> None:
+        """Give the optimizer back as it came: over the whole model; its state stays where it is. Not collective."""
+        for hook in self._hooks:
+            hook.remove()
+        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+            group["params"] = [self._table[name] for name in names]
+        self.optimizer.state.pop(self._idle_parameter, None)
+
+    def holders(self) -> Holders:
+        """The ranks that have a state of each parameter, of those that have one. Collective over all processes."""
+        everyone = self._mesh.gather_objects(
+            [name for names in self._group_names for name in names if self.state_of(name)]
+        )
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
+        having = [frozenset(theirs) for theirs in everyone]
+        return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
 
     def keep_what_is_here(self) -> None:
         """Take out what is not held by this process (any more) or frozen for good: parameters and their state.
@@ -362,6 +387,20 @@ class OptimizerState:
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
+
+    def refuse_added(self) -> None:
+        """
+        Raises:
+            ValueError: the optimizer has been given parameters that are not the model's since it was adopted.
+        """
+        known = {id(p) for p in self._table.model.parameters()} | {id(self._idle_parameter)}
+        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if added:
+            raise ValueError(
+                f"{len(added)} parameters of the optimizer are not the model's (one has shape"
+                f" {tuple(added[0].shape)}): where several processes train one model, nobody would add up their"
+                " gradients. Register them in the model, or train in one process."
+            )
 
     @property
     def _is_idle(self) -> bool:
@@ -486,7 +525,10 @@ def exchange(
             outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **values}
     announced = mesh.gather_objects({to: _as_meta(parcel) for to, parcel in outgoing.items()})  # 1
     incoming = {source: told[mesh.rank] for source, told in enumerate(announced) if mesh.rank in told}
-    sent = {to: torch.cat([as_bytes(t.contiguous()) for t in _tensors_in(parcel)]) for to, parcel in outgoing.items()}
+    sent = {
+        to: torch.cat([as_bytes(t.to(device).contiguous()) for t in _tensors_in(parcel)])
+        for to, parcel in outgoing.items()
+    }
     received = {
         source: torch.empty(sum(t.nbytes for t in _tensors_in(parcel)), dtype=torch.uint8, device=device)
         for source, parcel in incoming.items()

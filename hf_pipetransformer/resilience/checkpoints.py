@@ -19,9 +19,12 @@ import json
 import os
 import re
 import shutil
+import zipfile
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 MANIFEST = "manifest.json"
@@ -33,6 +36,8 @@ KEPT = "PipelineState"
 """Entry of the trainer's state that only checkpoints with a manifest have; of the step at which it was written, since
 the stock Trainer hands on what it was resumed from."""
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+WEIGHTS = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+SHARD = re.compile(r"-\d+-of-\d+\.")
 CHUNK = 2**22
 
 
@@ -77,7 +82,10 @@ def damage_of(checkpoint: Path) -> str | None:
         return _damage_without_manifest(checkpoint)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
+    replaced = _replaced_weights(checkpoint, [name for name, *_ in manifest])
     for name, size, checksum in manifest:
+        if name in replaced:
+            continue
         path = checkpoint / name
         try:
             if path.stat().st_size != size:
@@ -87,6 +95,47 @@ def damage_of(checkpoint: Path) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
+
+
+def replaced_weights(checkpoint: Path) -> list[str]:
+    """Files with weights that are gone from a checkpoint where others have come: somebody has sharded or merged them.
+
+    The manifest says nothing about the new ones, but that they can be read.
+    """
+    try:
+        return sorted(_replaced_weights(checkpoint, json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _replaced_weights(checkpoint: Path, names: Collection[str]) -> set[str]:
+    gone = {name for name in names if WEIGHTS.fullmatch(name) and not (checkpoint / name).exists()}
+    if not gone:
+        return set()
+    new = [path for path in checkpoint.iterdir() if WEIGHTS.fullmatch(path.name) and path.name not in names]
+    indices = [path for path in new if path.suffix == ".json"]
+    whole = [path for path in new if path.suffix != ".json" and not SHARD.search(path.name)]
+    is_there = any(map(_is_readable, whole)) or any(map(_has_all_shards, indices))
+    return gone if is_there else set()
+
+
+def _has_all_shards(index: Path) -> bool:
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return bool(shards) and all(_is_readable(index.parent / shard) for shard in shards)
+
+
+def _is_readable(weights: Path) -> bool:
+    """Whether a file with weights has the length that it says it has."""
+    if weights.suffix != ".safetensors":
+        return zipfile.is_zipfile(weights)
+    try:
+        with safe_open(weights, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _damage_without_manifest(checkpoint: Path) -> str | None:

@@ -190,12 +190,23 @@ def phase(name: str) -> Iterator[None]:
         PROGRESS.enter(before)  # somebody may go on after the error
 
 
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised from or while that was handled, and so on.
+
+    Whoever raises an error's own cause in its place makes a ring of the two.
+    """
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
+
+
 def doing_when(error: BaseException) -> str:
     """What this process was doing when the error came, or the one that it was made of."""
-    cause: BaseException | None = error
-    while cause is not None:
-        doing: str | None = getattr(cause, DOING, None)
+    for one in chain_of(error):
+        doing: str | None = getattr(one, DOING, None)
         if doing is not None:
             return doing
-        cause = cause.__cause__ or cause.__context__
     return PROGRESS.read().doing

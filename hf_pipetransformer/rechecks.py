@@ -1,0 +1,123 @@
+"""What was tried before the first step is tried again in a few steps: users' code may do something else by then.
+
+A term of the loss that begins in the third epoch, or that a callback switches on, is not there when the loss is
+examined. So in the first eight steps, in the steps 16, 32, 64, ... and in the first two of each epoch the last stage
+of a pipeline computes the loss of its batch once more, in its parts and as a whole, without gradients and dropout. Two
+steps, because one batch may give the same by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UnsupportedModelError
+from .model.dropout import WithoutDropout
+from .model.left_as_found import left_as_found
+from .model.loss_scaling import LossOutcome, Tolerance, difference
+from .model.micro_batch import Batch
+from .pipeline.elastic_pipeline import ElasticPipeline
+from .pipeline.stage import LossFunction
+from .randomness import seeded
+
+FIRST_STEPS = 8
+STEPS_OF_AN_EPOCH = 2
+DEEPEST = 4
+"""Containers inside containers in which a callback's tensors are looked for."""
+
+
+class Rechecks:
+    """When to look again."""
+
+    def __init__(self) -> None:
+        self._latest = -1
+        self._epoch, self._since = -1, 0
+
+    def is_due(self, step: int, epoch: float) -> bool:
+        """Whether the step that begins is one of those; once for each step.
+
+        Args:
+            step: number of steps that have been done.
+            epoch: epochs that have been done, whole or in part.
+        """
+        if step == self._latest:
+            return False
+        self._latest = step
+        number = math.floor(epoch + 1e-6)
+        if number != self._epoch:
+            self._epoch, self._since = number, step
+        is_power_of_two = (step + 1) & step == 0
+        return step < FIRST_STEPS or is_power_of_two or step - self._since < STEPS_OF_AN_EPOCH
+
+
+def loss_has_changed(
+    pipeline: ElasticPipeline,
+    batch: Batch,
+    received: Sequence[Sequence[torch.Tensor]],
+    part_of_loss: LossFunction,
+    others: Sequence[Any],
+    tolerance: Tolerance,
+) -> str | None:
+    """How the loss of a batch differs from its micro-batches'; None: it is made of them. On a last stage, not
+    collective.
+
+    Args:
+        pipeline: of several stages, which has just run this batch.
+        batch: the batch.
+        received: by this stage in the step, for each micro-batch (`ElasticPipeline.step`).
+        part_of_loss: what a micro-batch, or the batch, adds to the loss of the whole batch.
+        others: objects whose attributes the loss may change.
+        tolerance: of the comparison.
+    """
+    with torch.no_grad(), WithoutDropout(), left_as_found(pipeline.model, *others), seeded(0):
+        *parts, whole = (
+            LossOutcome(float(loss)) for loss in pipeline.losses_of_parts_and_whole(batch, received, part_of_loss)
+        )
+    if math.isnan(whole.value) and not any(math.isnan(part.value) for part in parts):
+        return None  # an overflow of half precision, for one: nothing can be compared
+    return difference([(1.0, part) for part in parts], whole, tolerance)
+
+
+def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
+    """
+    Raises:
+        UnsupportedModelError: always.
+    """
+    raise UnsupportedModelError(
+        model,
+        f"in step {step} its loss is another function than before the first step: {found}. A term has begun later that"
+        " depends on all rows together, counts otherwise, or reads parameters of other stages.",
+        "Let it be there from the first step on (with a factor of nearly zero), so that it is examined, or set"
+        " pipeline_parallel_size=1.",
+    )
+
+
+def keeper_of_placeholders(callbacks: Collection[Any], missing: Sequence[torch.Tensor]) -> str | None:
+    """Name of a callback that keeps copies of what stands for other stages' parameters, as running averages would.
+
+    Args:
+        callbacks: the user's.
+        missing: the parameters that are not here: NaN throughout.
+    """
+    shapes, own = {tuple(tensor.shape) for tensor in missing}, {id(tensor) for tensor in missing}
+    for callback in callbacks:
+        for tensor in _tensors_of(getattr(callback, "__dict__", {}), 0):
+            is_copy = id(tensor) not in own and tuple(tensor.shape) in shapes and tensor.is_floating_point()
+            if is_copy and bool(tensor.detach().isnan().all()):
+                return type(callback).__name__
+    return None
+
+
+def _tensors_of(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        if not isinstance(value, ElasticPipeline):
+            yield from value.parameters()
+    elif depth < DEEPEST and isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_of(inner, depth + 1)
