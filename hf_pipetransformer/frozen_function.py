@@ -1,11 +1,11 @@
 """What frozen layers compute, as it is now: what is cached belongs to it, and to nothing that could be written down.
 
-    generation opened   name(boundary)    digests of weights, buffers and of what three real rows become -> its name
+    generation opened   name(boundary)    digests of weights, buffers and of what a few rows become -> its name
     looked back         what_changed()    weights, buffers, and the same rows once more: do they become the same?
     each step           looks_same()      one number of each weight, buffers' versions, plain attributes
 
 A configuration does not tell another activation function in a user's module, an adapter's scale, a pruning mask or a
-hook. The outputs do, so long as three rows show it.
+hook. The outputs do, so long as these rows show it.
 """
 
 from __future__ import annotations

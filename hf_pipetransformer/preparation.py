@@ -78,8 +78,6 @@ SAMPLES_TO_CHOOSE_FROM = 32
 """Samples among which those of different classes are chosen for the loss."""
 SAMPLES_TO_PROBE = 32
 """Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
-FINGERPRINT_ROWS = 3
-"""Of these samples, whose outputs are part of the name under which the cache keeps what frozen layers give."""
 UNKNOWN_SIZE = 2**20
 """Samples that are expected of a stream."""
 
@@ -701,7 +699,8 @@ class PipelinePreparation(Trainer):
             is_forced=args.activation_cache == "on",
             seconds_per_row=seconds,
             precision=self.accelerator.mixed_precision,
-            rows=collate(samples[-FINGERPRINT_ROWS:]),
+            # a collator that cannot take them together has been refused above
+            rows=collate(samples) if any(verdict.slot is not None for verdict in verdicts) else {},
             ignored=self._not_in_keys,
         )
 

@@ -13,6 +13,7 @@ import torch
 from distributed import run_ranks
 from test_auto_cache import hit_rates, trainer_of
 from torch import nn
+from training_data import PadCollator
 from training_runs import Run, largest_difference, outcome_of
 from transformers import TrainerCallback
 
@@ -93,6 +94,14 @@ def train(
         prepare(trainer.model)
     if callback is not None:
         trainer.add_callback(callback())
+    reasons = reasons_off(trainer)
+    outcome = outcome_of(trainer)
+    epochs = [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+    return Result(outcome.weights, hit_rates(epochs), reasons[0] if reasons else None)
+
+
+def reasons_off(trainer: PipeTransformerTrainer) -> list[str | None]:
+    """Why the cache was off when the training closed it; filled by `train()`."""
     reasons: list[str | None] = []
     make = trainer._make_auto_cache
 
@@ -103,9 +112,7 @@ def train(
         return made
 
     trainer._make_auto_cache = noting  # type: ignore[method-assign]
-    outcome = outcome_of(trainer)
-    epochs = [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
-    return Result(outcome.weights, hit_rates(epochs), reasons[0] if reasons else None)
+    return reasons
 
 
 def difference(one: Result, other: Result) -> float:
@@ -223,3 +230,26 @@ def test_in_a_pipeline_it_is_refused() -> None:
     """The last stage cannot tell a hook of the user's from a compute_loss that changes what only it sees."""
     for message in run_ranks(refused, 2):
         assert "inputs" in message
+
+
+# ------------------------------------------------------------------------------------ rows that cannot be put together
+class TakesTwo(PadCollator):
+    """As that of a training with batches of two: it cannot put more rows together."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if len(rows) > 2:
+            raise ValueError("at most two rows")
+        return super().__call__(rows)
+
+
+def collated_by_two(rank: int, world_size: int) -> str | None:
+    run = Run(samples=8, epochs=2, per_device=2, accumulation=1)
+    trainer = trainer_of(run, {0: 1, 1: 1}, {1: 1}, logging_steps=100)
+    trainer.data_collator = TakesTwo(run.kind)
+    reasons = reasons_off(trainer)
+    trainer.train()
+    return reasons[0]
+
+
+def test_a_collator_that_cannot_put_the_rows_together_is_a_reason_and_no_error() -> None:
+    assert "at most two rows" in str(run_ranks(collated_by_two, 1)[0])
