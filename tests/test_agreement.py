@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
@@ -56,3 +57,29 @@ def test_every_process_raises_the_same(difference, message):
     assert len({str(error) for error in errors}) == 1
     with pytest.raises(ValueError, match=message):
         raise errors[0]
+
+
+def check_drawn(rank, world_size, name):
+    torch.distributed.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    model = MODELS["bert-classification"].build(seed=0)
+    data = TrainingData("text-classification", 32)
+    generator = np.random.default_rng()
+
+    def draw():
+        batch = PadCollator("text-classification")([data[0], data[1]])
+        if generator.random() < 0.5:  # seldom, for some rows
+            batch["input_ids"] = batch["input_ids"].roll(1, 0)
+        return {
+            **batch,
+            "noise": torch.from_numpy(generator.random(2)),
+            "labels": batch["labels"] + rank * (name == "labels"),
+        }
+
+    check_same_everywhere(mesh, model, draw(), draw)
+
+
+def test_what_a_collator_draws_from_a_generator_of_its_own_is_no_difference():
+    run_ranks(check_drawn, 3, "nothing")
+    for error in run_ranks_expecting_error(check_drawn, 3, "labels"):
+        assert isinstance(error, ValueError) and "different datasets" in str(error)

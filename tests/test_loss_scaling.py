@@ -252,3 +252,46 @@ def test_class_weights_are_seen_in_all_classes_and_with_a_new_head(is_new):
     reduction = find_loss_reduction(loss_of, variants, shifts_labels=False)
     assert reduction.kind == "whole" and "whole batch" in reduction.reason
     assert find_loss_reduction(loss_of, variants[:1], shifts_labels=False).kind == "mean"  # of one class
+
+
+def test_a_sum_over_rows():
+    def loss_of(batch, num_items):
+        return LossOutcome(float((batch["x"] ** 2).sum()))
+
+    batch = {"x": torch.arange(1.0, 9.0), "labels": torch.arange(8) % 3}
+    reduction = found(loss_of, batch, passes_items=False)
+    assert reduction.kind == "plain_sum"
+    assert_parts_give_the_whole(loss_of, reduction, batch, [slice_rows(batch, 0, 3), slice_rows(batch, 3, 8)])
+
+
+def padded(lengths, width):
+    rows = [[n] * n + [0] * (width - n) for n in lengths]
+    return {"x": torch.tensor(rows, dtype=torch.float32), "labels": torch.tensor(rows)}
+
+
+APART = (padded([1, 2, 4, 5], 5), padded([1, 2], 2), padded([4, 5], 5))
+
+
+def test_parts_that_are_padded_apart_tell_rows_from_labels():
+    """Padded with label 0, a mean over rows looks like one over tokens in every batch cut from one."""
+
+    def mean_over_rows(batch, num_items):
+        return LossOutcome(float(batch["x"].sum(dim=1).mean()))
+
+    variants = [APART[0]]
+    plain = find_loss_reduction(mean_over_rows, variants, shifts_labels=False, passes_items=False)
+    assert plain.items == "labels"
+    reduction = find_loss_reduction(mean_over_rows, variants, shifts_labels=False, passes_items=False, apart=APART)
+    assert (reduction.kind, reduction.items, reduction.depends_on_padding) == ("mean", "rows", False)
+
+
+def test_a_loss_that_counts_padding_is_found():
+    def mean_over_all(batch, num_items):
+        return LossOutcome(float(batch["x"].exp().mean()) + 1.0)
+
+    def batches():
+        return [{**APART[0], "labels": torch.arange(4)}]
+
+    apart = [{**batch, "labels": torch.arange(len(batch["x"]))} for batch in APART]
+    reduction = find_loss_reduction(mean_over_all, batches(), shifts_labels=False, passes_items=False, apart=apart)
+    assert reduction.kind == "mean" and reduction.depends_on_padding

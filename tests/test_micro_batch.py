@@ -138,3 +138,16 @@ def test_other_errors_are_left_alone(model, batch, error):
     with pytest.raises(type(error)) as raised, naming_long_rows(model, batch):
         raise error
     assert raised.value is error
+
+
+def test_what_is_inside_of_dicts_and_lists_is_cut_as_well():
+    ids = torch.arange(8).view(4, 2)
+    batch = {"text": {"input_ids": ids, "more": [torch.arange(4)] * 4, "table": (torch.arange(3),)}}
+    assert batch_rows(batch) == 4
+    part = slice_rows(batch, 1, 3)
+    assert part["text"]["input_ids"].tolist() == [[2, 3], [4, 5]]
+    assert [tensor.tolist() for tensor in part["text"]["more"]] == [[1, 2]] * 4
+    assert part["text"]["table"][0].tolist() == [0, 1, 2]
+    assert shape_signature(part) == shape_signature(slice_rows(batch, 0, 1))
+    longer = {**batch, "text": {**batch["text"], "input_ids": torch.zeros(4, 5)}}
+    assert shape_signature(longer) != shape_signature(batch)

@@ -15,6 +15,7 @@ from hf_pipetransformer.resilience.progress import (
     UNKNOWN_PACE,
     Progress,
     Record,
+    chain_of,
     doing_when,
     phase,
 )
@@ -114,3 +115,11 @@ def test_long_names_are_cut() -> None:
     progress.note_watch(0.0, 0.0, "ä" * 100)
     assert progress.read().phase == "x" * 32
     assert progress.read().place == "ä" * 80
+
+
+def test_an_error_that_is_the_cause_of_its_context_ends_the_search() -> None:
+    """Who raises an error's own cause in its place makes a ring of the two."""
+    inner, outer = ValueError("inner"), RuntimeError("outer")
+    outer.__cause__, inner.__context__ = inner, outer
+    assert list(chain_of(inner)) == [inner, outer]
+    doing_when(inner)

@@ -61,9 +61,18 @@ def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:
         return part(value) if value.dim() > 0 and value.shape[0] == rows else value
     if isinstance(value, Mapping):
         return {key: _cut(inner, rows, part) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return part(value) if len(value) == rows else type(value)(_cut(inner, rows, part) for inner in value)
+    if _is_one_per_row(value, rows):
+        return part(value)
+    if type(value) in (list, tuple) and any(True for _ in tensors_in(value)):
+        return type(value)(_cut(inner, rows, part) for inner in value)
     return value
+
+
+def _is_one_per_row(value: Any, rows: int) -> bool:
+    """Whether a list or tuple has one entry for each row; not tensors that have all rows each."""
+    if not isinstance(value, (list, tuple)) or len(value) != rows:
+        return False
+    return not all(isinstance(one, torch.Tensor) and one.shape[:1] == (rows,) for one in value)
 
 
 @contextmanager
@@ -127,7 +136,7 @@ def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
             return (shape[1:] if shape[:1] == (rows,) else ("whole", *shape)), value.dtype
         if isinstance(value, Mapping):
             return tuple((key, of(inner)) for key, inner in sorted(value.items()))
-        if type(value) in (list, tuple) and len(value) != rows:
+        if type(value) in (list, tuple) and not _is_one_per_row(value, rows):
             return tuple(of(inner) for inner in value)
         return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
