@@ -148,6 +148,6 @@ def test_what_is_inside_of_dicts_and_lists_is_cut_as_well():
     assert part["text"]["input_ids"].tolist() == [[2, 3], [4, 5]]
     assert [tensor.tolist() for tensor in part["text"]["more"]] == [[1, 2]] * 4
     assert part["text"]["table"][0].tolist() == [0, 1, 2]
-    assert shape_signature(part) == shape_signature(slice_rows(batch, 0, 1))
+    assert shape_signature(part) == shape_signature(slice_rows(batch, 2, 4))
     longer = {**batch, "text": {**batch["text"], "input_ids": torch.zeros(4, 5)}}
     assert shape_signature(longer) != shape_signature(batch)
