@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.errors import UnsupportedModelError
 
-RUN = Run(samples=24, epochs=5, accumulation=1)
+RUN = Run(samples=24, epochs=4, accumulation=1)
 """Three steps an epoch."""
 AT_EPOCH = {3: 1}
 """The first layer freezes before the fourth step; epoch 3 is the first that reads."""
@@ -54,14 +54,14 @@ Change = Callable[[nn.Module], None]
 
 
 class Changes(TrainerCallback):
-    """Changes the model in the middle of epoch 4, in which the cache is read."""
+    """Changes the model in the middle of epoch 3, in which the cache is read, or at its end."""
 
     def __init__(self, event: str, change: Change) -> None:
         self._change, self._is_done = change, False
         setattr(self, event, self._on_event)
 
     def _on_event(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        if state.global_step >= 10 and not self._is_done:
+        if state.global_step >= 7 and not self._is_done:
             self._is_done = True
             self._change(model)
 
@@ -77,9 +77,10 @@ def train(
     prepare: Change | None = None,
     callback: Any = None,
     table: dict[int, int] = AT_EPOCH,
+    epochs: int = RUN.epochs,
 ) -> Result:
     trainer: PipeTransformerTrainer = trainer_of(
-        RUN,
+        replace(RUN, epochs=epochs),
         dict.fromkeys(range(4), stages),
         table,
         f"run-{cache}-{folder.name if folder is not None else None}",
@@ -137,7 +138,7 @@ BETWEEN_RUNS = [another_scale, another_activation, another_mask]
 
 def shared_folder(rank: int, world_size: int, stages: int, folder: Path) -> list[tuple[Result, Result]]:
     """A run that fills the folder, one that finds it full, and others that are to find nothing there."""
-    run = partial(train, stages, table=AT_ONCE)
+    run = partial(train, stages, table=AT_ONCE, epochs=2)
     results = [(run("on", folder), run("on", folder))]
     results += [(run("on", folder, change), run("off", None, change)) for change in BETWEEN_RUNS]
     return results
