@@ -147,3 +147,10 @@ def test_what_a_layer_of_a_cache_must_have() -> None:
         "get_max_length",
         "get_max_cache_shape",
     }, f"transformers {transformers.__version__} asks more of a cache's layers"
+
+
+def test_hooks_behind_accumulated_gradients_are_listed_on_the_parameter() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert not parameter._post_accumulate_grad_hooks
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert parameter._post_accumulate_grad_hooks, f"torch {torch.__version__} keeps these hooks elsewhere"
