@@ -41,6 +41,7 @@ from .cache.activation_store import ActivationStore, GenerationReader
 from .cache.cache_probe import CacheVerdict
 from .cache.content_keys import NOT_IN_KEYS
 from .frozen_function import FrozenFunction
+from .model.micro_batch import on_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .planning.plan import PipelinePlan
 
@@ -200,7 +201,7 @@ class AutoCache:
         )
         description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
         description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
-        on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in rows.items()}
+        on_cpu = on_device(rows, torch.device("cpu"))
         everyone = pipeline.mesh.gather_objects(on_cpu if rank == 0 else {})
         return cls(
             pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared, everyone[0]

@@ -18,6 +18,7 @@ import xxhash
 from torch import nn
 
 from .cache.cache_probe import SAME
+from .model.micro_batch import on_device
 from .pipeline.elastic_pipeline import ElasticPipeline
 
 MOST_NUMBERS = 2**16
@@ -43,7 +44,7 @@ class FrozenFunction:
 
     def __init__(self, pipeline: ElasticPipeline, rows: Mapping[str, Any]) -> None:
         self._pipeline = pipeline
-        self._rows = {n: v.to(pipeline.device) if isinstance(v, torch.Tensor) else v for n, v in rows.items()}
+        self._rows = on_device(rows, pipeline.device)
         self._boundary = 0
         self._digests: dict[str, str] = {}  # of weights
         self._outputs: list[torch.Tensor] = []  # of the rows, when the generation was opened: some numbers of each

@@ -48,7 +48,7 @@ from .model.loss_scaling import (
     unexamined,
 )
 from .model.loss_study import raise_for_exchanged_inputs, study_loss
-from .model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
+from .model.micro_batch import Batch, batch_rows, naming_long_rows, on_device, slice_rows
 from .model.slicing_study import study_slicing, telling_rows, without_autocast
 from .model.token_slices import sequence_length
 from .pipeline.agreement import check_same_everywhere
@@ -168,8 +168,13 @@ class PipelinePreparation(Trainer):
         if is_examined or mesh.world_size > 1:
             few = rows[: min(SAMPLE_ROWS, self._rows_at_once)]
             sample = self._collate(few, collate_fn)
-            with seeded(self.args.seed), generators_kept(collate_fn):
-                check_same_everywhere(mesh, self.model, sample, lambda: collate_fn(few))
+
+            def draw() -> Batch:
+                with seeded(self.args.seed):  # what it draws from the global generators is the same everywhere
+                    return dict(collate_fn(few))
+
+            with generators_kept(collate_fn):
+                check_same_everywhere(mesh, self.model, sample, draw)
         stack, freezable = LayerStack.uncut(self.model), None
         if is_examined:
             padded = self._padded_sample(rows, collate_fn)
@@ -207,7 +212,7 @@ class PipelinePreparation(Trainer):
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         with seeded(self.args.seed), generators_kept(collate_fn):
             batch = dict(collate_fn(rows))
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        return on_device(batch, device)
 
     def _names_kept_back(self, sample: Batch) -> frozenset[str]:
         """Inputs that compute_loss keeps from the model: sample weights that it takes out, labels of its own."""

@@ -8,15 +8,17 @@ steps, because one batch may give the same by chance.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, is_out_of_memory
 from .model.dropout import WithoutDropout
+from .model.ghosts import placeholder
 from .model.left_as_found import left_as_found
 from .model.loss_scaling import LossOutcome, Tolerance, difference
 from .model.micro_batch import Batch
@@ -24,8 +26,12 @@ from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.stage import LossFunction
 from .randomness import seeded
 
+logger = logging.getLogger(__name__)
+
 FIRST_STEPS = 8
 STEPS_OF_AN_EPOCH = 2
+LEAST_STEPS = 16
+"""Between two epochs' begins that are looked at: epochs of few steps would be nothing else."""
 DEEPEST = 4
 """Containers inside containers in which a callback's tensors are looked for."""
 
@@ -48,8 +54,9 @@ class Rechecks:
             return False
         self._latest = step
         number = math.floor(epoch + 1e-6)
-        if number != self._epoch:
-            self._epoch, self._since = number, step
+        if number != self._epoch and step - self._since >= LEAST_STEPS:
+            self._since = step
+        self._epoch = number
         is_power_of_two = (step + 1) & step == 0
         return step < FIRST_STEPS or is_power_of_two or step - self._since < STEPS_OF_AN_EPOCH
 
@@ -73,13 +80,35 @@ def loss_has_changed(
         others: objects whose attributes the loss may change.
         tolerance: of the comparison.
     """
-    with torch.no_grad(), WithoutDropout(), left_as_found(pipeline.model, *others), seeded(0):
-        *parts, whole = (
-            LossOutcome(float(loss)) for loss in pipeline.losses_of_parts_and_whole(batch, received, part_of_loss)
-        )
-    if math.isnan(whole.value) and not any(math.isnan(part.value) for part in parts):
-        return None  # an overflow of half precision, for one: nothing can be compared
-    return difference([(1.0, part) for part in parts], whole, tolerance)
+
+    def again(seed: int) -> list[LossOutcome]:
+        with torch.no_grad(), WithoutDropout(), left_as_found(pipeline.model, *others), seeded(seed):
+            losses = pipeline.losses_of_parts_and_whole(batch, received, part_of_loss)
+            return [LossOutcome(float(loss)) for loss in losses]
+
+    try:
+        *parts, whole = again(0)
+        if not all(outcome.is_finite for outcome in (*parts, whole)):
+            return _reads_what_is_missing(pipeline, lambda: again(0))
+        found = difference([(1.0, part) for part in parts], whole, tolerance)
+        if found is not None and difference([(1.0, again(1)[-1])], whole, tolerance) is not None:
+            return None  # the loss draws random numbers by now
+    except Exception as error:  # on this stage alone
+        if not is_out_of_memory(error):
+            return f"computed once more, it fails ({type(error).__name__}: {error})"
+        logger.warning("There is no memory to compute the loss of a whole batch again, so it is not looked at again.")
+        return None
+    return found
+
+
+def _reads_what_is_missing(pipeline: ElasticPipeline, again: Callable[[], list[LossOutcome]]) -> str | None:
+    """Whether a loss is no number because it reads parameters of other stages, and not by itself."""
+    table = pipeline.stack.table
+    zeros = {name: placeholder(table[name]) for name in pipeline.missing_parameters if table[name].is_floating_point()}
+    with table.replaced(zeros):
+        if all(outcome.is_finite for outcome in again()):
+            return "it reads parameters that other stages hold"
+    return None
 
 
 def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
@@ -107,7 +136,7 @@ def keeper_of_placeholders(callbacks: Collection[Any], missing: Sequence[torch.T
     for callback in callbacks:
         for tensor in _tensors_of(getattr(callback, "__dict__", {}), 0):
             is_copy = id(tensor) not in own and tuple(tensor.shape) in shapes and tensor.is_floating_point()
-            if is_copy and bool(tensor.detach().isnan().all()):
+            if is_copy and tensor.numel() > 1 and bool(tensor.detach().isnan().all()):
                 return type(callback).__name__
     return None
 

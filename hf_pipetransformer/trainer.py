@@ -179,6 +179,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         self._last_saved = None
         self._ignore_keys_for_eval = ignore_keys_for_eval
         self._shapes_told = 0
+        self._rechecks = Rechecks()
         try:
             with nullcontext() if self._is_stock else self._stop_signal, self._watching():
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **keywords)
@@ -751,7 +752,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if not self._watches_steps:
             return
         theirs = [callback for callback in self.callback_handler.callbacks if _is_of_user(callback)]
-        mine = keeper_of_placeholders(theirs, pipeline.missing_parameters)
+        mine = keeper_of_placeholders(theirs, list(pipeline.missing_parameters.values()))
         name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
         if name is not None:
             raise ValueError(

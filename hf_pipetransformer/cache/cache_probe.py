@@ -41,7 +41,7 @@ from ..model.ghosts import evaluation_mode, reachable_leaves
 from ..model.layer_range import Carry, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack, answers, output_tensors
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch
+from ..model.micro_batch import Batch, on_device
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
 
 SAME = 1e-6
@@ -414,8 +414,8 @@ class _Probe:
                 "a sample has other inputs in another batch, so that its state would not be found again (random"
                 " masking or augmentation, padding without an attention mask, images beside text)"
             )
-        on_device = {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        return _Rows(on_device, tuple(indices), spans)
+        moved = on_device(batch, self._device)
+        return _Rows(moved, tuple(indices), spans)
 
     def _forward(
         self, rows: _Rows, visit: Callable[[int, torch.Tensor], None], restores: bool = True

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .ghosts import evaluation_mode, reachable_leaves
-from .layer_range import Carry, Unit, modules_around, tensors_of
+from .layer_range import Carry, ForwardOverride, Unit, modules_around, tensors_of
 from .layer_stack import LayerStack, answers, output_tensors
 
 
@@ -130,7 +130,7 @@ class FrozenPrefix:
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         for module in dict.fromkeys(unit.module for unit in stack.units):
             self._replaced.append((module, module.__dict__.get("forward")))
-            module.forward = self._counting(module.forward)
+            module.forward = ForwardOverride(module, self._counting(module.forward))
 
     def freeze(self, num_frozen: int) -> list[nn.Parameter]:
         """Freeze the first `num_frozen` units, at least as many as before.

@@ -13,9 +13,11 @@ batch's own inputs, so nothing but the layers' outputs has to travel between dev
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -77,6 +79,27 @@ class _OutputStructure:
 def tensors_of(output: Any) -> tuple[torch.Tensor, ...]:
     """The tensors in a layer's output (tensor, tuple or ModelOutput), in a fixed order."""
     return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+
+class ForwardOverride:
+    """What a module's `forward` is for some time. A copy of the module has the forward of before, bound to the copy.
+
+    Args:
+        module: the module whose `forward` it is going to be.
+        forward: called in its place.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+        self._earlier = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._earlier is not None:
+            return copy.deepcopy(self._earlier, memo)
+        return MethodType(type(self._module).forward, memo.get(id(self._module), self._module))
 
 
 @dataclass
@@ -156,8 +179,10 @@ class LayerRangeRunner:
         for stack, name, module in self._layers:
             earlier_override = module.__dict__.get("forward")
             self._replaced.append((module, earlier_override))
-            module.forward = self._ranged_forward(Unit(name, module, stack), module.forward)
-        self._hook = self.model.register_forward_pre_hook(lambda *_: self._begin_call())
+            module.forward = ForwardOverride(module, self._ranged_forward(Unit(name, module, stack), module.forward))
+        self._hook = self.model.register_forward_pre_hook(
+            lambda module, _: self._begin_call() if module is self.model else None  # nor a copy of it
+        )
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""

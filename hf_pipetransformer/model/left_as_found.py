@@ -19,6 +19,8 @@ MAX_DEPTH = 3
 """Containers inside containers are restored down to this depth."""
 MAX_ENTRIES = 10_000
 """Larger containers are left alone: they hold data, not counters."""
+MAX_ENTRIES_IN_ALL = 100_000
+"""Of one object: what comes behind them is left alone."""
 MAX_ELEMENTS = 2**22
 """Larger tensors that are neither parameters nor buffers are left alone."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -43,7 +45,7 @@ def left_as_found(*objects: Any) -> Iterator[None]:
         elif hasattr(value, "__dict__"):
             undo.append(_attributes_of(value, is_module=False))
         else:
-            undo.append(_contents_of(value))
+            undo.append(_contents_of(value, [MAX_ENTRIES_IN_ALL]) or _nothing)
     try:
         yield
     finally:
@@ -55,7 +57,12 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
     attributes = dict(vars(owner))
     names = REGISTRIES if is_module else ()
     registries = {name: dict(attributes[name]) for name in names}
-    contents = [_contents_of(value) for name, value in attributes.items() if name not in names]
+    budget = [MAX_ENTRIES_IN_ALL]
+    contents = [
+        undo
+        for name, value in attributes.items()
+        if name not in names and (undo := _contents_of(value, budget)) is not None
+    ]
     tensors = _values_of([value for value in attributes.values() if isinstance(value, torch.Tensor)])
 
     def restore() -> None:
@@ -71,14 +78,15 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
     return restore
 
 
-def _contents_of(value: Any, depth: int = 0) -> Callable[[], None]:
-    """Restores what a container holds; nothing for anything else."""
+def _contents_of(value: Any, budget: list[int], depth: int = 0) -> Callable[[], None] | None:
+    """Restores what a container holds; None for anything else, and where that would be too much."""
     container: Any = value
-    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > MAX_ENTRIES:
-        return _nothing
+    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > min(MAX_ENTRIES, budget[0]):
+        return None
+    budget[0] -= len(container)
     before: Any = dict(container) if isinstance(container, dict) else container.copy()
     entries = before.values() if isinstance(before, dict) else before
-    inside = [_contents_of(entry, depth + 1) for entry in entries]
+    inside = [undo for entry in entries if (undo := _contents_of(entry, budget, depth + 1)) is not None]
 
     def restore() -> None:
         if not _holds_the_same(container, before):

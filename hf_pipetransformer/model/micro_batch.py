@@ -38,6 +38,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(inner)
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch whose tensors are on a device, also those inside of mappings, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: on_device(value, device) for name, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(on_device(value, device) for value in batch)
+    return batch
+
+
 def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
     """Rows [start, stop) of every tensor, list or tuple that has one entry per row; the rest as it is.
 

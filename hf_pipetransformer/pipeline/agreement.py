@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sized
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ def check_same_everywhere(
     are_same = all(theirs == everyone[0] for theirs in everyone)
     drawn: set[str] = set()
     if not are_same and draw is not None:
-        tries = [_checksums_of(draw()) for _ in range(TRIES)]
-        mine = {name for name in sample if len({one.get(name) for one in tries}) > 1}
+        mine: set[str] = set()
+        with suppress(Exception):  # a process that raised here would keep the others waiting
+            tries = [_checksums_of(draw()) for _ in range(TRIES)]
+            mine = {name for name in sample if len({one.get(name) for one in tries}) > 1}
         drawn = set().union(*mesh.gather_objects(mine))
     left = {name: sample[name] for name in sample if name not in drawn}
     content = zlib.crc32(repr(sorted(_checksums_of(left).items())).encode())

@@ -26,7 +26,7 @@ from ..model.frozen_prefix import FreezableLayers, squared_norms
 from ..model.layer_range import tensors_of
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch, naming_long_rows, split_batch
+from ..model.micro_batch import Batch, naming_long_rows, on_device, split_batch
 from ..model.token_slices import Windows
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept, seeded
@@ -469,7 +469,8 @@ class ElasticPipeline(nn.Module):
         if self.is_placed and self.num_stages > 1:
             if not is_trained:
                 inputs = dict(named_inputs(self.model, positional, batch))
-                return self.predict(inputs, self._on_device, lambda rows: self.model(**rows))
+                to_device = partial(on_device, device=self.device)
+                return self.predict(inputs, to_device, lambda rows: self.model(**rows))
             raise ValueError(
                 "The model is spread over several stages: in training one alone has no output. Call"
                 " super().training_step() in a training_step of your own and put your loss into compute_loss; or set"
@@ -544,7 +545,7 @@ class ElasticPipeline(nn.Module):
 
     def losses_of_parts_and_whole(
         self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
-    ) -> Iterator[torch.Tensor]:
+    ) -> list[torch.Tensor]:
         """On the last stage, of a batch that has just run: each micro-batch's loss, and the whole batch's. Not
         collective.
 
@@ -556,21 +557,23 @@ class ElasticPipeline(nn.Module):
         stage = self.stage
         assert stage is not None and stage.is_last and self._scheduler is not None
         inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
-        parts = split_batch(inputs, len(received))
-        whole = [inputs], [self._scheduler.joined(batch, received)]
+        together = [inputs], [self._scheduler.joined(batch, received)]
+        losses = []
         try:
-            for stage.micro_batches, values in ((parts, received), whole):
-                for rows, arrived in zip(stage.micro_batches, values, strict=True):
+            for batches, values in ((split_batch(inputs, len(received)), received), together):
+                stage.micro_batches = batches
+                for rows, arrived in zip(batches, values, strict=True):
                     with stage.running_to_the_end(arrived, rows) as mine:
-                        loss = part_of_loss(self.model, mine)
-                    yield loss
+                        losses.append(part_of_loss(self.model, mine))
         finally:
             stage.micro_batches = ()
+        return losses
 
     @property
-    def missing_parameters(self) -> list[nn.Parameter]:
-        """Those that other stages hold."""
-        return [self.stack.table[name] for name in self.stack.table.names if not self.weights.is_here(name)]
+    def missing_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that other stages hold, by name."""
+        table = self.stack.table
+        return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
     def _step_alone(self, stage: StageModule, batch: Batch) -> None:
         """K = 1: no schedule; it costs what the stock Trainer costs."""
@@ -754,9 +757,6 @@ class ElasticPipeline(nn.Module):
         for work, _ in pending:
             work.wait()
         return mine
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, torch.Tensor) else v, batch)
 
     @torch.no_grad()
     def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:

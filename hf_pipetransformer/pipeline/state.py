@@ -76,7 +76,7 @@ class WeightState:
         self._flags_here: list[bool] = []  # `requires_grad` of these, as we know it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
-        """A copy of the model, as a teacher for one, has the model's hooks: they go on asking this object."""
+        """A copy of the model, as a teacher for one, has the model's hooks, which act on the model alone."""
         return self
 
     @property
@@ -300,15 +300,21 @@ class WeightState:
         return {alias for name in self._missing for alias in self._table.aliases[name]}
 
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if module is not self._table.model:
+            return
         self.unpark()  # what is loaded is copied into them
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
 
     def _forgive_missing(self, module: nn.Module, incompatible: Any) -> None:
+        if module is not self._table.model:
+            return
         missing = self._missing_keys()
         incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
 
     def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if module is not self._table.model:
+            return
         if self._gathered is None and self._missing and not self._lists_placeholders:
             raise ValueError(
                 f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
