@@ -640,7 +640,7 @@ class Teaches:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("trainer override", layouts=("one", "K2", "DP2"))
+@case("trainer override", layouts=("one", "K2", "DP2", "one freeze", "DP2 cache"))
 def copy_of_the_model_as_a_teacher(setting: Setting) -> Job:
     """`copy.deepcopy(model)` at the first call of `compute_loss`."""
     return Job(trainer=Teaches)
