@@ -245,7 +245,7 @@ def test_leaving_the_forward_cannot_be_caught_by_the_model(model, batch, runner)
 
 def test_a_direct_call_of_a_model_that_is_not_all_here_is_refused(model, batch, runner):
     runner.restrict_to(range(1, 3))
-    with pytest.raises(RuntimeError, match=r"layers 1 to 2 of 4, and 'layers\.0' is not among them.*evaluate\(\)"):
+    with pytest.raises(ValueError, match=r"layers 1 to 2 of 4, and 'layers\.0' is not among them.*evaluate\(\)"):
         model(**batch)
     runner.restrict_to(None)
     model(**batch)

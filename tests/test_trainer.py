@@ -563,7 +563,7 @@ def save_while_spread(rank: int, world_size: int) -> list[str]:
             for call in (lambda: model.save_pretrained("half"), lambda: model(**batch)):
                 try:
                     call()
-                except RuntimeError as error:
+                except ValueError as error:
                     messages.append(str(error))
             control.should_training_stop = True
 

@@ -446,7 +446,7 @@ class LayerRangeRunner:
             return
         mine = {self.units[index].name for index in self._computable}
         if unit.name not in mine:
-            raise RuntimeError(
+            raise ValueError(
                 f"{type(self.model).__name__} is spread over a pipeline while it trains: this process holds layers"
                 f" {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and {unit.name!r} is"
                 " not among them. Use the trainer's evaluate() or predict(), or call the model after train() has"
