@@ -188,10 +188,15 @@ def _setting(value: Any, is_inside: bool = False) -> Any:
     if hasattr(value, "_attn_implementation"):  # a configuration
         return str(value._attn_implementation)
     if isinstance(value, dict) and len(value) <= MOST_ENTRIES and not is_inside:
-        return [(str(key), _setting(entry, True)) for key, entry in value.items()]
+        # without our own hooks, which come and go with each pass
+        return [(str(key), _setting(entry, True)) for key, entry in value.items() if not _is_ours(entry)]
     if isinstance(value, (list, tuple)) and len(value) <= MOST_ENTRIES and not is_inside:
         return [_setting(entry, True) for entry in value]
     return None
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None)).partition(".")[0] == __package__
 
 
 def _some_numbers(output: torch.Tensor) -> torch.Tensor:

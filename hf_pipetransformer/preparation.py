@@ -70,8 +70,10 @@ TIMES = "part_times.json"
 """In a checkpoint: what the model's parts took when the training began."""
 SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
-LOSS_SAMPLE_ROWS = 8
+LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found, at most."""
+ROWS_APART = 2
+"""Short rows, and as many long ones, which tell whether a loss depends on padding."""
 COST_SAMPLE_ROWS = 16
 """Rows among which the longest one says how long the rows are on which the units' costs are counted, at most."""
 SAMPLES_TO_CHOOSE_FROM = 32
@@ -209,8 +211,12 @@ class PipelinePreparation(Trainer):
         )
 
     def _collate(self, rows: list[Any], collate_fn: Any) -> Batch:
+        with generators_kept(collate_fn):
+            return self._collate_by_seed(rows, collate_fn)
+
+    def _collate_by_seed(self, rows: list[Any], collate_fn: Any) -> Batch:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        with seeded(self.args.seed), generators_kept(collate_fn):
+        with seeded(self.args.seed):
             batch = dict(collate_fn(rows))
         return on_device(batch, device)
 
@@ -421,7 +427,8 @@ class PipelinePreparation(Trainer):
         return any(isinstance(values, torch.Tensor) and bool(values.eq(IGNORED).any()) for values in labels)
 
     def _sample_for_loss(self) -> Batch:
-        """Rows of different classes, prepared as for a step; as many as a batch of the training has, and at most 8."""
+        """Rows of different classes, prepared as for a step; as many as a batch of the training has, and at most
+        `LOSS_SAMPLE_ROWS`."""
         batches = self._train_batches
         assert batches is not None
         samples = batches.spread_rows(SAMPLES_TO_CHOOSE_FROM)
@@ -444,15 +451,18 @@ class PipelinePreparation(Trainer):
         batches = self._train_batches
         assert batches is not None
         samples = batches.spread_rows(SAMPLES_TO_CHOOSE_FROM)
-        half = min(LOSS_SAMPLE_ROWS, self._rows_at_once) // 2
+        half = min(ROWS_APART, self._rows_at_once // 2)
         if not half or len(samples) < 2 * half:
             return ()
         try:
-            alone = [self._collate([sample], batches.collate_fn) for sample in samples]
+            with generators_kept(batches.collate_fn):
+                alone = [self._collate_by_seed([sample], batches.collate_fn) for sample in samples]
             order = sorted(range(len(samples)), key=lambda index: _elements_of_a_row(alone[index]))
             short, long = ([samples[index] for index in some] for some in (order[:half], order[-half:]))
             found = [self._collate(rows, batches.collate_fn) for rows in ([*short, *long], short, long)]
-        except Exception:  # a collator that takes rows of one length only
+        except Exception as error:  # a collator that takes rows of one length only
+            if is_out_of_memory(error):
+                raise
             return ()
         if not _is_padded(found[1], slice_rows(found[0], 0, half)):
             return ()

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
 from torch.utils.data import get_worker_info
 
@@ -50,11 +49,6 @@ def seed_all(seed: int) -> None:
     device = _device_module()
     if device is not None:
         device.manual_seed(seed % 2**63)
-
-
-def mixed_seed(*numbers: int) -> int:
-    """A seed that depends on all of these numbers: neighbouring ones give seeds without a relation."""
-    return xxhash.xxh3_64_intdigest(repr(numbers).encode()) >> 1
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,11 @@ STEPS_OF_AN_EPOCH = 2
 LEAST_STEPS = 16
 """Between two epochs' begins that are looked at: epochs of few steps would be nothing else."""
 DEEPEST = 4
-"""Containers inside containers in which a callback's tensors are looked for."""
+"""Containers and objects inside one another in which copies of parameters are looked for."""
+MOST_ENTRIES = 2_000
+"""Of a container. Those of a longer one are samples."""
+WITHOUT_COPIES = ("torch", "transformers", "accelerate", "datasets", "hf_pipetransformer", "builtins")
+"""Packages whose objects keep no copies of parameters."""
 
 
 class Rechecks:
@@ -125,28 +129,35 @@ def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
     )
 
 
-def keeper_of_placeholders(callbacks: Collection[Any], missing: Sequence[torch.Tensor]) -> str | None:
-    """Name of a callback that keeps copies of what stands for other stages' parameters, as running averages would.
+def keeper_of_placeholders(owners: Collection[Any], missing: Sequence[torch.Tensor]) -> str | None:
+    """Who keeps copies of what stands for other stages' parameters, as running averages would: class and attribute.
 
     Args:
-        callbacks: the user's.
+        owners: the user's callbacks, the trainer.
         missing: the parameters that are not here: NaN throughout.
     """
-    shapes, own = {tuple(tensor.shape) for tensor in missing}, {id(tensor) for tensor in missing}
-    for callback in callbacks:
-        for tensor in _tensors_of(getattr(callback, "__dict__", {}), 0):
-            is_copy = id(tensor) not in own and tuple(tensor.shape) in shapes and tensor.is_floating_point()
-            if is_copy and tensor.numel() > 1 and bool(tensor.detach().isnan().all()):
-                return type(callback).__name__
+    shapes = {tuple(tensor.shape) for tensor in missing}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in missing}
+    for owner in owners:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            for tensor in _tensors_of(value, 0):
+                is_copy = tuple(tensor.shape) in shapes and tensor.untyped_storage().data_ptr() not in memory
+                if is_copy and tensor.numel() > 1 and tensor.is_floating_point() and bool(tensor.isnan().all()):
+                    return f"{type(owner).__name__}.{name}"
     return None
 
 
 def _tensors_of(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield value.detach()
     elif isinstance(value, nn.Module):
         if not isinstance(value, ElasticPipeline):
-            yield from value.parameters()
-    elif depth < DEEPEST and isinstance(value, (Mapping, list, tuple)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from (parameter.detach() for parameter in value.parameters())
+    elif depth < DEEPEST:
+        inside: Iterable[Any] = ()
+        if isinstance(value, (Mapping, list, tuple)):
+            inside = () if len(value) > MOST_ENTRIES else value.values() if isinstance(value, Mapping) else value
+        elif type(value).__module__.partition(".")[0] not in WITHOUT_COPIES:
+            inside = list(getattr(value, "__dict__", {}).values())
+        for inner in inside:
             yield from _tensors_of(inner, depth + 1)

@@ -566,7 +566,8 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         done = self.state.epoch or 0.0
         epochs_left = self.state.num_train_epochs - 1 - math.floor(done + 1e-6)
         # a stream may never come to its beginning again: what it gives is put from its second epoch on
-        repeats = self._train_batches is not None and (not self._train_batches.is_iterable or self._epochs_begun > 1)
+        batches = self._train_batches
+        repeats = batches is not None and (self._epochs_begun > 1 or not batches.may_never_repeat)
         # a stream without a length has no part of an epoch: there the Trainer counts by its steps
         is_whole = self._epochs_begun > 1 or abs(done - round(done)) < 1e-6
         report = cache.begin_epoch(epochs_left >= 1 and repeats, is_whole)
@@ -747,16 +748,14 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         """Collective over all processes.
 
         Raises:
-            ValueError: a callback keeps copies of parameters that are not here.
+            ValueError: a callback, or this trainer, keeps copies of parameters that are not here.
         """
-        if not self._watches_steps:
-            return
         theirs = [callback for callback in self.callback_handler.callbacks if _is_of_user(callback)]
-        mine = keeper_of_placeholders(theirs, list(pipeline.missing_parameters.values()))
+        mine = keeper_of_placeholders([*theirs, self], list(pipeline.missing_parameters.values()))
         name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
         if name is not None:
             raise ValueError(
-                f"The callback {name} keeps copies of the model's parameters (a running average, for one), and each of"
+                f"{name} keeps copies of the model's parameters (a running average, for one), and each of"
                 f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN"
                 " while it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
             )

@@ -423,6 +423,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"optim={optimizer!r} cannot be combined with {wanted}: it updates parameters during the backward,"
                 " before their gradients are complete. Choose another optim, such as 'adamw_torch'."
             )
+        if "underflow_overflow" in str(self.debug):
+            raise ValueError(
+                f"debug='underflow_overflow' cannot be combined with {wanted}: parameters of other stages are NaN"
+                " while it trains. Debug with pipeline_parallel_size=1."
+            )
         if str(self.train_sampling_strategy) == "batch_rebalance":
             raise ValueError(
                 f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it lays out the batches"

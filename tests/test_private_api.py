@@ -114,6 +114,15 @@ def test_backward_of_a_stage() -> None:
     assert parameters(PipelineStage.backward_one_chunk) == expected, f"torch {torch.__version__} changed it"
 
 
+def test_process_groups_are_ended() -> None:
+    """What `resilience/exit.py` needs of them at the interpreter's end."""
+    c10d = torch.distributed.distributed_c10d
+    assert isinstance(c10d._world.pg_map, dict), f"torch {torch.__version__} lists its process groups elsewhere"
+    abort = getattr(c10d, "_abort_process_group", None)
+    assert abort is not None, f"torch {torch.__version__} has no _abort_process_group any more"
+    assert not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
+
+
 def test_pytree() -> None:
     for name in ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map"):
         assert hasattr(pytree, name), f"torch {torch.__version__} has no torch.utils._pytree.{name} any more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ class Writes(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("callback", "words"),
-    [(Averages, "The callback Averages keeps copies"), (Writes, "A callback has written to parameters of the model")],
+    [(Averages, "Averages.average keeps copies"), (Writes, "A callback has written to parameters of the model")],
 )
 def test_callbacks_that_need_all_weights_are_named(callback: type, words: str) -> None:
     for error in run_ranks_expecting_error(trained, 2, None, callback()):
@@ -98,7 +99,11 @@ def test_a_callback_may_keep_the_model_itself() -> None:
     keeper.model = nn.ParameterList([missing])  # type: ignore[attr-defined]
     assert keeper_of_placeholders([keeper], [missing]) is None
     keeper.average["weight"] = missing.detach().clone()
-    assert keeper_of_placeholders([keeper], [missing]) == "Averages"
+    assert keeper_of_placeholders([keeper], [missing]) == "Averages.average"
+    keeper.average["weight"] = missing.data  # the placeholder itself
+    assert keeper_of_placeholders([keeper], [missing]) is None
+    keeper.average["inside"] = SimpleNamespace(shadow=[missing.detach().clone()])
+    assert keeper_of_placeholders([keeper], [missing]) == "Averages.average"
 
 
 def test_torch_says_the_same_of_a_write_to_a_placeholder() -> None:

@@ -71,6 +71,7 @@ def test_unknown_schedule() -> None:
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"train_sampling_strategy": "batch_rebalance"},
         {"optim": "lomo"},
+        {"debug": "underflow_overflow"},
         {"accelerator_config": {"split_batches": True}},
     ],
     ids=lambda options: next(iter(options)),

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
 from ..model.ghosts import evaluation_mode, reachable_leaves
 from ..model.layer_range import Carry, Unit, tensors_of
@@ -356,7 +357,9 @@ class _Probe:
             if value is not None:
                 raise
             return False
-        except Exception:  # whatever a model says to a label that it does not know
+        except Exception as error:  # whatever a model says to a label that it does not know
+            if is_out_of_memory(error):
+                raise
             return False
         return True
 

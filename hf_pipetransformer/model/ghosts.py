@@ -6,6 +6,7 @@ tied weights, hooks on parameters, a user's lists and the optimizer's references
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -86,18 +87,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def reachable_leaves(tensors: Collection[torch.Tensor]) -> set[torch.Tensor]:
-    """The leaves of the autograd graph (parameters, inputs that require a gradient) behind `tensors`."""
+def reachable_leaves(tensors: Collection[torch.Tensor]) -> dict[torch.Tensor, None]:
+    """The leaves of the autograd graph (parameters, inputs that require a gradient) behind `tensors`.
+
+    Returns:
+        A set in the order of their distance, the nearest first.
+    """
+    leaves: dict[torch.Tensor, None] = {t: None for t in tensors if t.requires_grad and t.is_leaf}
+    todo: deque[Any] = deque(t.grad_fn for t in tensors)
     seen: set[Any] = set()
-    leaves: set[torch.Tensor] = {t for t in tensors if t.requires_grad and t.is_leaf}
-    todo: list[Any] = [t.grad_fn for t in tensors]
     while todo:
-        node = todo.pop()
+        node = todo.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            leaves.add(leaf)
+            leaves[leaf] = None
         todo.extend(following for following, _ in node.next_functions)
     return leaves

@@ -17,10 +17,8 @@ from torch import nn
 CONTAINERS: tuple[type, ...] = (list, dict, set, collections.deque)
 MAX_DEPTH = 3
 """Containers inside containers are restored down to this depth."""
-MAX_ENTRIES = 10_000
-"""Larger containers are left alone: they hold data, not counters."""
-MAX_ENTRIES_IN_ALL = 100_000
-"""Of one object: what comes behind them is left alone."""
+MAX_ENTRIES = 2_000
+"""Of one attribute, with all containers inside it. Beyond them it is left alone: it holds data, not counters."""
 MAX_ELEMENTS = 2**22
 """Larger tensors that are neither parameters nor buffers are left alone."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -45,7 +43,7 @@ def left_as_found(*objects: Any) -> Iterator[None]:
         elif hasattr(value, "__dict__"):
             undo.append(_attributes_of(value, is_module=False))
         else:
-            undo.append(_contents_of(value, [MAX_ENTRIES_IN_ALL]) or _nothing)
+            undo.append(_contents_of(value, [MAX_ENTRIES]) or _nothing)
     try:
         yield
     finally:
@@ -57,11 +55,10 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
     attributes = dict(vars(owner))
     names = REGISTRIES if is_module else ()
     registries = {name: dict(attributes[name]) for name in names}
-    budget = [MAX_ENTRIES_IN_ALL]
     contents = [
         undo
         for name, value in attributes.items()
-        if name not in names and (undo := _contents_of(value, budget)) is not None
+        if name not in names and (undo := _contents_of(value, [MAX_ENTRIES])) is not None
     ]
     tensors = _values_of([value for value in attributes.values() if isinstance(value, torch.Tensor)])
 
@@ -81,7 +78,7 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
 def _contents_of(value: Any, budget: list[int], depth: int = 0) -> Callable[[], None] | None:
     """Restores what a container holds; None for anything else, and where that would be too much."""
     container: Any = value
-    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > min(MAX_ENTRIES, budget[0]):
+    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > budget[0]:
         return None
     budget[0] -= len(container)
     before: Any = dict(container) if isinstance(container, dict) else container.copy()
@@ -116,7 +113,9 @@ def _values_of(tensors: list[torch.Tensor]) -> Callable[[], None]:
         if tensor.numel() <= MAX_ELEMENTS and not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
     ]
 
-    @torch.no_grad()
+    if not noted:
+        return _nothing
+
     def restore() -> None:
         for tensor, version, value in noted:
             # writes through `.data` are not counted as versions

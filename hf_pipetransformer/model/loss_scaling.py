@@ -88,6 +88,11 @@ class LossReduction:
         return num_items, share
 
 
+def items_passed(batch: Batch, shifts_labels: bool, passes_items: bool) -> NumItems:
+    """`num_items_in_batch` of an examined batch; None where the Trainer passes none."""
+    return max(LossReduction("sum", _token_items(shifts_labels)).count(batch), 1) if passes_items else None
+
+
 def unexamined(shifts_labels: bool, reason: str = "") -> LossReduction:
     """For one process without accumulation, where nothing is ever added up; or where no other kind fits."""
     return LossReduction("whole", _token_items(shifts_labels), reason=reason)
@@ -190,19 +195,19 @@ def find_loss_reduction(
     for number, batch in enumerate(batches):
         if batch_rows(batch) < 2:
             return _of_a_single_row(loss_of, batch, shifts_labels, passes_items, tolerance)
-        items = max(LossReduction("sum", _token_items(shifts_labels)).count(batch), 1) if passes_items else None
+        items = items_passed(batch, shifts_labels, passes_items)
         try:
             whole = loss_of(batch, items)
             if number and not whole.is_finite:
                 continue
             if not whole.is_finite:  # nothing can be compared; most losses are means
                 return LossReduction("mean", _token_items(shifts_labels))
-            doubled = loss_of(batch, 2 * items) if items is not None else whole
         except Exception:
             if number:  # a variant that the user's loss does not take
                 continue
             raise
         if candidates is None:
+            doubled = loss_of(batch, 2 * items) if items is not None else whole
             candidates = list(_candidates(batch, whole, doubled, shifts_labels, label_names, tolerance))
         parts = _unequal_parts(batch)
         outcomes: dict[tuple[int, NumItems], LossOutcome] = {}
@@ -223,7 +228,7 @@ def find_loss_reduction(
     if not apart:
         return candidates[0]
     together, *parts = apart
-    items = max(LossReduction("sum", _token_items(shifts_labels)).count(together), 1) if passes_items else None
+    items = items_passed(together, shifts_labels, passes_items)
     whole = loss_of(together, items)
     outcomes = {}
     for reduction in candidates if whole.is_finite else ():
@@ -317,8 +322,8 @@ def _of_a_single_row(
 ) -> LossReduction:
     """Of a batch that cannot be divided: only whether the loss depends on the number of items can be seen."""
     tokens = _token_items(shifts_labels)
-    items = max(LossReduction("sum", tokens).count(batch), 1)
-    if passes_items:
+    items = items_passed(batch, shifts_labels, passes_items)
+    if items is not None:
         whole, doubled = loss_of(batch, items), loss_of(batch, 2 * items)
         if whole.is_finite:
             reduction = next(_candidates(batch, whole, doubled, shifts_labels, (), tolerance))

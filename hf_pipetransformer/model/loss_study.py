@@ -37,6 +37,7 @@ from .loss_scaling import (
     Tolerance,
     difference,
     find_loss_reduction,
+    items_passed,
     unexamined,
 )
 from .micro_batch import Batch, batch_rows
@@ -44,8 +45,10 @@ from .micro_batch import Batch, batch_rows
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
 """The loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
 
+MOST_PROBED = 12
+"""Parameters that are moved, and whose gradients are compared: those nearest to the loss."""
 PROBED_ELEMENTS = 2**20
-"""Parameters of so many elements in all are moved, and their gradients compared: the smallest ones."""
+"""Of each of them, at most."""
 MOVED_BY = 0.2
 """Relative to a parameter's spread. One that is zero throughout is moved by `NEW_SPREAD`."""
 NEW_SPREAD = 0.05
@@ -99,43 +102,49 @@ def study_loss(
         UnsupportedModelError: with several stages, the loss or model keeps a state, or needs more of the model than
             its last stage.
     """
-    study = _Study(stack, compute_loss, tuple(others), 1 if passes_items else None)
     first = batches[0]
-    with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]), study.moved():
-        is_random = study.is_random(first)
-        with study.mode(evaluates=is_random):
-            without_gradient = study.without_gradient(first)
-            keeps_state = None if is_random else study.state_kept(first)
+    study = _Study(stack, compute_loss, tuple(others), items_passed(first, shifts_labels, passes_items))
+    with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]):
+        with study.mode(evaluates=False):
+            reached = study.reached(first)
+        with study.moved(reached):
+            with study.mode(evaluates=False):
+                is_random, keeps_state = study.repeated(first)
             if keeps_state is not None and is_cut:
                 raise UnsupportedModelError(
                     stack.model,
                     f"{keeps_state}: it would change once for each micro-batch in place of once for each batch.",
                     f"Change it in a callback, once for each step. {ONE_STAGE}",
                 )
-            reduction = (
-                unexamined(shifts_labels, keeps_state)
-                if keeps_state is not None
-                else find_loss_reduction(
-                    study.outcome,
-                    batches,
-                    shifts_labels=shifts_labels,
-                    label_names=label_names,
-                    passes_items=passes_items,
-                    apart=apart,
-                    tolerance=tolerance,
+            with study.mode(evaluates=is_random):
+                if is_random:  # layers may have been left out
+                    reached = study.reached(first)
+                reduction = (
+                    unexamined(shifts_labels, keeps_state)
+                    if keeps_state is not None
+                    else find_loss_reduction(
+                        study.outcome,
+                        batches,
+                        shifts_labels=shifts_labels,
+                        label_names=label_names,
+                        passes_items=passes_items,
+                        apart=apart,
+                        tolerance=tolerance,
+                    )
                 )
-            )
-        if reduction.kind != "whole" and any(p._post_accumulate_grad_hooks for p in stack.model.parameters()):
-            reduction = unexamined(shifts_labels, "hooks run on parameters whenever a part's gradient has been added")
-        if reduction.kind != "whole" and is_random and study.mixes_rows(first):
-            reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
-        if is_cut:
-            if is_random:
-                study.check_randomness(first)
-            for evaluates in (True,) if is_random else (True, False):
-                with study.mode(evaluates=evaluates):
-                    study.check_last_stage(first, tolerance)
-    return LossStudy(reduction, without_gradient, is_random)
+            if reduction.kind != "whole" and any(p._post_accumulate_grad_hooks for p in stack.model.parameters()):
+                reduction = unexamined(
+                    shifts_labels, "hooks run on parameters whenever a part's gradient has been added"
+                )
+            if reduction.kind != "whole" and is_random and study.mixes_rows(first):
+                reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
+            if is_cut:
+                if is_random:
+                    study.check_randomness(first)
+                for evaluates in (True,) if is_random else (True, False):
+                    with study.mode(evaluates=evaluates):
+                        study.check_last_stage(first, tolerance)
+    return LossStudy(reduction, frozenset(stack.table.names) - frozenset(reached), is_random)
 
 
 class _Study:
@@ -145,23 +154,18 @@ class _Study:
         self, stack: LayerStack, compute_loss: ComputeLoss, others: tuple[Any, ...], num_items: NumItems
     ) -> None:
         self._stack, self._compute_loss, self._others, self._num_items = stack, compute_loss, others, num_items
-        self._seed = 0
-        table = stack.table
         # of a model that is cut those that the last stage holds alone: of shared ones it has a part of the gradient
         alone = stack.owners[-1] - frozenset[str]().union(*stack.owners[:-1])
-        names = alone or stack.owners[-1]
+        self._may_be_probed = (alone or stack.owners[-1]) & frozenset(stack.table.names)
         self._compares_gradients_of_a_cut = bool(alone)
-        chosen: list[str] = []
-        size = 0
-        for name in sorted(names & frozenset(table.names), key=lambda name: (table[name].numel(), name)):
-            size += table[name].numel()
-            if table[name].is_floating_point() and (size <= PROBED_ELEMENTS or not chosen):
-                chosen.append(name)
-        self._probed = tuple(chosen)
+        self._probed: tuple[str, ...] = ()
+        self._evaluates = False
+        self._known: list[tuple[Batch, NumItems, bool, LossOutcome]] = []
 
     @contextmanager
     def mode(self, evaluates: bool) -> Iterator[None]:
         """Inside, the model is in evaluation mode, or in training mode without dropout."""
+        self._evaluates = evaluates
         with evaluation_mode(self._stack.model), ExitStack() as stack:
             if not evaluates:
                 self._stack.model.train()
@@ -169,9 +173,18 @@ class _Study:
             yield
 
     @contextmanager
-    def moved(self) -> Iterator[None]:
-        """Inside, the probed parameters have slightly other values."""
+    def moved(self, reached: Sequence[str]) -> Iterator[None]:
+        """Inside, the probed parameters have slightly other values.
+
+        Args:
+            reached: names of parameters, the nearest to the loss first. The first ones are probed: the head and what
+                is below it. So a trial costs little more than a forward.
+        """
         table, before = self._stack.table, {}
+        may_be = [name for name in reached if name in self._may_be_probed and table[name].is_floating_point()]
+        smallest = sorted(may_be, key=lambda name: table[name].numel())[:1]  # the head may be large itself
+        small = [name for name in may_be if table[name].numel() <= PROBED_ELEMENTS]
+        self._probed = tuple(small[:MOST_PROBED] or smallest)
         generator = torch.Generator().manual_seed(0)
         for name in self._probed:
             parameter = table[name]
@@ -186,12 +199,21 @@ class _Study:
             for name, value in before.items():
                 table[name].data.copy_(value)
 
-    def loss(self, batch: Batch, num_items: NumItems, seed: int | None = None) -> torch.Tensor:
+    def loss(self, batch: Batch, num_items: NumItems, seed: int = 0) -> torch.Tensor:
         """One call that leaves no trace."""
         with left_as_found(self._stack.model, *self._others):
-            return self._compute_loss(dict(batch), num_items, self._seed if seed is None else seed)
+            return self._compute_loss(dict(batch), num_items, seed)
 
     def outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
+        """Of the whole model; computed once for the same batch."""
+        for known, items, evaluates, outcome in self._known:
+            if known is batch and (items, evaluates) == (num_items, self._evaluates):
+                return outcome
+        outcome = self._outcome(batch, num_items)
+        self._known.append((batch, num_items, self._evaluates, outcome))
+        return outcome
+
+    def _outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
         """Loss and gradient of the probed parameters."""
         table = self._stack.table
         parameters = [table[name] for name in self._probed]
@@ -209,44 +231,50 @@ class _Study:
     @contextmanager
     def _only_probed_trainable(self) -> Iterator[None]:
         """Inside, only the probed parameters build a graph: below them nothing is kept for a backward."""
-        table = self._stack.table
-        before = {name: table[name].requires_grad for name in table.names}
-        for name in table.names:
-            table[name].requires_grad_(name in self._probed)
+        parameters = {name: self._stack.table[name] for name in self._stack.table.names}
+        before = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in self._probed)
         try:
             yield
         finally:
-            for name, requires_grad in before.items():
-                table[name].requires_grad_(requires_grad)
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(before[name])
 
-    def is_random(self, batch: Batch) -> bool:
-        """Whether training mode draws random numbers besides dropout."""
-        with self.mode(evaluates=False), torch.no_grad():
-            one, other = (float(self.loss(batch, self._num_items, seed)) for seed in (0, 1))
-        return not (one == other or math.isclose(one, other, rel_tol=1e-6) or math.isnan(one + other))
-
-    def state_kept(self, batch: Batch) -> str | None:
-        """What a call of the loss leaves behind for the next one, in words; None: nothing that matters."""
-        model = self._stack.model
-        with left_as_found(model, *self._others), torch.no_grad():
-            self._compute_loss(dict(batch), self._num_items, self._seed)  # may fill what is empty at first
-            before = _state_of(model)
-            one = float(self._compute_loss(dict(batch), self._num_items, self._seed))
-            changed = _changed(before, _state_of(model))
-            other = float(self._compute_loss(dict(batch), self._num_items, self._seed))
-        if changed is not None:
-            return f"each forward in training mode changes {changed}"
-        exactness = 0.0 if next(model.parameters()).device.type == "cpu" else 1e-6
-        if abs(one - other) > exactness * abs(one):
-            return f"the loss of the same batch is {one:.8g} at one call and {other:.8g} at the next"
-        return None
-
-    def without_gradient(self, batch: Batch) -> frozenset[str]:
-        """Names of the parameters that a loss does not reach."""
+    def reached(self, batch: Batch) -> tuple[str, ...]:
+        """Names of the parameters that a loss reaches, the nearest first. What is empty at first may be filled."""
         table = self._stack.table
         with torch.enable_grad(), table.all_trainable():
-            reached = {id(leaf) for leaf in reachable_leaves([self.loss(batch, self._num_items)])}
-        return frozenset(name for name in table.names if id(table[name]) not in reached)
+            leaves = reachable_leaves([self._compute_loss(dict(batch), self._num_items, 0)])
+        names = {id(table[name]): name for name in table.names}
+        return tuple(names[id(leaf)] for leaf in leaves if id(leaf) in names)
+
+    def repeated(self, batch: Batch) -> tuple[bool, str | None]:
+        """What differs where a loss is computed once more.
+
+        Returns:
+            Whether training mode draws random numbers besides dropout; and what a call leaves behind for the next one,
+            in words (None: nothing that matters, or nobody can tell for random numbers).
+        """
+        model = self._stack.model
+        with left_as_found(model, *self._others):
+            before = _state_of(model)
+            with torch.no_grad():
+                one = float(self._compute_loss(dict(batch), self._num_items, 1))
+            changed = _changed(before, _state_of(model))
+            other = self.outcome(batch, self._num_items).value
+            again = one
+            if one != other:  # for another seed, another state, or by another kernel
+                with torch.no_grad():
+                    again = float(self.loss(batch, self._num_items, 1))
+                if not (math.isclose(other, again, rel_tol=1e-6) or math.isnan(other + again)):
+                    return True, None
+        if changed is not None:
+            return False, f"each forward in training mode changes {changed}"
+        exactness = 0.0 if next(model.parameters()).device.type == "cpu" else 1e-6
+        if abs(one - again) > exactness * abs(one):
+            return False, f"the loss of the same batch is {one:.8g} at one call and {again:.8g} at the next"
+        return False, None
 
     def mixes_rows(self, batch: Batch) -> bool:
         """Whether in training mode a row's outputs change with another row's inputs, for the same random numbers."""
@@ -341,7 +369,7 @@ class _Study:
                 if name not in mine
             }
             with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
-                return self.outcome(batch, self._num_items)
+                return self._outcome(batch, self._num_items)
         finally:
             stack.runner.remove()
 

@@ -179,7 +179,7 @@ class NumberedBatches(Dataset[Any]):
         self.next_number = 0  # of the batch that `_iterator` yields next
         self._iterator: Iterator[Any] | None = None
         self._peeked: list[Any] | None = None  # an iterable's batch 0, where it was read for `sample_rows`
-        self.is_iterable = isinstance(dataset, IterableDataset)
+        self.is_iterable = self.may_never_repeat = isinstance(dataset, IterableDataset)
         ordered = dataset if self.is_iterable else sampler
         self.num_batches: int | None = None  # a stream's length is seldom known
         if isinstance(ordered, Sized):
@@ -369,7 +369,8 @@ class GivenBatches:
         sample: a few samples, and what collates them, without moving on in the data; called when asked for.
     """
 
-    is_iterable = True
+    may_never_repeat = True
+    """Nothing is known of the loader's order."""
 
     def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
         self.dataset = dataset

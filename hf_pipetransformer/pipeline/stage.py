@@ -15,6 +15,7 @@ from ..cache.content_keys import KEYS_NAME, pop_keys
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
+from ..randomness import global_state_kept
 from ..resilience.progress import PROGRESS
 
 FIRST = torch.zeros(1, dtype=torch.long)
@@ -240,17 +241,11 @@ class ShapeBook:
 
     def _learn(self, batch: Batch) -> StageShapes:
         incoming = tuple(self._from_previous()) if self._stage.start > 0 else ()
-        with _random_state_kept(self._stage.device):
+        with global_state_kept():
             outgoing = self._stage.infer_shapes(incoming, batch)
         if not self._stage.is_last:
             self._to_next(outgoing)
         return StageShapes(incoming, outgoing)
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=device.type):
-        yield
 
 
 def _at(rows: int, one: Sequence[CarriedTensor], two: Sequence[CarriedTensor]) -> tuple[CarriedTensor, ...]:

@@ -8,7 +8,6 @@ activations and one unit's gradients.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +24,7 @@ from ..model.ghosts import evaluation_mode
 from ..model.layer_range import Carry, Unit, tensors_of
 from ..model.layer_stack import LayerStack, answers, output_tensors
 from ..model.micro_batch import Batch, batch_rows, slice_rows
+from ..randomness import global_state_kept
 
 REPETITIONS = 3
 """Of each measurement; the median counts. The first run of all is thrown away."""
@@ -120,7 +119,7 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
     before = {name: stack.table[name].grad for name in stack.table.names}
     stack.runner.install()
     try:
-        with _random_state_kept(device):
+        with global_state_kept():
             measured = [_Measurement(stack, slice_rows(batch, 0, rows), clock) for rows in (few, many)]
     finally:
         stack.runner.remove()
@@ -249,17 +248,6 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
             if isinstance(module, (nn.modules.batchnorm._NormBase)):
                 module.eval()
         yield
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def _append(marks: list[Any], clock: _Clock, *_: Any) -> None:
