@@ -209,16 +209,17 @@ class _Study:
         for known, items, evaluates, outcome in self._known:
             if known is batch and (items, evaluates) == (num_items, self._evaluates):
                 return outcome
-        outcome = self._outcome(batch, num_items)
+        with left_as_found(self._stack.model, *self._others):
+            outcome = self._outcome(batch, num_items)
         self._known.append((batch, num_items, self._evaluates, outcome))
         return outcome
 
     def _outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
-        """Loss and gradient of the probed parameters."""
+        """Loss and gradient of the probed parameters; the call leaves its traces."""
         table = self._stack.table
         parameters = [table[name] for name in self._probed]
         with self._only_probed_trainable(), torch.enable_grad():
-            loss = self.loss(batch, num_items)
+            loss = self._compute_loss(dict(batch), num_items, 0)
             gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
             if loss.requires_grad:
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -258,15 +259,16 @@ class _Study:
         """
         model = self._stack.model
         with left_as_found(model, *self._others):
-            before = _state_of(model)
             with torch.no_grad():
                 one = float(self._compute_loss(dict(batch), self._num_items, 1))
+            before = _state_of(model)
+            outcome = self._outcome(batch, self._num_items)
             changed = _changed(before, _state_of(model))
-            other = self.outcome(batch, self._num_items).value
+            self._known.append((batch, self._num_items, self._evaluates, outcome))  # it counts if nothing is kept
             again = one
-            if one != other:  # for another seed, another state, or by another kernel
-                with torch.no_grad():
-                    again = float(self.loss(batch, self._num_items, 1))
+            if one != outcome.value:  # for another seed, another state, or by another kernel
+                with torch.no_grad():  # both from the same state
+                    again, other = (float(self.loss(batch, self._num_items, seed)) for seed in (1, 0))
                 if not (math.isclose(other, again, rel_tol=1e-6) or math.isnan(other + again)):
                     return True, None
         if changed is not None:
@@ -368,7 +370,12 @@ class _Study:
                 for name in table.names
                 if name not in mine
             }
-            with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
+            with (
+                table.replaced(absent),
+                stack.runner.poisoning_skipped(),
+                stack.runner.to_the_end(last, carry),
+                left_as_found(stack.model, *self._others),
+            ):
                 return self._outcome(batch, self._num_items)
         finally:
             stack.runner.remove()
