@@ -179,19 +179,8 @@ class PipelinePreparation(Trainer):
                 check_same_everywhere(mesh, self.model, sample, draw)
         stack, freezable = LayerStack.uncut(self.model), None
         if is_examined:
-            padded = self._padded_sample(rows, collate_fn)
-            kept_back = self._names_kept_back(sample)
-            inputs, padded = (
-                {name: value for name, value in batch.items() if name not in kept_back} for batch in (sample, padded)
-            )
-            with torch.random.fork_rng(devices=[]), naming_long_rows(self.model, padded), left_as_found(self.model):
-                stack = LayerStack.discover(self.model, inputs)
-                stack.runner.kept_back = kept_back
-                if self.args.uses_pipeline:
-                    refuse_batch_statistics(self.model)
-                if self._freeze_callback is not None:
-                    freezable = FreezableLayers.of(stack, inputs)
-                self._unit_costs = self._costs_of_units(stack, padded, freezable.never_frozen if freezable else ())
+            with mesh.failing_together(), torch.random.fork_rng(devices=[]):
+                stack, freezable = self._find_units(sample, self._padded_sample(rows, collate_fn))
         else:
             self._unit_costs = (cost_of_whole(stack),)
         different = synchronise_weights(stack.table, mesh) + synchronise_buffers(self.model, mesh, lambda _: 0)
@@ -209,6 +198,23 @@ class PipelinePreparation(Trainer):
         return ElasticPipeline(
             stack, self._loss_of_micro_batch, mesh, self.args.device, self._wrap_replicas, freezable
         )
+
+    def _find_units(self, sample: Batch, padded: Batch) -> tuple[LayerStack, FreezableLayers | None]:
+        """What can be cut, and frozen; and what its parts cost."""
+        kept_back = self._names_kept_back(sample)
+        inputs, padded = (
+            {name: value for name, value in batch.items() if name not in kept_back} for batch in (sample, padded)
+        )
+        freezable = None
+        with naming_long_rows(self.model, padded), left_as_found(self.model):
+            stack = LayerStack.discover(self.model, inputs)
+            stack.runner.kept_back = kept_back
+            if self.args.uses_pipeline:
+                refuse_batch_statistics(self.model)
+            if self._freeze_callback is not None:
+                freezable = FreezableLayers.of(stack, inputs)
+            self._unit_costs = self._costs_of_units(stack, padded, freezable.never_frozen if freezable else ())
+        return stack, freezable
 
     def _collate(self, rows: list[Any], collate_fn: Any) -> Batch:
         with generators_kept(collate_fn):
@@ -364,16 +370,19 @@ class PipelinePreparation(Trainer):
         return min(COST_SAMPLE_ROWS, batch)
 
     @property
+    def _adds_nothing_up(self) -> bool:
+        """Whether a step is one loss, but for stages' micro-batches."""
+        return self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
+
+    @property
     def _is_examined(self) -> bool:
         """Whether samples are looked at before the first step: not where one process trains the plain model."""
-        is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
-        return not is_alone or self.args.uses_pipeline or self._freeze_callback is not None
+        return not self._adds_nothing_up or self.args.uses_pipeline or self._freeze_callback is not None
 
     def _study_loss(self, stack: LayerStack) -> None:
         """Try the loss, the user's own included, on a few rows of the whole model."""
-        is_alone = self._processes.world_size == 1 and self.args.gradient_accumulation_steps == 1
         shifts_labels = getattr(self, "_loss_shifts_labels", False)
-        if is_alone and not self.args.uses_pipeline:
+        if self._adds_nothing_up and not self.args.uses_pipeline:
             self._reduction = unexamined(shifts_labels)  # nothing is added up
             return
         sample = self._sample_for_loss()
@@ -404,8 +413,8 @@ class PipelinePreparation(Trainer):
             return loss.mean()
 
         exactly = without_autocast() if self._computes_exactly else nullcontext()
-        with exactly, naming_long_rows(self.model, sample):
-            study = study_loss(
+        with self._processes.failing_together(), exactly, naming_long_rows(self.model, sample):
+            mine = study_loss(
                 stack,
                 variants,
                 compute_loss,
@@ -417,10 +426,12 @@ class PipelinePreparation(Trainer):
                 apart=self._collated_apart(),
                 tolerance=EXACT if self._computes_exactly else HALF_PRECISION,
             )
-        # rounding may tell processes apart
-        mine = study.reduction, study.is_random
-        self._reduction, self._loss_is_random = self._processes.gather_objects(mine)[0]
-        stack.unreached |= study.without_gradient
+        # rounding may tell processes apart, and so may what a collator draws
+        found = self._processes.gather_objects(mine)
+        self._reduction, self._loss_is_random = found[0].reduction, found[0].is_random
+        stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
+        if self._reduction.kind != "whole" and self._reduction.reason:
+            logger.warning("The loss of %s: %s.", type(self.model).__name__, self._reduction.reason)
 
     def _has_ignored(self, batch: Batch) -> bool:
         labels = (batch.get(name) for name in self._names_of_labels)

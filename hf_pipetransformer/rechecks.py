@@ -129,15 +129,16 @@ def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
     )
 
 
-def keeper_of_placeholders(owners: Collection[Any], missing: Sequence[torch.Tensor]) -> str | None:
+def keeper_of_placeholders(owners: Collection[Any], model: nn.Module, missing: Sequence[torch.Tensor]) -> str | None:
     """Who keeps copies of what stands for other stages' parameters, as running averages would: class and attribute.
 
     Args:
         owners: the user's callbacks, the trainer.
-        missing: the parameters that are not here: NaN throughout.
+        model: the model itself is no copy.
+        missing: its parameters that are not here: NaN throughout.
     """
     shapes = {tuple(tensor.shape) for tensor in missing}
-    memory = {tensor.untyped_storage().data_ptr() for tensor in missing}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     for owner in owners:
         for name, value in getattr(owner, "__dict__", {}).items():
             for tensor in _tensors_of(value, 0):

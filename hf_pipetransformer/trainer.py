@@ -649,13 +649,14 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         if callable(switch):
             switch()
         tensors = list(tensors_in(inputs))
-        # as for sharpness-aware minimisation, or adversarial weights
-        is_again = any(tensor is other for tensor in tensors for other in self._latest_tensors)
-        if is_again and pipeline.num_stages > 1:
+        # as for sharpness-aware minimisation, or adversarial weights; one tensor may be in all batches
+        latest = {id(tensor) for tensor in self._latest_tensors}
+        is_again = bool(tensors) and all(id(tensor) in latest for tensor in tensors)
+        if (is_again and pipeline.num_stages > 1) or (not is_again and not self._slices):
             raise ValueError(
                 "training_step was called twice for one batch (for sharpness-aware minimisation, or adversarial"
                 " weights?), and each stage of a pipeline sees its own parameters and gradients only. Set"
-                " pipeline_parallel_size=1."
+                " pipeline_parallel_size=1, and pass the same tensors again."
             )
         if not is_again:
             self._slice, self._latest_tensors = self._slices.popleft(), tensors
@@ -751,7 +752,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             ValueError: a callback, or this trainer, keeps copies of parameters that are not here.
         """
         theirs = [callback for callback in self.callback_handler.callbacks if _is_of_user(callback)]
-        mine = keeper_of_placeholders([*theirs, self], list(pipeline.missing_parameters.values()))
+        mine = keeper_of_placeholders([*theirs, self], pipeline.model, list(pipeline.missing_parameters.values()))
         name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
         if name is not None:
             raise ValueError(

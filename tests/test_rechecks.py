@@ -95,15 +95,17 @@ def test_callbacks_that_need_all_weights_are_named(callback: type, words: str) -
 
 def test_a_callback_may_keep_the_model_itself() -> None:
     missing = nn.Parameter(torch.full((2, 3), float("nan")))
+    diverged = nn.Parameter(torch.full((2, 3), float("nan")))
+    model = nn.ParameterList([missing, diverged])
     keeper = Averages()
-    keeper.model = nn.ParameterList([missing])  # type: ignore[attr-defined]
-    assert keeper_of_placeholders([keeper], [missing]) is None
+    keeper.model = model  # type: ignore[attr-defined]
+    assert keeper_of_placeholders([keeper], model, [missing]) is None
     keeper.average["weight"] = missing.detach().clone()
-    assert keeper_of_placeholders([keeper], [missing]) == "Averages.average"
+    assert keeper_of_placeholders([keeper], model, [missing]) == "Averages.average"
     keeper.average["weight"] = missing.data  # the placeholder itself
-    assert keeper_of_placeholders([keeper], [missing]) is None
+    assert keeper_of_placeholders([keeper], model, [missing]) is None
     keeper.average["inside"] = SimpleNamespace(shadow=[missing.detach().clone()])
-    assert keeper_of_placeholders([keeper], [missing]) == "Averages.average"
+    assert keeper_of_placeholders([keeper], model, [missing]) == "Averages.average"
 
 
 def test_torch_says_the_same_of_a_write_to_a_placeholder() -> None:

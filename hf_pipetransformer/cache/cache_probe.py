@@ -26,13 +26,11 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -43,6 +41,7 @@ from ..model.layer_range import Carry, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack, answers, output_tensors
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, on_device
+from ..randomness import global_state_kept
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
 
 SAME = 1e-6
@@ -112,7 +111,7 @@ def probe_boundaries(
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one by one")
     else:
-        with _left_as_found(stack):
+        with _evaluating(stack):
             try:
                 probe.run(freezable, loss_of)
             except _Refusal as refusal:
@@ -622,7 +621,7 @@ def _tolerance(state: torch.Tensor) -> float:
 
 # ------------------------------------------------------------------------------------ the model, as it was
 @contextmanager
-def _left_as_found(stack: LayerStack) -> Iterator[None]:
+def _evaluating(stack: LayerStack) -> Iterator[None]:
     """Inside, the runner is installed, the model in evaluation mode (but for code of the user's own before the
     layers, which trains beside frozen ones) and nothing builds a graph.
 
@@ -630,20 +629,11 @@ def _left_as_found(stack: LayerStack) -> Iterator[None]:
     """
     runner, model = stack.runner, stack.model
     was_installed, units = runner.installed, runner.units
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    device = next(model.parameters()).device
     runner.install()
     try:
-        with (
-            evaluation_mode(model),
-            runner.training_before_units(),
-            torch.no_grad(),
-            torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
-        ):
+        with evaluation_mode(model), runner.training_before_units(), torch.no_grad(), global_state_kept():
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         runner.units = units
         if not was_installed:
             runner.remove()

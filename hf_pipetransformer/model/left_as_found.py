@@ -25,6 +25,36 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 """Where an `nn.Module` keeps what is registered; their entries are restored with the module."""
 
 
+STOCK = (
+    "builtins",
+    "collections",
+    "functools",
+    "numpy",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "hf_pipetransformer",
+)
+"""Packages whose objects keep nothing from call to call that matters."""
+
+
+def with_parts(*objects: Any) -> list[Any]:
+    """Objects, and what those that are no modules have as attributes: modules (a criterion), a user's own objects."""
+    found = {id(value): value for value in objects}
+    for owner in objects:
+        if isinstance(owner, nn.Module) or not hasattr(owner, "__dict__"):
+            continue
+        for value in vars(owner).values():
+            part = getattr(value, "__self__", value)  # of a method
+            package = type(part).__module__.partition(".")[0]
+            is_stock = package in STOCK and not (isinstance(part, nn.Module) and package == "torch")
+            if not is_stock and hasattr(part, "__dict__") and not isinstance(part, type):
+                found.setdefault(id(part), part)
+    return list(found.values())
+
+
 @contextmanager
 def left_as_found(*objects: Any) -> Iterator[None]:
     """Inside, objects may change; afterwards they have the attributes, containers and buffers that they had.
@@ -32,14 +62,14 @@ def left_as_found(*objects: Any) -> Iterator[None]:
     Parameters keep their values by themselves: nothing that is tried takes an optimizer step.
 
     Args:
-        objects: modules, with all their submodules, or any other objects with attributes.
+        objects: modules, with all their submodules, or any other objects with attributes (`with_parts`).
     """
     undo: list[Callable[[], None]] = []
-    for value in objects:
+    for value in with_parts(*objects):
         if isinstance(value, nn.Module):
             for module in value.modules():
                 undo.append(_attributes_of(module, is_module=True))
-            undo.append(_values_of(list(value.buffers())))
+            undo.append(_values_of(list(value.buffers()), largest=None))
         elif hasattr(value, "__dict__"):
             undo.append(_attributes_of(value, is_module=False))
         else:
@@ -105,12 +135,14 @@ def _holds_the_same(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _values_of(tensors: list[torch.Tensor]) -> Callable[[], None]:
+def _values_of(tensors: list[torch.Tensor], largest: int | None = MAX_ELEMENTS) -> Callable[[], None]:
     """Restores the values of tensors that have been written to."""
     noted = [
         (tensor, tensor._version, tensor.detach().clone())
         for tensor in tensors
-        if tensor.numel() <= MAX_ELEMENTS and not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+        if (largest is None or tensor.numel() <= largest)
+        and not isinstance(tensor, nn.Parameter)
+        and not tensor.is_inference()
     ]
 
     if not noted:

@@ -30,6 +30,8 @@ IGNORED = -100
 Kind = Literal["sum", "sum_and_constant", "mean", "plain_sum", "whole"]
 Items = Literal["labels", "shifted_labels", "rows", "total"]
 
+NO_NUMBER = "it is no number on the rows that are examined, and is taken for a mean, as most losses are"
+
 NumItems = int | float | None
 """`num_items_in_batch` as the Trainer gives it to a loss; None where it gives none."""
 
@@ -43,7 +45,7 @@ class LossReduction:
         items: what is counted: "labels" (not ignored), "shifted_labels" (those, without each row's first), "rows", or
             "total", the sum of an input's values (a mask, sample weights).
         key: the input that is counted; not of "rows".
-        reason: why no other kind than "whole" was found.
+        reason: why no other kind than "whole" was found, or why a kind was not tried.
         depends_on_padding: parts that are collated by themselves, and padded to other lengths, do not give the whole.
     """
 
@@ -200,8 +202,8 @@ def find_loss_reduction(
             whole = loss_of(batch, items)
             if number and not whole.is_finite:
                 continue
-            if not whole.is_finite:  # nothing can be compared; most losses are means
-                return LossReduction("mean", _token_items(shifts_labels))
+            if not whole.is_finite:  # nothing can be compared
+                return LossReduction("mean", _token_items(shifts_labels), reason=NO_NUMBER)
         except Exception:
             if number:  # a variant that the user's loss does not take
                 continue

@@ -18,18 +18,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import seed_all
 from .dropout import WithoutDropout
 from .ghosts import evaluation_mode, placeholder, reachable_leaves
-from .layer_range import tensors_of
+from .layer_range import Carry, Unit, tensors_of
 from .layer_stack import LayerStack
-from .left_as_found import left_as_found
+from .left_as_found import left_as_found, with_parts
 from .loss_scaling import (
     LossOutcome,
     LossReduction,
@@ -107,44 +108,81 @@ def study_loss(
     with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]):
         with study.mode(evaluates=False):
             reached = study.reached(first)
-        with study.moved(reached):
-            with study.mode(evaluates=False):
-                is_random, keeps_state = study.repeated(first)
-            if keeps_state is not None and is_cut:
+        try:
+            with study.moved(reached):
+                return _study_moved(
+                    study,
+                    batches,
+                    reached,
+                    shifts_labels=shifts_labels,
+                    label_names=label_names,
+                    passes_items=passes_items,
+                    is_cut=is_cut,
+                    apart=apart,
+                    tolerance=tolerance,
+                )
+        except Exception as error:  # it has just run as it will in training
+            if is_out_of_memory(error) or isinstance(error, UnsupportedModelError):
+                raise
+            found = f"it fails without the whole graph of its gradients ({type(error).__name__}: {error})"
+            if is_cut:
                 raise UnsupportedModelError(
                     stack.model,
-                    f"{keeps_state}: it would change once for each micro-batch in place of once for each batch.",
-                    f"Change it in a callback, once for each step. {ONE_STAGE}",
-                )
-            with study.mode(evaluates=is_random):
-                if is_random:  # layers may have been left out
-                    reached = study.reached(first)
-                reduction = (
-                    unexamined(shifts_labels, keeps_state)
-                    if keeps_state is not None
-                    else find_loss_reduction(
-                        study.outcome,
-                        batches,
-                        shifts_labels=shifts_labels,
-                        label_names=label_names,
-                        passes_items=passes_items,
-                        apart=apart,
-                        tolerance=tolerance,
-                    )
-                )
-            if reduction.kind != "whole" and any(p._post_accumulate_grad_hooks for p in stack.model.parameters()):
-                reduction = unexamined(
-                    shifts_labels, "hooks run on parameters whenever a part's gradient has been added"
-                )
-            if reduction.kind != "whole" and is_random and study.mixes_rows(first):
-                reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
-            if is_cut:
-                if is_random:
-                    study.check_randomness(first)
-                for evaluates in (True,) if is_random else (True, False):
-                    with study.mode(evaluates=evaluates):
-                        study.check_last_stage(first, tolerance)
-    return LossStudy(reduction, frozenset(stack.table.names) - frozenset(reached), is_random)
+                    f"its loss computes gradients of its own (a gradient penalty?): {found}.",
+                    "Set pipeline_parallel_size=1.",
+                ) from error
+            return LossStudy(unexamined(shifts_labels, found), study.names - frozenset(reached), False)
+
+
+def _study_moved(
+    study: _Study,
+    batches: Sequence[Batch],
+    reached: Sequence[str],
+    *,
+    shifts_labels: bool,
+    label_names: Sequence[str],
+    passes_items: bool,
+    is_cut: bool,
+    apart: Sequence[Batch],
+    tolerance: Tolerance,
+) -> LossStudy:
+    """`study_loss` with weights that are moved."""
+    first = batches[0]
+    with study.mode(evaluates=False):
+        is_random, keeps_state = study.repeated(first)
+    if keeps_state is not None and is_cut:
+        raise UnsupportedModelError(
+            study.model,
+            f"{keeps_state}: it would change once for each micro-batch in place of once for each batch.",
+            f"Change it in a callback, once for each step. {ONE_STAGE}",
+        )
+    with study.mode(evaluates=is_random):
+        if is_random:  # layers may have been left out
+            reached = study.reached(first)
+        reduction = (
+            unexamined(shifts_labels, keeps_state)
+            if keeps_state is not None
+            else find_loss_reduction(
+                study.outcome,
+                batches,
+                shifts_labels=shifts_labels,
+                label_names=label_names,
+                passes_items=passes_items,
+                apart=apart,
+                tolerance=tolerance,
+            )
+        )
+    if reduction.kind != "whole" and (found := _hooks_on_parts(study.model)) is not None:
+        reduction = unexamined(shifts_labels, found)
+    if reduction.kind != "whole" and is_random and study.mixes_rows(first):
+        reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
+    if is_cut:
+        if is_random:
+            study.check_randomness(first, tolerance)
+        for evaluates in (True,) if is_random else (True, False):
+            with study.mode(evaluates=evaluates):
+                study.check_last_stage(first, tolerance)
+    return LossStudy(reduction, study.names - frozenset(reached), is_random)
 
 
 class _Study:
@@ -161,6 +199,15 @@ class _Study:
         self._probed: tuple[str, ...] = ()
         self._evaluates = False
         self._known: list[tuple[Batch, NumItems, bool, LossOutcome]] = []
+
+    @property
+    def model(self) -> nn.Module:
+        return self._stack.model
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all parameters."""
+        return frozenset(self._stack.table.names)
 
     @contextmanager
     def mode(self, evaluates: bool) -> Iterator[None]:
@@ -261,15 +308,16 @@ class _Study:
         with left_as_found(model, *self._others):
             with torch.no_grad():
                 one = float(self._compute_loss(dict(batch), self._num_items, 1))
-            before = _state_of(model)
+            before = _state_of(model, *self._others)
             outcome = self._outcome(batch, self._num_items)
-            changed = _changed(before, _state_of(model))
+            changed = _changed(before, _state_of(model, *self._others))
             self._known.append((batch, self._num_items, self._evaluates, outcome))  # it counts if nothing is kept
             again = one
             if one != outcome.value:  # for another seed, another state, or by another kernel
-                with torch.no_grad():  # both from the same state
-                    again, other = (float(self.loss(batch, self._num_items, seed)) for seed in (1, 0))
-                if not (math.isclose(other, again, rel_tol=1e-6) or math.isnan(other + again)):
+                with torch.no_grad():  # all from the same state, but for one that nobody can put back
+                    again, last, other = (float(self.loss(batch, self._num_items, seed)) for seed in (1, 1, 0))
+                is_repeatable = again == last or math.isclose(again, last, rel_tol=1e-6)
+                if is_repeatable and not (math.isclose(other, again, rel_tol=1e-6) or math.isnan(other + again)):
                     return True, None
         if changed is not None:
             return False, f"each forward in training mode changes {changed}"
@@ -312,39 +360,60 @@ class _Study:
         Raises:
             UnsupportedModelError: it is another one.
         """
-        whole = self.outcome(batch, self._num_items)
-        if not math.isfinite(whole.value):
-            return
-        cut = self._under_the_last_unit(batch)
-        if not self._compares_gradients_of_a_cut:
-            whole = LossOutcome(whole.value)
-        found = difference([(1.0, cut)], whole, tolerance)
-        if found is None:
-            return
+        # with the flags of the parameters as they are, which a penalty may ask for
+        with left_as_found(self._stack.model, *self._others):
+            value = self._value(batch)
+        pairs = [(value, self._under_the_last_unit(batch, self._value))]
+        if self._compares_gradients_of_a_cut and not self._evaluates:
+            compute = partial(self._outcome, num_items=self._num_items)
+            pairs.append((self.outcome(batch, self._num_items), self._under_the_last_unit(batch, compute)))
+        for whole, cut in pairs:
+            if math.isfinite(whole.value) and difference([(1.0, cut)], whole, tolerance) is not None:
+                self._refuse_cut(whole.value, cut.value)
+
+    def _refuse_cut(self, whole: float, cut: float) -> NoReturn:
         raise UnsupportedModelError(
             self._stack.model,
-            f"compute_loss gives {cut.value:.6g} where only the last layer runs, and {whole.value:.6g} where all do:"
+            f"compute_loss gives {cut:.6g} where only the last layer runs, and {whole:.6g} where all do:"
             " it changes the inputs before it calls the model, or reads earlier layers' hidden states or parameters.",
             "Change inputs in the data collator, compute the loss from the model's final outputs and the last layer's"
             " parameters (the optimizer's weight_decay is a penalty on all), or set pipeline_parallel_size=1.",
         )
 
-    def check_randomness(self, batch: Batch) -> None:
-        """What is drawn before the layers, on each stage anew, must not matter to the last stage.
+    def _value(self, batch: Batch, seed: int = 0) -> LossOutcome:
+        with torch.no_grad():
+            return LossOutcome(float(self._compute_loss(dict(batch), self._num_items, seed)))
+
+    def check_randomness(self, batch: Batch, tolerance: Tolerance) -> None:
+        """What is drawn before the layers, on each stage anew, must not matter to the last stage; else as
+        `check_last_stage`, where all layers draw the same numbers each time.
 
         Raises:
-            UnsupportedModelError: it does.
+            UnsupportedModelError: it does, or the loss is another one.
         """
         stack, last = self._stack, self._stack.num_units - 1
+        carry: Carry = {}
+
+        def note(unit: Unit, output: Any) -> None:
+            if unit is not stack.units[last]:
+                carry[unit.stack] = tensors_of(output)
+
         losses = []
         stack.runner.install()
         try:
-            with self.mode(evaluates=False), torch.no_grad(), left_as_found(stack.model, *self._others):
-                carry = stack.runner.run(0, last, None, batch) if last else {}
+            with (
+                self.mode(evaluates=False),
+                left_as_found(stack.model, *self._others),
+                # each layer, and the head with the last one, may draw what it likes, and does so alike here
+                stack.runner.telling_entries(lambda: seed_all(0)),
+            ):
+                with stack.runner.to_the_end(0, None, note):
+                    whole = self._value(batch).value
                 for seed in (0, 1):
-                    # the last layer and the head may draw what they like, and do so alike here
-                    with stack.runner.telling_entries(lambda: seed_all(0)), stack.runner.to_the_end(last, carry):
-                        losses.append(float(self._compute_loss(dict(batch), self._num_items, seed)))
+                    with stack.runner.to_the_end(last, carry):
+                        losses.append(self._value(batch, seed).value)
+                with self._on_the_last_stage(carry):
+                    cut = self._value(batch).value
         finally:
             stack.runner.remove()
         one, other = losses
@@ -355,30 +424,55 @@ class _Study:
                 " mixup, noise): each stage would draw its own.",
                 "Draw them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
             )
+        if math.isfinite(whole) and difference([(1.0, LossOutcome(cut))], LossOutcome(whole), tolerance) is not None:
+            self._refuse_cut(whole, cut)
 
-    def _under_the_last_unit(self, batch: Batch) -> LossOutcome:
-        """As the last stage would compute the loss, were its stage one unit: parameters of others are NaN."""
-        stack, table = self._stack, self._stack.table
-        last = stack.num_units - 1
-        mine = stack.owners[last]
+    def _under_the_last_unit(self, batch: Batch, compute: Callable[[Batch], LossOutcome]) -> LossOutcome:
+        """What the last stage would compute, were its stage one unit: parameters of others are NaN."""
+        stack, last = self._stack, self._stack.num_units - 1
         stack.runner.install()
         try:
             with torch.no_grad(), left_as_found(stack.model, *self._others):
                 carry = stack.runner.run(0, last, None, batch) if last else {}
-            absent = {
-                name: placeholder(table[name], float("nan") if table[name].is_floating_point() else 0)
-                for name in table.names
-                if name not in mine
-            }
-            with (
-                table.replaced(absent),
-                stack.runner.poisoning_skipped(),
-                stack.runner.to_the_end(last, carry),
-                left_as_found(stack.model, *self._others),
-            ):
-                return self._outcome(batch, self._num_items)
+            with self._on_the_last_stage(carry), left_as_found(stack.model, *self._others):
+                return compute(batch)
         finally:
             stack.runner.remove()
+
+    @contextmanager
+    def _on_the_last_stage(self, carry: Carry) -> Iterator[None]:
+        """Inside, one call of the model runs its last unit, and nothing of the others is there."""
+        stack, table = self._stack, self._stack.table
+        last = stack.num_units - 1
+        absent = {
+            name: placeholder(table[name], float("nan") if table[name].is_floating_point() else 0)
+            for name in table.names
+            if name not in stack.owners[last]
+        }
+        with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
+            yield
+
+
+def _hooks_on_parts(model: nn.Module) -> str | None:
+    """Why hooks on parameters make something else of the gradients of parts than of their sum; None: they do not."""
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            return "hooks run on parameters whenever a part's gradient has been added"
+        hooks = list((parameter._backward_hooks or {}).values())
+        if not hooks or not parameter.is_floating_point():
+            continue
+        generator = torch.Generator().manual_seed(0)
+        one, two = (torch.randn(parameter.shape, generator=generator).to(parameter) * 10 for _ in range(2))
+        results = []
+        for gradient in (one, two, one + two):
+            for hook in hooks:
+                with torch.no_grad():
+                    changed = hook(gradient.clone())
+                gradient = gradient if changed is None else changed
+            results.append(gradient.float())
+        if not torch.allclose(results[0] + results[1], results[2], rtol=1e-2, atol=1e-2):
+            return f"a hook on {name} makes something else of the gradients of parts than of their sum"
+    return None
 
 
 def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int) -> bool:
@@ -387,17 +481,22 @@ def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int)
     return not torch.allclose(one[1:].float(), two[1:].float(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def _state_of(model: nn.Module) -> dict[str, Any]:
+def _state_of(model: nn.Module, *others: Any) -> dict[str, Any]:
     """Buffers, numbers that modules of the user's keep, and the norms of parameters, by name.
 
-    Of transformers' own modules only what is saved: they keep tables that follow from the inputs.
+    Also of modules that other objects have (a criterion of the trainer's). Of transformers' own modules only what is
+    saved: they keep tables that follow from the inputs.
     """
     state: dict[str, Any] = {
         f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad and parameter.numel()  # a teacher that follows the model
     }
-    for prefix, module in model.named_modules():
+    modules = list(model.named_modules())
+    for part in with_parts(*others):
+        if isinstance(part, nn.Module) and part is not model:
+            modules += part.named_modules(prefix=type(part).__name__)
+    for prefix, module in modules:
         is_own = not type(module).__module__.startswith(("transformers.", "torch."))
         for name, buffer in module.named_buffers(recurse=False):
             if is_own or name not in module._non_persistent_buffers_set:

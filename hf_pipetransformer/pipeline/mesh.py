@@ -8,7 +8,8 @@ world of 8, K = 4, R = 2        stage 0   1   2   3
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -114,6 +115,27 @@ class ProcessMesh:
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """An error inside, where nothing is collective, is raised by all processes. Collective over all processes.
+
+        Raises:
+            Exception: a process's own error; where it has none, the first other one's (in a `RuntimeError` if it is no
+                `ValueError`).
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        told = failure
+        if failure is not None and not isinstance(failure, ValueError):
+            told = RuntimeError(f"process {self.rank} failed: {type(failure).__name__}: {failure}")
+        everyone = self.gather_objects(told)
+        first = next(filter(None, (failure, *everyone)), None)
+        if first is not None:
+            raise first
 
     def any(self, mine: bool) -> bool:
         """Whether it is so on some process; much cheaper than objects. Collective over all processes."""

@@ -346,15 +346,15 @@ class OptimizerState:
         self._table = table
         self._weights = weights
         self._mesh = mesh
-        name_of = {id(table[name]): name for name in table.names}
+        self._name_of = {id(table[name]): name for name in table.names}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in parameters if id(p) not in name_of]
+        foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
         if foreign:
             raise ValueError(
                 f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not the model's (one has shape"
                 f" {foreign[0]}): make the optimizer from the parameters of the model that the trainer is given."
             )
-        self._group_names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._known_groups: list[list[str]] = []
         self._gathered: dict[str, Any] | None = None
         # of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
@@ -363,6 +363,13 @@ class OptimizerState:
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
         ]
         self.keep_what_is_here()
+
+    @property
+    def _group_names(self) -> list[list[str]]:
+        """The model's parameters in each group; groups that a callback has added come at the end."""
+        for group in self.optimizer.param_groups[len(self._known_groups) :]:
+            self._known_groups.append([self._name_of[id(p)] for p in group["params"] if id(p) in self._name_of])
+        return self._known_groups
 
     def release(self) -> None:
         """Give the optimizer back as it came: over the whole model; its state stays where it is. Not collective."""
@@ -387,7 +394,8 @@ class OptimizerState:
         What the user has frozen for the time being stays, with its state, and has no gradient.
         """
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            group["params"] = [self._table[name] for name in names if self._updates(name)]
+            theirs = [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
+            group["params"] = [*(self._table[name] for name in names if self._updates(name)), *theirs]
         if self._is_idle:
             self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}

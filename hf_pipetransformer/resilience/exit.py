@@ -5,6 +5,7 @@ the process by "terminate called without an active exception" (exit code -6), af
 gloo group end with its object, and `dist.destroy_process_group` alone does not free that: trainers hold it, too.
 
 No peer is needed for it. What could wait for one anyway (a collective that is under way, a device) is bounded in time.
+It is left to threads that have been started before: from Python 3.12 on none can be started at the interpreter's end.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
+import queue
 import sys
 import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +31,7 @@ logger = logging.getLogger(__name__)
 SECONDS = 5.0
 """Upper bound for ending the process groups in order, and once more for aborting them."""
 
+_work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _is_registered = False
 
@@ -41,7 +46,18 @@ def end_at_exit(thread: threading.Thread | None = None) -> None:
         _threads.add(thread)
     if not _is_registered:
         _is_registered = True
+        for _ in range(2):  # the second one aborts what the first one cannot end
+            threading.Thread(target=_do_work, name="exit", daemon=True).start()
         atexit.register(end)
+
+
+def _forget_in_child() -> None:
+    """A forked process has none of the threads."""
+    global _is_registered
+    _is_registered = False
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def end(seconds: float = SECONDS) -> bool:
@@ -50,6 +66,7 @@ def end(seconds: float = SECONDS) -> bool:
     Returns:
         Whether all were ended in time.
     """
+    end_at_exit()
     deadline = time.monotonic() + seconds
     for thread in list(_threads):
         if thread is not threading.current_thread():
@@ -62,11 +79,17 @@ def end(seconds: float = SECONDS) -> bool:
     return _ends(_abort, seconds)
 
 
-def _ends(work: Any, seconds: float) -> bool:
-    thread = threading.Thread(target=work, name="exit", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+def _do_work() -> None:
+    while True:
+        work, done = _work.get()
+        work()
+        done.set()
+
+
+def _ends(work: Callable[[], None], seconds: float) -> bool:
+    done = threading.Event()
+    _work.put((work, done))
+    return done.wait(seconds)
 
 
 def _destroy() -> None:
