@@ -49,6 +49,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import user_cases_unseen  # noqa: F401
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 

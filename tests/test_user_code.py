@@ -51,6 +51,14 @@ def test_equal_or_refused_in_other_layouts(group, part):
     check([entry for entry in user_code.entries_of(groups=[group]) if not is_first(entry)][part::PARTS])
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_is_easily_missed(part):
+    """The others of these tests take minutes; these cases are what the examination before the first step is for."""
+    entries = [e for e in user_code.entries_of() if user_code_kit.CASES[e[0]].make.__module__ == "user_cases_unseen"]
+    check(entries[part::PARTS])
+
+
 def test_names_in_the_table_of_known_failures():
     assert KNOWN.keys() <= {f"{case} [{layout}]" for case, layout in user_code.entries_of()}
 
