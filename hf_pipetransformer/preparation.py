@@ -176,7 +176,7 @@ class PipelinePreparation(Trainer):
                     return dict(collate_fn(few))
 
             with generators_kept(collate_fn):
-                check_same_everywhere(mesh, self.model, sample, draw)
+                check_same_everywhere(mesh, self.model, sample, draw, few)
         stack, freezable = LayerStack.uncut(self.model), None
         if is_examined:
             with mesh.failing_together(), torch.random.fork_rng(devices=[]):

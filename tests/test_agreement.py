@@ -76,10 +76,15 @@ def check_drawn(rank, world_size, name):
             "labels": batch["labels"] + rank * (name == "labels"),
         }
 
-    check_same_everywhere(mesh, model, draw(), draw)
+    rows = [{"id": number + rank * (name == "rows"), "words": np.arange(3)} for number in range(2)]
+    check_same_everywhere(mesh, model, draw(), draw, rows)
 
 
 def test_what_a_collator_draws_from_a_generator_of_its_own_is_no_difference():
     run_ranks(check_drawn, 3, "nothing")
-    for error in run_ranks_expecting_error(check_drawn, 3, "labels"):
+
+
+@pytest.mark.parametrize("name", ["labels", "rows"])
+def test_other_data_are_a_difference_although_the_collator_draws(name):
+    for error in run_ranks_expecting_error(check_drawn, 3, name):
         assert isinstance(error, ValueError) and "different datasets" in str(error)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from .mesh import ProcessMesh, as_bytes
 
 TRIES = 16
 """To see what a collator draws, where samples differ: it may change few rows only."""
-_PLAIN = (str, bytes, int, float, bool, list, tuple, type(None))
+_PLAIN = (str, bytes, int, float, bool, type(None))
 """Values whose `repr` says what they are, and not where they lie in memory."""
 
 
@@ -23,6 +24,7 @@ def check_same_everywhere(
     model: nn.Module,
     sample: Mapping[str, Any],
     draw: Callable[[], Mapping[str, Any]] | None = None,
+    rows: Sequence[Any] = (),
 ) -> None:
     """Compare model and first samples over the processes. Collective over all processes.
 
@@ -34,6 +36,7 @@ def check_same_everywhere(
         model: the model before it is cut.
         sample: the first rows of the data, collated.
         draw: collates them once more, with other random numbers.
+        rows: the same before they are collated: compared where the collator draws.
 
     Raises:
         ValueError: on every process, naming what differs, the processes and what each of them has.
@@ -57,6 +60,8 @@ def check_same_everywhere(
         drawn = set().union(*mesh.gather_objects(mine))
     left = {name: sample[name] for name in sample if name not in drawn}
     content = zlib.crc32(repr(sorted(_checksums_of(left).items())).encode())
+    if drawn:
+        content = zlib.crc32(_content_of(list(rows)), content)
     _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {content:08x})")
 
 
@@ -80,12 +85,16 @@ def _compare(mesh: ProcessMesh, what: str, mine: str) -> None:
 
 
 def _checksums_of(sample: Mapping[str, Any]) -> dict[str, int]:
-    checksums = {}
-    for key, value in sample.items():
-        content = (
-            as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
-            if isinstance(value, torch.Tensor)
-            else (repr(value) if isinstance(value, _PLAIN) else type(value).__name__).encode()
-        )
-        checksums[key] = zlib.crc32(content)
-    return checksums
+    return {key: zlib.crc32(_content_of(value)) for key, value in sample.items()}
+
+
+def _content_of(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, Mapping):
+        return b"".join(_content_of(part) for item in value.items() for part in item)
+    if isinstance(value, (list, tuple)):
+        return repr(value).encode() if all(isinstance(v, _PLAIN) for v in value) else b"".join(map(_content_of, value))
+    return (repr(value) if isinstance(value, _PLAIN) else type(value).__name__).encode()
