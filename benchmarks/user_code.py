@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import user_cases_unseen  # noqa: F401
+import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
@@ -63,6 +63,7 @@ import user_cases_loss  # noqa: F401
 import user_cases_loss_state  # noqa: F401
 import user_cases_model  # noqa: F401
 import user_cases_training  # noqa: F401
+import user_cases_unseen  # noqa: F401
 from user_code_kit import (
     CASES,
     GLOBAL_BATCH,
@@ -584,29 +585,63 @@ def _line(finding: Finding) -> str:
     return f"{sign} {finding.verdict:<18} {finding.seconds:5.1f} s  {where:<52} {_short_reason(finding, 150)}"
 
 
+INTRODUCTION = """# Users' code
+
+What becomes of code as users write it, each piece in several layouts, against the stock Trainer in one process with
+the whole batch. Made by `python benchmarks/user_code.py --table docs/users_code.md`.
+
+Equal: losses, final weights, buffers and what evaluations find agree; the number is the largest difference of a
+weight. Refused: a `ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of
+a batch has a loss of its own, as under plain DDP or accumulation, and a warning says so.
+
+Layouts: K2, two stages with two micro-batches; DP2, two replicas of one stage; one, a single process; acc2, with
+gradient accumulation; freeze, a schedule freezes layers; cache, likewise with the activation cache; slices, along
+tokens.
+"""
+
+
 def _short_reason(finding: Finding, most: int = 230) -> str:
     text = " ".join(finding.reason.split())
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _gist(message: str, most: int = 130) -> str:
+    """Of an error of the library: what is wrong, without its type, the model's name and the remedy."""
+    text = " ".join(message.split()).partition(": ")[2]
+    text = text.partition(" cannot be trained as a pipeline: ")[2] or text
+    return text if len(text) <= most else text[:most].rpartition(" ")[0] + " …"
 
 
 def table_of(findings: Sequence[Finding]) -> str:
     """A page in Markdown: counts, and a line for each case."""
     counts = Counter(finding.verdict for finding in findings)
     lines = [
+        INTRODUCTION,
+        f"With torch {torch.__version__} and transformers {transformers.__version__}:",
         f"{len({f.case for f in findings})} cases in {len(findings)} layouts: "
         + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         + ".",
         "",
     ]
     for group in dict.fromkeys(finding.group for finding in findings):
-        lines += [f"### {group.capitalize()}", "", "| case | layout | | |", "|---|---|---|---|"]
-        for f in findings:
-            if f.group == group:
-                source = f" ({f.source})" if f.source != "own" else ""
-                verdict = f.verdict if f.verdict in GOOD else f"**{f.verdict}**"
-                largest = f"{f.loss_difference:.0e} of the loss, {f.weight_difference:.0e} of a weight"
-                result = largest if f.verdict == "equal" else _short_reason(f).replace("|", "\\|")
-                lines.append(f"| {f.case}{source}: {f.what} | {f.layout} | {verdict} | {result} |")
+        lines += [f"## {group.capitalize()}", "", "| case | equal in | else |", "|---|---|---|"]
+        of_group = [finding for finding in findings if finding.group == group]
+        for case in dict.fromkeys(finding.case for finding in of_group):
+            theirs = [finding for finding in of_group if finding.case == case]
+            equal = [finding for finding in theirs if finding.verdict == "equal"]
+            largest = max((f.weight_difference for f in equal), default=0.0)
+            where = f"{', '.join(f.layout for f in equal)} ({largest:.0e})" if equal else ""
+            by_verdict: dict[str, list[Finding]] = {}
+            for finding in theirs:
+                if finding.verdict != "equal":
+                    by_verdict.setdefault(finding.verdict, []).append(finding)
+            others = [
+                f"{', '.join(f.layout for f in found)}: {verdict if verdict in GOOD else f'**{verdict}**'}"
+                + ("" if verdict == "as DDP" else f" ({_gist(found[0].reason)})")
+                for verdict, found in by_verdict.items()
+            ]
+            cells = [f"{case}: {theirs[0].what}", where, "; ".join(others)]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
 

@@ -180,7 +180,7 @@ class _Search:
         if isinstance(one, MethodType):
             return [one.__self__, one.__func__]
         if isinstance(one, FunctionType):
-            return _parts_of_function(one)
+            return parts_of_function(one)
         if isinstance(one, functools.partial):
             return [one.func, *one.args, *one.keywords.values()]
         parts: list[Any] = []
@@ -214,7 +214,8 @@ def _is_of_user(value: Any) -> bool:
     return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
 
 
-def _parts_of_function(function: FunctionType) -> list[Any]:
+def parts_of_function(function: FunctionType) -> list[Any]:
+    """What a function has at hand: defaults, closure, and of a user's the global names that it reads."""
     parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:

@@ -63,3 +63,32 @@ def test_nothing_is_dropped_in_training_mode() -> None:
         assert torch.equal(layer(inputs), layer(inputs))
         assert torch.equal(nn.functional.dropout(inputs, 0.5, True), inputs)
     assert not torch.equal(layer(inputs), layer(inputs))
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centres", torch.zeros(2))
+
+
+class Weighing:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def weigh(self) -> None:
+        self.calls += 1
+
+
+def test_what_an_object_calls_is_left_too() -> None:
+    """A criterion of a trainer, and the object whose method it calls."""
+
+    class Trainer:
+        criterion = None
+
+    trainer = Trainer()
+    trainer.criterion, weighing = Criterion(), Weighing()  # type: ignore[assignment]
+    trainer.weigh = weighing.weigh  # type: ignore[attr-defined]
+    with left_as_found(trainer):
+        trainer.criterion.centres.add_(1)  # type: ignore[attr-defined]
+        trainer.weigh()  # type: ignore[attr-defined]
+    assert not trainer.criterion.centres.any() and weighing.calls == 0  # type: ignore[attr-defined]

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from distributed import run_ranks, run_ranks_expecting_error
+from torch import nn
 from training_runs import Run, assert_same_training, pipeline
 
 from hf_pipetransformer import UnsupportedModelError
+from hf_pipetransformer.model.loss_study import _hooks_on_parts
 
 
 class InTraining:
@@ -57,3 +59,12 @@ def test_what_is_the_last_stages_own_may_change() -> None:
         pipeline, 1, Run("image-classification", per_device=8, accumulation=1, trainer=Harmless), 1
     )
     assert_same_training(results, expected)
+
+
+def test_hooks_that_are_not_linear_are_found_and_left_as_they_were() -> None:
+    layer, norms = nn.Linear(3, 3), []
+    layer.weight.register_hook(lambda gradient: norms.append(gradient.norm()))
+    layer.weight.register_hook(lambda gradient: gradient * 0.5)
+    assert _hooks_on_parts(layer) is None and not norms
+    layer.bias.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+    assert "hook on bias" in str(_hooks_on_parts(layer))

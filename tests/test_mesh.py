@@ -110,3 +110,24 @@ def test_bytes_are_a_view(dtype):
     as_bytes(tensor).fill_(1)
     assert tensor.bool().all()
     assert as_bytes(torch.tensor(1, dtype=dtype)).numel() == dtype.itemsize
+
+
+def fails_on_one(rank, world_size, error):
+    mesh = make_mesh()
+    try:
+        with mesh.failing_together():
+            if rank == 1:
+                raise error
+    except (ValueError, KeyError, RuntimeError) as raised:
+        return type(raised), str(raised)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("a reason"), [(ValueError, "a reason")] * 3),
+        (KeyError("x"), [(RuntimeError, "process 1 failed: KeyError: 'x'"), (KeyError, "'x'")]),
+    ],
+)
+def test_an_error_of_one_is_raised_by_all(error, expected):
+    assert run_ranks(fails_on_one, 3, error)[:2] == expected[:2]

@@ -14,18 +14,20 @@ nearly one loss, and then every weighted mean looks like a plain one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..randomness import seed_all
+from ..randomness import parts_of_function, seed_all
 from .dropout import WithoutDropout
 from .ghosts import evaluation_mode, placeholder, reachable_leaves
 from .layer_range import Carry, Unit, tensors_of
@@ -466,16 +468,23 @@ def _hooks_on_parts(model: nn.Module) -> str | None:
         generator = torch.Generator().manual_seed(0)
         one, two = (torch.randn(parameter.shape, generator=generator).to(parameter) * 10 for _ in range(2))
         results = []
-        for gradient in (one, two, one + two):
-            for hook in hooks:
-                with torch.no_grad():
+        with torch.no_grad(), left_as_found(*itertools.chain.from_iterable(map(_owners_of, hooks))):
+            for gradient in (one, two, one + two):
+                for hook in hooks:
                     changed = hook(gradient.clone())
-                gradient = gradient if changed is None else changed
-            results.append(gradient.float())
+                    gradient = gradient if changed is None else changed
+                results.append(gradient.float())
         away = float((results[0] + results[1] - results[2]).norm())
         if not away <= HOOK_TOLERANCE * sum(float(result.norm()) for result in results):
             return f"a hook on {name} makes something else of the gradients of parts than of their sum"
     return None
+
+
+def _owners_of(hook: Any) -> list[Any]:
+    """What a hook may write to: a list of norms, for one."""
+    if isinstance(hook, MethodType):
+        return [hook.__self__]
+    return parts_of_function(hook) if isinstance(hook, FunctionType) else [hook]
 
 
 def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int) -> bool:
