@@ -72,8 +72,8 @@ SAMPLE_ROWS = 2
 """Rows on which the model's units are found."""
 LOSS_SAMPLE_ROWS = 4
 """Rows on which the loss's reduction is found, at most."""
-ROWS_APART = 2
-"""Short rows, and as many long ones, which tell whether a loss depends on padding."""
+ROWS_APART = 1
+"""Short rows, and as many long ones, that tell whether a loss depends on padding."""
 COST_SAMPLE_ROWS = 16
 """Rows among which the longest one says how long the rows are on which the units' costs are counted, at most."""
 SAMPLES_TO_CHOOSE_FROM = 32

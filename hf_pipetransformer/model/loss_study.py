@@ -55,6 +55,9 @@ PROBED_ELEMENTS = 2**20
 MOVED_BY = 0.2
 """Relative to a parameter's spread. One that is zero throughout is moved by `NEW_SPREAD`."""
 NEW_SPREAD = 0.05
+FACTORS = (1.0, 0.1, 0.01)
+"""Of the probed parameters, one after the other until there is a loss: with large logits there may be none."""
+NOTHING = 1e-4
 MIXING_SEEDS = 3
 HOOK_TOLERANCE = 1e-2
 """Of what hooks make of a sum of gradients, relative to their norms: half precision rounds."""
@@ -113,29 +116,35 @@ def study_loss(
         with study.mode(evaluates=False):
             reached = study.reached(first)
         try:
-            with study.moved(reached):
-                return _study_moved(
-                    study,
-                    batches,
-                    reached,
-                    shifts_labels=shifts_labels,
-                    label_names=label_names,
-                    passes_items=passes_items,
-                    is_cut=is_cut,
-                    apart=apart,
-                    tolerance=tolerance,
-                )
+            for factor in FACTORS:
+                with study.moved(reached, factor):
+                    found = _study_moved(
+                        study,
+                        batches,
+                        reached,
+                        shifts_labels=shifts_labels,
+                        label_names=label_names,
+                        passes_items=passes_items,
+                        is_cut=is_cut,
+                        apart=apart,
+                        tolerance=tolerance,
+                        accepts_nothing=factor != FACTORS[-1],
+                    )
+                if found is not None:
+                    break
+            assert found is not None
+            return found
         except Exception as error:  # it has just run as it will in training
             if is_out_of_memory(error) or isinstance(error, UnsupportedModelError):
                 raise
-            found = f"it fails without the whole graph of its gradients ({type(error).__name__}: {error})"
+            why = f"it fails without the whole graph of its gradients ({type(error).__name__}: {error})"
             if is_cut:
                 raise UnsupportedModelError(
                     stack.model,
-                    f"its loss computes gradients of its own (a gradient penalty?): {found}.",
+                    f"its loss computes gradients of its own (a gradient penalty?): {why}.",
                     "Set pipeline_parallel_size=1.",
                 ) from error
-            return LossStudy(unexamined(shifts_labels, found), study.names - frozenset(reached), False)
+            return LossStudy(unexamined(shifts_labels, why), study.names - frozenset(reached), False)
 
 
 def _study_moved(
@@ -149,11 +158,14 @@ def _study_moved(
     is_cut: bool,
     apart: Sequence[Batch],
     tolerance: Tolerance,
-) -> LossStudy:
-    """`study_loss` with weights that are moved."""
+    accepts_nothing: bool,
+) -> LossStudy | None:
+    """`study_loss` with weights that are moved; None where the loss is next to nothing, and that is asked for."""
     first = batches[0]
     with study.mode(evaluates=False):
         is_random, keeps_state = study.repeated(first)
+        if accepts_nothing and study.is_nothing(first):
+            return None
     if keeps_state is not None and is_cut:
         raise UnsupportedModelError(
             study.model,
@@ -224,8 +236,8 @@ class _Study:
             yield
 
     @contextmanager
-    def moved(self, reached: Sequence[str]) -> Iterator[None]:
-        """Inside, the probed parameters have slightly other values.
+    def moved(self, reached: Sequence[str], factor: float) -> Iterator[None]:
+        """Inside, the probed parameters have slightly other values, times a factor.
 
         Args:
             reached: names of parameters, the nearest to the loss first. The first ones are probed: the head and what
@@ -243,7 +255,8 @@ class _Study:
             spread = float(parameter.detach().float().std(correction=0)) if parameter.numel() > 1 else 0.0
             mean = float(parameter.detach().float().abs().mean())
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.data.add_(noise * (MOVED_BY * spread or MOVED_BY * mean or NEW_SPREAD))
+            parameter.data.add_(noise * (MOVED_BY * spread or MOVED_BY * mean or NEW_SPREAD)).mul_(factor)
+        self._known.clear()
         try:
             yield
         finally:
@@ -329,6 +342,11 @@ class _Study:
         if abs(one - again) > exactness * abs(one):
             return False, f"the loss of the same batch is {one:.8g} at one call and {again:.8g} at the next"
         return False, None
+
+    def is_nothing(self, batch: Batch) -> bool:
+        """Whether loss and gradient are next to zero, so that all ways of adding up give the same."""
+        outcome = self.outcome(batch, self._num_items)
+        return abs(outcome.value) + (0.0 if outcome.gradient is None else float(outcome.gradient.norm())) < NOTHING
 
     def mixes_rows(self, batch: Batch) -> bool:
         """Whether in training mode a row's outputs change with another row's inputs, for the same random numbers."""
