@@ -27,12 +27,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (about 2 minutes, no download)
+demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (2 to 4 minutes, no download)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
 	@echo "What happened, for a browser:"
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
-test: $(STAMP) ## Run the tests (no network, no GPU; 20 to 27 minutes on two cores)
+test: $(STAMP) ## Run the tests (no network, no GPU; about 40 minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
 test-faults: $(STAMP) ## Break processes and hosts in every phase, fuzz the arguments, run for long (about 20 minutes)
