@@ -64,7 +64,7 @@ from transformers import (
 
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
+from hf_pipetransformer.pipeline.gradients import StageGradients
 from hf_pipetransformer.pipeline.schedule import PipelineScheduler
 
 # The size of MiniLM-L6; what `BertConfig` says of the rest is MiniLM's, too.
@@ -340,7 +340,7 @@ def profiled(trainer: Trainer, stopwatch: Stopwatch) -> Iterator[None]:
         stopwatch.timing(type(trainer.model), "forward", "forward"),
         stopwatch.timing(torch.autograd, "backward", "backward"),  # with DDP's reduction, which is awaited in it
         stopwatch.timing(PipelineScheduler, "step", "waiting"),  # what is left of it: messages to and from neighbours
-        stopwatch.timing(ElasticPipeline, "_reduce_shared_gradients", "waiting"),
+        stopwatch.timing(StageGradients, "sum_over_stages", "waiting"),
         stopwatch.timing(trainer.accelerator, "clip_grad_norm_", "clipping"),
     ):
         yield

@@ -36,8 +36,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.slicing_study import study_slicing
-from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline, Slicing
+from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.pipeline.slice_choice import Slicing
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.planning.token_slicing import RowSlices
@@ -81,16 +82,14 @@ class Variant:
             rows_per_device=1,  # each step brings its own number
             memory_budget_bytes=None,
         )
-        self.pipeline = ElasticPipeline(
-            stack, lambda model, part: _loss(model, part, batch), mesh, torch.device("cpu"), _no_replicas
-        )
+        self.pipeline = ElasticPipeline(stack, mesh, torch.device("cpu"), _no_replicas)
         token_slices: str | int = AUTO if name == AUTO else int(name.split()[0]) if "slices" in name else "off"
         if token_slices != "off":
             windows = study_slicing(
                 stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
             )
             self.pipeline.slicing = Slicing(token_slices, windows, self._note)
-        self.pipeline.place(plan)
+        self.pipeline.place(plan, lambda model, part: _loss(model, part, batch))
         self.pipeline.train()
 
     def _note(self, parts: tuple[RowSlices, ...], seconds: float | None) -> None:

@@ -195,9 +195,7 @@ class PipelinePreparation(Trainer):
             )
         # patches the forward for mixed precision, as it would for DDP, and nothing else
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-        return ElasticPipeline(
-            stack, self._loss_of_micro_batch, mesh, self.args.device, self._wrap_replicas, freezable
-        )
+        return ElasticPipeline(stack, mesh, self.args.device, self._wrap_replicas, freezable)
 
     def _find_units(self, sample: Batch, padded: Batch) -> tuple[LayerStack, FreezableLayers | None]:
         """What can be cut, and frozen; and what its parts cost."""

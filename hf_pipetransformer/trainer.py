@@ -56,8 +56,9 @@ from .pipeline.data import (
     refuse_empty,
 )
 from .pipeline.devices import fits
-from .pipeline.elastic_pipeline import ElasticPipeline, Slicing, Transformation, unwrapped
+from .pipeline.elastic_pipeline import ElasticPipeline, Transformation, unwrapped
 from .pipeline.optimizer_probe import probe_coupling
+from .pipeline.slice_choice import Slicing
 from .planning.plan import PipelinePlan
 from .planning.token_slicing import RowSlices
 from .preparation import COST_SAMPLE_ROWS, refuse_distributed_model
@@ -311,7 +312,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
         pipeline.parks &= not self._watches_steps
         if plan.pipeline_parallel_size > 1:
             self._refuse_coupling(coupling)
-        pipeline.place(plan)
+        pipeline.place(plan, self._loss_of_micro_batch)
         logger.info("%s", plan)
         facts = facts_of_run(self.model, self.args)
         self._record("resume" if self.state.global_step else "start", plan, facts=facts)
@@ -537,7 +538,7 @@ class PipeTransformerTrainer(LeavesAtSigterm):
             self._num_cached = num_cached
             new = self._plan_after_freezing(plan, num_frozen)
             if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
-                pipeline.plan = new  # the same work at the same place, or none
+                pipeline.go_on_under(new)
                 self._record("cache", new)
             else:
                 change = pipeline.transform(new)

@@ -289,7 +289,7 @@ def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[
 
     class Note(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            tries.append(len(trainer.pipeline._trials._tried))  # type: ignore[union-attr]
+            tries.append(len(trainer.pipeline.placed._trials._tried))  # type: ignore[union-attr]
             self.stages = trainer.pipeline.num_stages  # type: ignore[union-attr]
 
     trainer.add_callback(note := Note())

@@ -15,6 +15,8 @@ import torch
 
 from ..model.micro_batch import Batch, batch_rows
 
+WORTH_A_TRIAL = 0.15
+"""Numbers of micro-batches that are predicted to take longer than the best by more than this share are not tried."""
 MOST_CANDIDATES = 3
 TRIES = 2
 """Steps with each candidate. The fastest counts: what disturbs a step only makes it slower."""

@@ -43,6 +43,7 @@ Point = tuple[int, int, int, float, float]
 """Rows, tokens of a slice, tokens before it; seconds of its forward and backward."""
 
 OnPlan = Callable[[tuple[RowSlices, ...], "StepSeconds | None"], None]
+"""Told how a new shape of batch is cut, and what that is predicted to take."""
 
 PROFILE_SECONDS = 5.0
 """For all profiles of a batch's shape together."""
@@ -72,6 +73,21 @@ class StepSeconds(float):
         one = cls(seconds)
         one.stages = tuple(stages)
         return one
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How sequences are cut along their tokens where there are several stages.
+
+    Attributes:
+        token_slices: as the user asked.
+        windows: of the model's layers, from `study_slicing`.
+        on_plan: told of each new shape of batch.
+    """
+
+    token_slices: TokenSlices
+    windows: Windows
+    on_plan: OnPlan
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,15 @@ class StageModule(nn.Module):
         stack: the model's units.
         start: first unit of the stage.
         stop: first unit after it.
-        loss_of: on the last stage, called with the model and a micro-batch.
+        loss_of: on the last stage, called with the model and a micro-batch; None: nobody trains.
         device: where the stage computes.
     """
 
     stack: LayerStack
 
-    def __init__(self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction, device: torch.device) -> None:
+    def __init__(
+        self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction | None, device: torch.device
+    ) -> None:
         super().__init__()
         self.__dict__["stack"] = stack  # not registered: its modules hold other stages' placeholders
         self.start, self.stop = start, stop
@@ -122,6 +124,7 @@ class StageModule(nn.Module):
         if self.is_last:
             if self.received is not None:
                 self.received[int(index)] = [value.detach() for value in values]
+            assert self._loss_of is not None, "placed for an evaluation"
             with self.running_to_the_end(values, batch) as inputs:
                 return self._loss_of(self.stack.model, inputs).reshape(1)
         outputs = self.carry_on(values, batch)

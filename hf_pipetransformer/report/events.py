@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.activation_cache import CacheCounts
-from ..pipeline.elastic_pipeline import WORTH_A_TRIAL, Transformation
+from ..pipeline.elastic_pipeline import Transformation
+from ..pipeline.microbatch_trials import WORTH_A_TRIAL
 from ..pipeline.slice_choice import StepSeconds
 from ..planning.plan import PipelinePlan
 from ..planning.token_slicing import RowSlices

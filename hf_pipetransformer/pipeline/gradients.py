@@ -1,0 +1,210 @@
+"""The gradients of one stage, brought together over the processes that have a part in them.
+
+shared parameters   summed over the stages that hold them
+replicas            averaged after the step, where it is not DDP that does it
+norm                of the whole model, over all stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..model.frozen_prefix import squared_norms
+from .stage import StageModule
+
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients in one message, as DDP's; where it is not DDP that sends them."""
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """Trainable parameters that the same stages hold, two or more.
+
+    Attributes:
+        names: of the parameters.
+        copies: number of the stages.
+        group: these stages' processes in this pipeline; None on the other stages.
+    """
+
+    names: tuple[str, ...]
+    copies: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class ReplicatedParameters:
+    """Trainable parameters of a stage whose gradients DDP does not average.
+
+    Attributes:
+        names: those that get a gradient in each step.
+        rarely_reached: those that get one where some replica's rows reach them.
+        group: the stage's replicas.
+    """
+
+    names: tuple[str, ...]
+    rarely_reached: tuple[str, ...]
+    group: dist.ProcessGroup
+
+
+class StageGradients:
+    """What becomes of a stage's gradients between backward and the optimizer.
+
+    Args:
+        stage: this process's.
+        group: the pipeline's processes; None: there is one stage.
+        shared: parameters of several stages, the same sets in the same order on every process.
+        replicated: what is averaged here; None: DDP does it, or there is one replica.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        group: dist.ProcessGroup | None,
+        shared: Sequence[SharedParameters],
+        replicated: ReplicatedParameters | None,
+    ) -> None:
+        self._stage = stage
+        self._table = stage.stack.table
+        self._group = group
+        self._shared = tuple(shared)
+        self._replicated = replicated
+        self.shared_are_summed = False
+        """Whether shared parameters' gradients are sums over the stages, as the last step has left them."""
+
+    # ------------------------------------------------------------------------------------ over stages and replicas
+    def sum_over_stages(self) -> None:
+        """Shared parameters' gradients, in one message for each set of stages. Collective over these."""
+        for shared in self._shared:
+            if shared.group is not None:
+                self._sum(shared.names, shared.group)
+        self.shared_are_summed = bool(self._shared)
+
+    def keep_sums_once(self) -> None:
+        """Where gradients go on accumulating on their sums over the stages, one stage keeps them: they count once."""
+        if not self.shared_are_summed:
+            return
+        for shared in self._shared:
+            if shared.group is not None and dist.get_rank(shared.group) > 0:
+                for name in shared.names:
+                    self._table[name].grad = None
+        self.shared_are_summed = False
+
+    def average_over_replicas(self) -> None:
+        """What DDP does, after the step: it cannot, where the first forward's backward comes last.
+
+        Collective over the stage's replicas.
+        """
+        replicated = self._replicated
+        if replicated is None:
+            return
+        for names in self._buckets([*replicated.names, *self._reached_somewhere(replicated)]):
+            self._sum(names, replicated.group, 1 / replicated.group.size())
+
+    def _reached_somewhere(self, replicated: ReplicatedParameters) -> list[str]:
+        """Of the parameters that the first rows did not reach those that a replica's rows have: an expert's."""
+        if not replicated.rarely_reached:
+            return []
+        has = [self._table[name].grad is not None for name in replicated.rarely_reached]
+        counts = torch.tensor(has, dtype=torch.float32, device=self._stage.device)
+        dist.all_reduce(counts, group=replicated.group)
+        return [name for name, count in zip(replicated.rarely_reached, counts.tolist(), strict=True) if count]
+
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Parameters of one type that together have about `BUCKET_BYTES`."""
+        bucket: list[str] = []
+        size = 0
+        for name in names:
+            parameter = self._table[name]
+            if bucket and (size > BUCKET_BYTES or parameter.dtype != self._table[bucket[0]].dtype):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += parameter.nbytes
+        if bucket:
+            yield bucket
+
+    def _sum(self, names: Sequence[str], group: dist.ProcessGroup, factor: float = 1.0) -> None:
+        """All-reduce the gradients of some parameters in one message."""
+        parameters = [self._table[name] for name in names]
+        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
+        dist.all_reduce(flat, group=group)
+        if factor != 1.0:
+            flat *= factor
+        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = total.view_as(parameter)
+
+    # ------------------------------------------------------------------------------------ norms
+    def clip(
+        self,
+        max_norm: float,
+        unscale: Callable[[], None] | None = None,
+        loss_scale: float = 1.0,
+        stand_in: Callable[[float], None] | None = None,
+    ) -> torch.Tensor:
+        """Clip by the norm of the whole model's gradient, shared parameters counted once.
+
+        Collective over the pipeline. Under a gradient scaler, a gradient that is not finite on any stage becomes
+        infinite on every stage, so that the step is skipped everywhere.
+
+        Args:
+            max_norm: bound on the norm; infinite: only compute it.
+            unscale: of the gradient scaler: divides the gradients here by the loss scale, and looks for infinite ones.
+            loss_scale: of the gradient scaler.
+            stand_in: on a stage without gradients, gives the scaler one to look at (`OptimizerState.stand_in`).
+
+        Returns:
+            The norm before clipping, 0-dimensional, the same on every process.
+        """
+        parameters = list(self._stage.parameters())
+        if self._group is None:
+            if unscale is not None:
+                unscale()
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        gradients = self._stage.gradients()
+        square = self._square_over_stages(gradients)
+        if unscale is not None:
+            if gradients and not torch.isfinite(square):
+                first = next(iter(gradients.values()))
+                first[(0,) * first.dim()] = float("inf")
+            if not gradients and stand_in is not None:
+                stand_in(0.0 if torch.isfinite(square) else float("inf"))
+            unscale()
+        norm = (square.sqrt() / loss_scale).float()
+        # even if the bound is infinite: where the norm is, too, all becomes NaN, as on one process
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def _square_over_stages(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the whole gradient's norm, while it is scaled; in float64, as a scaled one may be large."""
+        square = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        if gradients:
+            copies_of = {name: shared.copies for shared in self._shared for name in shared.names}
+            copies = torch.tensor([copies_of.get(name, 1) for name in gradients], device=self._stage.device)
+            norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
+            square = (norms.square() / copies).sum()
+        dist.all_reduce(square, group=self._group)
+        return square
+
+    def squared_norms(self, inside: Sequence[Sequence[str]], loss_scale: float = 1.0) -> torch.Tensor:
+        """For each unit the square of its gradient's 2-norm, before clipping, the same on every process.
+
+        Collective over the pipeline.
+
+        Args:
+            inside: for each unit the names of its parameters (`FreezableLayers.inside`).
+            loss_scale: of the gradient scaler, if gradients are still scaled.
+
+        Returns:
+            `[L]`, float64, on the CPU; 0 for units without gradient.
+        """
+        here = range(self._stage.start, self._stage.stop)  # a parameter that stages share counts in its own unit's
+        mine = [names if unit in here else () for unit, names in enumerate(inside)]
+        squares = squared_norms(mine, self._stage.gradients(), self._stage.device)
+        if self._group is not None:
+            dist.all_reduce(squares, group=self._group)
+        return (squares / loss_scale**2).cpu()

@@ -1,0 +1,141 @@
+"""Messages between the stages of one pipeline.
+
+control group    objects, pickled; what is known of the tensors that follow
+pipeline group   tensors on the device, each a message of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+
+from ..model.layer_stack import CarrySlot
+from ..model.micro_batch import tensors_in
+from .stage import CarriedTensor
+
+Pending = list[tuple[dist.Work, torch.Tensor]]
+"""Tensors on their way, which must live until they are sent."""
+
+
+class PipelineMessages:
+    """One stage's way to the other stages of its pipeline.
+
+    Args:
+        ranks: of the stages.
+        stage_index: of this stage, 0 ... K - 1.
+        group: the pipeline's processes; None: there is one stage.
+        control: the same, through the CPU.
+        device: of this process.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        stage_index: int,
+        group: dist.ProcessGroup | None,
+        control: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.stage_index = stage_index
+        self.group = group
+        self.control = control
+        self.device = device
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def last(self) -> int:
+        return len(self.ranks) - 1
+
+    @property
+    def previous_rank(self) -> int | None:
+        return self.ranks[self.stage_index - 1] if self.stage_index > 0 else None
+
+    @property
+    def next_rank(self) -> int | None:
+        return self.ranks[self.stage_index + 1] if self.stage_index < self.last else None
+
+    # ------------------------------------------------------------------------------------ over all stages
+    def of_each_stage(self, mine: Any) -> list[Any]:
+        """Every stage's object, on all stages. Collective over the pipeline."""
+        everyone: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(everyone, mine, group=self.control)
+        return everyone
+
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The largest of each number over the stages, on the CPU, in place. Collective over the pipeline."""
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.control)
+        return numbers
+
+    # ------------------------------------------------------------------------------------ from stage to stage
+    def send_shapes(self, shapes: Sequence[CarriedTensor]) -> None:
+        """To the next stage: what crosses the boundary."""
+        self._send_object(tuple(shapes), self.stage_index + 1)
+
+    def receive_shapes(self) -> Sequence[CarriedTensor]:
+        return self._receive_object(self.stage_index - 1)
+
+    def send_values(self, slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Pending:
+        """To the next stage: the used tensors of a boundary."""
+        self.send_shapes([_describe(value) for value in values])
+        return [
+            self._send_tensor(value, self.stage_index + 1)
+            for slot, value in zip(slots, values, strict=True)
+            if slot.is_used
+        ]
+
+    def receive_values(self, slots: Sequence[CarrySlot]) -> list[torch.Tensor]:
+        """From the previous stage: the tensors of a boundary, zeros for those that are not used."""
+        return [
+            self._receive_tensor(carried, self.stage_index - 1) if slot.is_used else carried.zeros(self.device)
+            for slot, carried in zip(slots, self.receive_shapes(), strict=True)
+        ]
+
+    def send_tree(self, tree: Any, stage: int) -> Pending:
+        """Tensors in mappings, lists and tuples, with whatever else is in there."""
+        self._send_object(recursively_apply(_describe, tree), stage)
+        return [self._send_tensor(tensor, stage) for tensor in tensors_in(tree)]
+
+    def receive_tree(self, stage: int) -> Any:
+        return recursively_apply(
+            lambda carried: self._receive_tensor(carried, stage),
+            self._receive_object(stage),
+            test_type=lambda value: isinstance(value, CarriedTensor),
+        )
+
+    # ------------------------------------------------------------------------------------ inside
+    def _send_object(self, value: Any, stage: int) -> None:
+        dist.send_object_list([value], dst=self.ranks[stage], group=self.control)
+
+    def _receive_object(self, stage: int) -> Any:
+        box = [None]
+        dist.recv_object_list(box, src=self.ranks[stage], group=self.control)
+        return box[0]
+
+    def _send_tensor(self, tensor: torch.Tensor, stage: int) -> tuple[dist.Work, torch.Tensor]:
+        tensor = tensor.detach().to(self.device).contiguous()
+        work = dist.isend(tensor, self.ranks[stage], group=self.group)
+        assert work is not None
+        return work, tensor
+
+    def _receive_tensor(self, carried: CarriedTensor, stage: int) -> torch.Tensor:
+        tensor = torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
+        dist.recv(tensor, self.ranks[stage], group=self.group)
+        return tensor
+
+
+def wait_for(pending: Pending) -> None:
+    """Until these tensors are sent."""
+    for work, _ in pending:
+        work.wait()
+
+
+def _describe(tensor: torch.Tensor) -> CarriedTensor:
+    return CarriedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,255 @@
+"""What runs one plan on one process: the stage, its place among the others, the way in which batches go through it.
+
+`ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for a plan, and is gone with it as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..cache.content_keys import KEYS_NAME
+from ..model.micro_batch import Batch, split_batch
+from ..planning.plan import PipelinePlan
+from .gradients import ReplicatedParameters, SharedParameters, StageGradients
+from .mesh import ProcessMesh
+from .messages import PipelineMessages
+from .microbatch_trials import WORTH_A_TRIAL, MicrobatchTrials
+from .schedule import PipelineScheduler
+from .shared_batch import BatchChannel
+from .slice_choice import SliceChooser, Slicing
+from .sparse_embeddings import SparseEmbeddings
+from .stage import FIRST, LossFunction, ShapeBook, StageModule
+from .token_schedule import Neighbours, TokenScheduler
+
+WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
+"""Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
+
+
+class PlacedPipeline:
+    """One process's part in running a plan. Building it is collective over all processes.
+
+    One of three runs a step: a token schedule, where sequences are cut; a schedule of micro-batches; with one stage
+    none, and it costs what the stock Trainer costs.
+
+    Args:
+        plan: the same on every process; the parameters that it gives this process are here, with their flags.
+        stage: of this process under the plan.
+        is_trainable: whether a parameter of the model is trained, here or elsewhere.
+        mesh: the processes.
+        wrap_replicas: makes the DDP wrapper.
+        slicing: cut sequences along their tokens as well, if there are several stages.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        stage: StageModule,
+        is_trainable: Callable[[str], bool],
+        mesh: ProcessMesh,
+        wrap_replicas: WrapReplicas,
+        slicing: Slicing | None = None,
+    ) -> None:
+        groups = mesh.layout(plan.pipeline_parallel_size)
+        ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
+        self.stage = stage
+        self.messages = PipelineMessages(
+            ranks, plan.stage_of(mesh.rank), groups.pipeline, groups.pipeline_control, stage.device
+        )
+        shared = _shared_parameters(plan, stage, is_trainable, mesh)
+        trainable = [name for name in stage.names if stage.stack.table[name].requires_grad]
+        unreached = stage.stack.unreached | (stage.stack.only_returned if stage.is_last else frozenset())
+        slices_tokens = slicing is not None and groups.pipeline is not None
+        replicated: ReplicatedParameters | None = None
+        self.wrapped: DistributedDataParallel | None = None
+        """The stage in DDP, which averages its gradients over the replicas while they are computed."""
+        if groups.replicas is not None and slices_tokens:
+            replicated = ReplicatedParameters(
+                tuple(name for name in trainable if name not in unreached),
+                tuple(name for name in trainable if name in unreached),
+                groups.replicas,
+            )
+        elif groups.replicas is not None and trainable:
+            self.wrapped = wrap_replicas(stage, groups.replicas, not unreached.isdisjoint(trainable))
+        self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
+        self._channel: BatchChannel | None = None
+        self._sparse_embeddings: SparseEmbeddings | None = None
+        self._token_scheduler: TokenScheduler | None = None
+        self._scheduler: PipelineScheduler | None = None
+        self._trials: MicrobatchTrials | None = None
+        if groups.pipeline is None:
+            return
+        self._channel = BatchChannel(ranks[0], groups.pipeline_control, groups.pipeline, stage.device)
+        if self.wrapped is None and stage.device.type == "cpu":
+            self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
+        shape_book = ShapeBook(stage, self.messages.receive_shapes, self.messages.send_shapes)
+        if slicing is not None:
+            second_group = mesh.second_pipeline_group(plan.pipeline_parallel_size)
+            self._token_scheduler = _token_scheduler(plan, stage, self.messages, second_group, shape_book, slicing)
+            return
+        module: nn.Module = self.wrapped if self.wrapped is not None else stage
+        self._scheduler = PipelineScheduler(
+            stage,
+            module,
+            self.messages.stage_index,
+            self.messages.num_stages,
+            groups.pipeline,
+            shape_book,
+            plan.schedule,
+        )
+        self._trials = MicrobatchTrials(
+            partial(plan.promising_microbatches, within=WORTH_A_TRIAL),
+            self.messages.largest,
+            partial(_synchronise, stage.device),
+        )
+
+    def close(self) -> None:
+        """Undo what was done to the model's modules for this plan."""
+        if self._sparse_embeddings is not None:
+            self._sparse_embeddings.remove()
+
+    @property
+    def settled_microbatches(self) -> dict[tuple[int, int], int]:
+        """Of this pipeline, where M was tried: (rows, elements of a row) -> M."""
+        return self._trials.settled if self._trials is not None else {}
+
+    def settle_microbatches(self, settled: Mapping[tuple[int, int], int]) -> None:
+        """Go on with what an earlier job has settled under this plan."""
+        if self._trials is not None:
+            self._trials.settle(settled)
+
+    # ------------------------------------------------------------------------------------ steps
+    def share(self, mine: Any) -> Any:
+        """The first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
+        return mine if self._channel is None else self._channel.share(mine)
+
+    def prepare(self, batch: Batch) -> None:
+        """Settle how a batch of a new shape is cut, which may run parts of it. Collective over the pipeline."""
+        if self._token_scheduler is not None:
+            self._token_scheduler.parts_of(batch)
+
+    def step(
+        self, batch: Batch, gradients_synchronise: bool = True, keeps_received: bool = False
+    ) -> list[Sequence[torch.Tensor]]:
+        """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
+
+        Gradients are summed over micro-batches and added to those that there are.
+
+        Args:
+            batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
+            gradients_synchronise: complete the gradients: sum those of shared parameters over the stages, and average
+                over the replicas, as DDP does.
+            keeps_received: ask for what is returned.
+
+        Returns:
+            For each micro-batch what the last stage has received, if that was asked for and this is the last of
+            several stages that run whole rows; else nothing.
+        """
+        stage = self.stage
+        stage.received = {} if keeps_received else None
+        self.gradients.keep_sums_once()
+        if self._token_scheduler is not None:
+            self._token_scheduler.step(batch)
+        elif self._scheduler is not None:
+            assert self._trials is not None
+            with self._trials.number_for(batch) as count:
+                self._scheduler.step(batch, count, gradients_synchronise)
+        else:
+            self._step_alone(batch, gradients_synchronise)
+        if self._sparse_embeddings is not None:
+            self._sparse_embeddings.finish_step()
+        if gradients_synchronise:
+            self.gradients.average_over_replicas()
+            self.gradients.sum_over_stages()
+        received, stage.received = stage.received or {}, None
+        return [received[index] for index in sorted(received)] if self._scheduler is not None else []
+
+    def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:
+        stage, wrapped = self.stage, self.wrapped
+        stage.micro_batches = (batch,)
+        if wrapped is None:
+            stage(index=FIRST).backward()
+        else:
+            with nullcontext() if gradients_synchronise else wrapped.no_sync():
+                wrapped(index=FIRST).backward()
+        stage.micro_batches = ()
+
+    def losses_of_parts_and_whole(
+        self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
+    ) -> list[torch.Tensor]:
+        """On the last stage, of a batch that has just run: each micro-batch's loss, and the whole batch's. Not
+        collective.
+
+        Args:
+            batch: the batch.
+            received: what `step` has returned for it.
+            part_of_loss: what rows of the batch add to the loss.
+        """
+        stage = self.stage
+        assert stage.is_last and self._scheduler is not None
+        inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
+        together = [inputs], [self._scheduler.joined(batch, received)]
+        losses = []
+        try:
+            for batches, values in ((split_batch(inputs, len(received)), received), together):
+                stage.micro_batches = batches
+                for rows, arrived in zip(batches, values, strict=True):
+                    with stage.running_to_the_end(arrived, rows) as mine:
+                        losses.append(part_of_loss(stage.stack.model, mine))
+        finally:
+            stage.micro_batches = ()
+        return losses
+
+
+def _shared_parameters(
+    plan: PipelinePlan, stage: StageModule, is_trainable: Callable[[str], bool], mesh: ProcessMesh
+) -> list[SharedParameters]:
+    """Trainable parameters of several stages, by the stages that hold them. Collective over all processes."""
+    by_stages: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in stage.stack.shared(plan.stage_bounds).items():
+        if is_trainable(name):
+            by_stages.setdefault(stages, []).append(name)
+    pipelines = [plan.ranks_of_pipeline(replica) for replica in range(plan.data_parallel_size)]
+    return [
+        SharedParameters(
+            tuple(names), len(stages), mesh.subgroup([[ranks[stage] for stage in stages] for ranks in pipelines])
+        )
+        for stages, names in by_stages.items()
+    ]
+
+
+def _token_scheduler(
+    plan: PipelinePlan,
+    stage: StageModule,
+    messages: PipelineMessages,
+    second_group: dist.ProcessGroup | None,
+    shape_book: ShapeBook,
+    slicing: Slicing,
+) -> TokenScheduler:
+    """Collective over the pipeline."""
+    chooser = SliceChooser(
+        slicing.token_slices,
+        slicing.windows,
+        plan.num_microbatches_for,
+        messages.of_each_stage,
+        slicing.on_plan,
+        # the dynamic program chooses parts of rows as well, unless the user has
+        chooses_parts=slicing.token_slices == "auto" and plan.num_microbatches is None,
+    )
+    neighbours = Neighbours(messages.previous_rank, messages.next_rank, messages.group, second_group)
+    neighbours.connect(stage.device)
+    return TokenScheduler(
+        stage, messages.stage_index, messages.num_stages, neighbours, shape_book, slicing.windows, chooser
+    )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,90 @@
+"""Forward passes without gradients over the stages of one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+
+from ..model.left_as_found import left_as_found
+from ..model.micro_batch import Batch, naming_long_rows
+from ..randomness import generators_kept, seeded
+from .messages import Pending, PipelineMessages, wait_for
+from .stage import StageModule, as_carry
+
+
+@torch.no_grad()
+def predict(
+    stage: StageModule,
+    messages: PipelineMessages,
+    batch: Batch,
+    prepare: Callable[[Batch], Batch],
+    head: Callable[[Batch], Any],
+) -> Any:
+    """What the last stage makes of this process's own batch. Collective over the pipeline.
+
+    Each process brings its own rows, of any shape, and gets its own results back: the K processes' batches are the
+    micro-batches.
+
+    Args:
+        stage: this process's, of several.
+        messages: to the other stages.
+        batch: this process's rows as they were prepared here, on the CPU or the device.
+        prepare: moves a prepared batch to the device.
+        head: runs the model on a batch on the last stage, and returns tensors in mappings, lists and tuples.
+    """
+    pending: Pending = []
+    results: list[Any] = []
+    on_cpu = recursively_apply(torch.Tensor.cpu, dict(batch))
+    for rows in map(prepare, messages.of_each_stage(on_cpu)):
+        values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
+        with naming_long_rows(stage.stack.model, rows):
+            if not stage.is_last:
+                pending += messages.send_values(stage.slots_out, stage.carry_on(values, rows))
+            else:
+                with stage.running_to_the_end(values, rows) as inputs:
+                    results.append(head(inputs))
+    # only now: gloo's send waits for its receiver, and before this all were busy handing on
+    if not stage.is_last:
+        mine = messages.receive_tree(messages.last)
+    else:
+        mine = results.pop()
+        for owner, result in enumerate(results):
+            pending += messages.send_tree(result, owner)
+    wait_for(pending)
+    return mine
+
+
+@torch.no_grad()
+def outputs_of_frozen(
+    stage: StageModule, messages: PipelineMessages, batch: Batch, boundary: int, seed: int
+) -> tuple[torch.Tensor, ...] | None:
+    """What the first `boundary` units, all frozen, make of a few rows in training. The model stays as it was.
+
+    Collective over the pipeline: the units may be spread over its stages.
+
+    Args:
+        stage: this process's.
+        messages: to the other stages.
+        batch: the model's inputs, on the device, the same on all stages.
+        boundary: number of units.
+        seed: of random numbers.
+
+    Returns:
+        All tensors that cross the boundary, on the stage of the last of these units; None on the others.
+    """
+    if stage.start >= boundary:
+        return None
+    values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
+    stop = min(stage.stop, boundary)
+    model, runner = stage.stack.model, stage.stack.runner
+    with left_as_found(model), generators_kept(model), seeded(seed):
+        model.train()
+        reached = runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
+    if stop == boundary:
+        return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
+    outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
+    wait_for(messages.send_values(stage.slots_out, outputs))
+    return None
