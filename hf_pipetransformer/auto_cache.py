@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -34,6 +35,7 @@ import transformers
 import xxhash
 from torch import nn
 from torch.utils.data import get_worker_info
+from transformers import TrainerState
 
 from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from .cache.activation_files import open_private
@@ -135,6 +137,7 @@ class AutoCache:
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._boundary = 0  # that is filled
+        self._num_epochs = 0  # begun in this `train()`
         self._steps = 0  # of this epoch
         self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
         self._writes = False  # what is put in this epoch will be read
@@ -244,6 +247,34 @@ class AutoCache:
         has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
         if all(self._mesh.gather_objects(has_all)):
             self.num_cached, self._had_rows = num_cached, True
+
+    def follow(
+        self, num_epochs_begun: int, state: TrainerState, *, may_never_repeat: bool, doubts_weights: bool
+    ) -> EpochReport | None:
+        """A step begins, or an epoch with it.
+
+        Args:
+            num_epochs_begun: in this `train()`.
+            state: of the trainer.
+            may_never_repeat: whether the data may not come to their beginning again.
+            doubts_weights: a callback may have changed the frozen layers' weights since the last step.
+
+        Returns:
+            What the last epoch brought, where one begins and the cache was in use.
+        """
+        if num_epochs_begun == self._num_epochs:
+            if doubts_weights:
+                self.check_weights()
+            self.begin_step()
+            return None
+        self._num_epochs = num_epochs_begun
+        done = state.epoch or 0.0
+        epochs_left = state.num_train_epochs - 1 - math.floor(done + 1e-6)
+        # a stream may never come to its beginning again: what it gives is put from its second epoch on
+        repeats = num_epochs_begun > 1 or not may_never_repeat
+        # a stream without a length has no part of an epoch: there the Trainer counts by its steps
+        is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
+        return self.begin_epoch(epochs_left >= 1 and repeats, is_whole)
 
     def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
         """Look back on the epoch that has ended, and decide for the one that begins.

@@ -7,22 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-
-from .model.micro_batch import Batch
 from .pipeline.devices import memory_budget
-from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
 from .planning.costs import UnitCost
 from .planning.plan import PipelinePlan
 from .planning.planner import largest_stage_bytes, make_plan, replan
-from .planning.unit_times import ModelTimes, measure_times, slowest
+from .planning.unit_times import ModelTimes
 from .training_args import PipeTransformerTrainingArguments
 
 logger = logging.getLogger(__name__)
-
-MOST_ROWS_TO_TIME = 8
-"""Rows on which the model's parts are timed; more of them take as much longer."""
 
 
 class Layouts:
@@ -60,9 +53,13 @@ class Layouts:
             times=times,
         )
         """The plan to begin with."""
+        self.num_cached = 0
+        """Layers that were to count as cached when the plan in force was made; fewer do where too few others are
+        left."""
 
     def next(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         """The plan that follows `plan` when so many layers are frozen and cached."""
+        self.num_cached = num_cached
         # a number of stages that the user chose says what a device can hold: no more than at the start
         is_auto = self._args.pipeline_parallel_size == "auto" and self._budget is not None
         budget = self._budget if is_auto else largest_stage_bytes(self.first)
@@ -107,30 +104,7 @@ class Layouts:
             num_cached_layers=facts["num_cached"],
         )
         fits = self._budget is None or largest_stage_bytes(plan) <= max(self._budget, largest_stage_bytes(self.first))
-        return plan if fits else None
-
-
-def time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -> ModelTimes | None:
-    """Time the parts of a complete model on the slowest process. Collective over all processes.
-
-    Args:
-        pipeline: the model.
-        batch: at most `MOST_ROWS_TO_TIME` rows are of use, where the model is.
-        device: to train on.
-
-    Returns:
-        None where the model is not on the device, because it does not fit, or cannot be timed.
-    """
-    mesh = pipeline.mesh
-    is_here = all(parameter.device.type == device.type for parameter in pipeline.model.parameters())
-    if not all(mesh.gather_objects(is_here)):
-        return None
-    per_byte = mesh.seconds_per_reduced_byte(device)
-    times: ModelTimes | None = None
-    try:
-        times = measure_times(pipeline.stack, batch, per_byte)
-    except RuntimeError as error:  # out of memory, for one
-        logger.warning("The model's parts cannot be timed (%s): the plan goes by FLOPs.", error)
-    everyone = mesh.gather_objects(times)
-    measured = [theirs for theirs in everyone if theirs is not None]
-    return slowest(measured) if len(measured) == len(everyone) else None
+        if not fits:
+            return None
+        self.num_cached = facts["counted_as_cached"]
+        return plan

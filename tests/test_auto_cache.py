@@ -20,8 +20,19 @@ from safetensors.torch import load_file
 from test_elastic import StopAfter, reference, stages_by_frozen
 from torch import nn
 from training_data import Kind, TrainingData
-from training_runs import WORLD, Outcome, Run, assert_same_training, largest_difference, outcome_of, pipeline_trainer
-from transformers import DefaultFlowCallback, ProgressCallback, TrainerCallback
+from training_runs import (
+    WORLD,
+    Outcome,
+    Run,
+    assert_same_training,
+    at_each_step,
+    largest_difference,
+    outcome_of,
+    pipeline_trainer,
+    when_it_ends,
+    with_cache_changed,
+)
+from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer, auto_cache
 from hf_pipetransformer.cache import activation_cache
@@ -31,7 +42,7 @@ from hf_pipetransformer.cache.content_keys import KEYS_NAME
 from hf_pipetransformer.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.planner import make_plan
-from hf_pipetransformer.trainer import _watch_steps
+from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""
@@ -105,8 +116,10 @@ def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -
 
 def counted(rank: int, world_size: int, run: Run) -> int:
     trainer = trainer_of(run, SHRINK, EPOCH_START)
+    counts: list[int] = []
+    at_each_step(trainer, after=lambda run: counts.append(run.planner.num_cached))
     trainer.train()
-    return trainer._num_cached
+    return counts[-1]
 
 
 def test_a_streams_layers_count_as_cached() -> None:
@@ -278,13 +291,7 @@ class Stepped:
 def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int = 1) -> tuple[Outcome, str | None]:
     trainer = trainer_of(run, {0: num_stages, 1: num_stages}, {3: 1}, activation_cache=mode)
     reasons: list[str | None] = []
-    adapt = trainer._adapt
-
-    def adapt_and_look() -> None:
-        adapt()
-        reasons.append(trainer._auto_cache and trainer._auto_cache.reason_off)
-
-    trainer._adapt = adapt_and_look  # type: ignore[method-assign]
+    at_each_step(trainer, after=lambda run: reasons.append(run.cache and run.cache.reason_off))
     return outcome_of(trainer), reasons[-1]
 
 
@@ -380,14 +387,7 @@ class Averaged(TrainerCallback):
 
 def parking(trainer: PipeTransformerTrainer) -> None:
     """As on a GPU: weights of cached layers leave the device."""
-    adapt = trainer._adapt
-
-    def adapt_and_park() -> None:
-        assert trainer.pipeline is not None
-        trainer.pipeline.parks = True
-        adapt()
-
-    trainer._adapt = adapt_and_park  # type: ignore[method-assign]
+    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "parks", True))
 
 
 def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
@@ -416,8 +416,8 @@ class RunningAverage(TrainerCallback):
 
 
 def test_weights_stay_where_a_callback_reads_them_in_each_step() -> None:
-    assert _watch_steps([RunningAverage()])
-    assert not _watch_steps([Averaged(), DefaultFlowCallback(), ProgressCallback()])
+    assert watch_steps([RunningAverage()])
+    assert not watch_steps([Averaged()])
 
 
 def scaler(step: int, event: str = "on_step_end", factor: float = 1.5) -> TrainerCallback:
@@ -451,13 +451,7 @@ def scaled(
     if stops_after is not None:
         trainer.add_callback(StopAfter(stops_after))
     reasons: list[str | None] = []
-    end = trainer._end_records
-
-    def look_and_end() -> None:
-        reasons.append(trainer._auto_cache and trainer._auto_cache.reason_off)
-        end()
-
-    trainer._end_records = look_and_end  # type: ignore[method-assign]
+    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
     return outcome_of(trainer), reasons[-1]
 
 
@@ -513,20 +507,21 @@ def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
     """Are the store's names of the weights those of the weights?"""
     trainer = trainer_of(Run(epochs=6, per_device=4 * WORLD), {0: 1, 1: 1, 2: 1}, {3: 1, 12: 2})
     trainer.add_callback(scaler(10))
-    adapt, found = trainer._adapt, list[dict[str, bool]]()
+    found: list[dict[str, bool]] = []
 
-    def adapt_and_look() -> None:
-        cache, pipeline = trainer._auto_cache, trainer.pipeline
-        assert cache is not None and pipeline is not None
+    def turn_off(run: PipelineRun) -> None:
+        assert run.cache is not None
         if trainer.state.global_step == 9:
-            cache._turn_off("loading takes long", may_pay_later=True)
-        adapt()
-        pipeline.weights.unpark()
-        table = pipeline.stack.table
-        digests = cache._function._digests
+            run.cache._turn_off("loading takes long", may_pay_later=True)
+
+    def look(run: PipelineRun) -> None:
+        assert run.cache is not None
+        run.pipeline.weights.unpark()
+        table = run.pipeline.stack.table
+        digests = run.cache._function._digests
         found.append({name: digest == digest_of(table[name]) for name, digest in digests.items()})
 
-    trainer._adapt = adapt_and_look  # type: ignore[method-assign]
+    at_each_step(trainer, turn_off, look)
     trainer.train()
     return found
 
@@ -542,20 +537,14 @@ def slow_to_load(
 ) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
     """What the first layer takes is so little that loading cannot be quicker; the second takes long."""
     trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, table, activation_cache="auto")
-    make, adapt, reasons = trainer._make_auto_cache, trainer._adapt, list[str | None]()
+    reasons: list[str | None] = []
 
-    def make_and_change(*arguments: Any) -> auto_cache.AutoCache:
-        cache = make(*arguments)
+    def change(cache: auto_cache.AutoCache) -> None:
         assert cache._seconds_per_row is not None
         cache._seconds_per_row = [1e-9, 1e3, 1e3, 1e3]
-        return cache
 
-    def adapt_and_look() -> None:
-        adapt()
-        assert trainer._auto_cache is not None
-        reasons.append(trainer._auto_cache.reason_off)
-
-    trainer._make_auto_cache, trainer._adapt = make_and_change, adapt_and_look  # type: ignore[method-assign]
+    with_cache_changed(trainer, change)
+    at_each_step(trainer, after=lambda run: reasons.append(run.cache.reason_off))  # type: ignore[union-attr]
     outcome = outcome_of(trainer)
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], reasons
 
@@ -651,8 +640,9 @@ def evaluating(
     class Looking(TrainerCallback):
         def on_evaluate(self, *_: Any, **__: Any) -> None:
             assert all(KEYS_NAME not in batch for batch in trainer.get_eval_dataloader())
-            if trainer._auto_cache is not None:
-                counts.append(trainer._auto_cache.cache.evaluated)
+            run = trainer._pipeline_run
+            if run is not None and run.cache is not None:
+                counts.append(run.cache.cache.evaluated)
 
     trainer.add_callback(Looking())
     trainer.train()
@@ -746,16 +736,12 @@ def parked(
     run = Run(epochs=6).with_options(eval_strategy="epoch", save_strategy="epoch")
     trainer = trainer_of(run, stages, EPOCH_START, folder)
     held: list[int] = []
-    adapt = trainer._adapt
 
-    def adapt_and_look() -> None:
-        assert trainer.pipeline is not None
-        trainer.pipeline.parks = True
-        adapt()
-        storages = [p.untyped_storage() for p in trainer.pipeline.parameters()]
+    def look(run: PipelineRun) -> None:
+        storages = [p.untyped_storage() for p in run.pipeline.parameters()]
         held.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
 
-    trainer._adapt = adapt_and_look  # type: ignore[method-assign]
+    at_each_step(trainer, lambda run: setattr(run.pipeline, "parks", True), look)
     outcome = outcome_of(trainer)
     return outcome, held, load_file(Path(folder) / "checkpoint-15" / "model.safetensors")
 

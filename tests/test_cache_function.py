@@ -14,7 +14,7 @@ from distributed import run_ranks
 from test_auto_cache import hit_rates, trainer_of
 from torch import nn
 from training_data import PadCollator
-from training_runs import Run, largest_difference, outcome_of
+from training_runs import Run, largest_difference, outcome_of, with_cache_changed
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
@@ -104,15 +104,12 @@ def train(
 def reasons_off(trainer: PipeTransformerTrainer) -> list[str | None]:
     """Why the cache was off when the training closed it; filled by `train()`."""
     reasons: list[str | None] = []
-    make = trainer._make_auto_cache
 
-    def noting(*args: Any) -> Any:
-        made = make(*args)
+    def note(made: Any) -> None:
         close = made.close
         made.close = lambda *a, **k: (reasons.append(made.reason_off), close(*a, **k))[1]
-        return made
 
-    trainer._make_auto_cache = noting  # type: ignore[method-assign]
+    with_cache_changed(trainer, note)
     return reasons
 
 

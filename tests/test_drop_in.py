@@ -260,7 +260,8 @@ def train_twice(trainer: Any, callback: TrainerCallback) -> list[Outcome]:
 def frozen_the_second_time(rank: int, world_size: int, run: Run, stages: int, cache: str) -> list[Outcome]:
     trainer = pipeline_trainer(run, stages, activation_cache=cache, use_cpu=True)
     outcomes = train_twice(trainer, schedule())
-    assert trainer._freeze_callback.num_frozen == FROZEN
+    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, LayerFreezeCallback)]
+    assert callback.num_frozen == FROZEN
     return outcomes
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from training_data import PadCollator
-from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
+from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, with_plans
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
@@ -80,7 +80,7 @@ def expected(name: str, mid_epoch: bool) -> Outcome:
 def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> None:
     """Choose K by the number of frozen layers, in place of the memory rule."""
 
-    def plan_after_freezing(plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
+    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         return make_plan(
             plan.unit_costs,
             plan.world_size,
@@ -89,10 +89,10 @@ def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> 
             rows_per_device=4,
             memory_budget_bytes=None,
             num_frozen_layers=num_frozen,
-            num_cached_layers=trainer._num_cached,
+            num_cached_layers=num_cached,
         )
 
-    trainer._plan_after_freezing = plan_after_freezing  # type: ignore[method-assign]
+    with_plans(trainer, plan_after_freezing)
 
 
 def elastic(
@@ -114,7 +114,9 @@ def elastic(
 
     def noting(model: Any, inputs: Any, *rest: Any) -> Any:
         first = next(iter(inputs.values()))
-        counts = trainer._slices[0].rows > 0 and trainer.pipeline.stage_index == 0  # type: ignore[union-attr]
+        run = trainer._pipeline_run
+        assert run is not None
+        counts = run.batch.waiting[0].rows > 0 and run.pipeline.stage_index == 0
         seen.append([hash(tuple(row.flatten().tolist())) for row in first] if counts else [])
         return step(model, inputs, *rest)
 

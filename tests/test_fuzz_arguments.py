@@ -29,6 +29,7 @@ from hf_pipetransformer.callbacks import LayerFreezeCallback
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.data import first_samples
+from hf_pipetransformer.report.events import FILE_NAME as EVENTS
 from hf_pipetransformer.report.run_recorder import FILE_NAME
 
 INF, NAN = math.inf, math.nan
@@ -334,15 +335,15 @@ def train(
 
 
 def notes_on(trainer: PipeTransformerTrainer) -> dict[str, Any]:
-    plan = trainer._layouts.first
     changes = [entry for entry in trainer.state.log_history if "transform_seconds" in entry]
     freezing = [c for c in trainer.callback_handler.callbacks if isinstance(c, LayerFreezeCallback)]
     records = [json.loads(line) for line in Path("own", FILE_NAME).read_text().splitlines()]
-    logs = [r["values"] for r in records if r["run"] == trainer._recorder.run and r["kind"] == "log"]
+    logs = [r["values"] for r in records if r["run"] == records[-1]["run"] and r["kind"] == "log"]
+    plans = [json.loads(line) for line in Path("own", EVENTS).read_text().splitlines()]
     return {
         "frozen": freezing[0].num_frozen if freezing else 0,
         "frozen_after": {entry["step"]: entry["num_frozen_layers"] for entry in changes},
-        "stages": [plan.pipeline_parallel_size, *(entry["pipeline_parallel_size"] for entry in changes)],
+        "stages": [plans[0]["pipeline_parallel_size"], *(entry["pipeline_parallel_size"] for entry in changes)],
         # of all epochs; the last one's are in the record only, which the main process writes
         "read_cache": any(log.get(f"cache_{name}hit_rate", 0) > 0 for log in logs for name in ("", "older_")),
     }

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from training_data import PadCollator
 from training_runs import Run, pipeline_trainer
 
-from hf_pipetransformer import preparation
+from hf_pipetransformer.run import cutting
 
 RUN = Run("causal-lm", samples=64, per_device=8, accumulation=1).with_options(save_strategy="steps", save_steps=2)
 
@@ -27,13 +27,13 @@ class PadTo32(PadCollator):
 def resumed(rank: int, world_size: int, folder: str, change: str) -> list[bool]:
     """Whether the model's parts were timed: in a training, in one that goes on with it, in one with a change."""
     timings: list[bool] = []
-    time_parts = preparation.time_parts
+    time_parts = cutting._time_parts
 
     def noted(*arguments: Any) -> Any:
         timings[-1] = True
         return time_parts(*arguments)
 
-    preparation.time_parts = noted
+    cutting._time_parts = noted
     for steps, is_changed in ((2, False), (3, False), (4, True)):
         timings.append(False)
         options: dict[str, Any] = {"max_steps": steps}

@@ -28,13 +28,14 @@ from training_runs import (
 )
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainingArguments, preparation, saving
+from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import checkpoints, watchdog
 from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, STATE, newest_whole
 from hf_pipetransformer.resilience.preemption import EXIT_CODE, StopSignal
 from hf_pipetransformer.resilience.progress import PROGRESS
-from hf_pipetransformer.saving import PipelineState
+from hf_pipetransformer.run import checkpointing, cutting, resuming
+from hf_pipetransformer.run.checkpointing import PipelineState
 
 RUN = Run(samples=64, accumulation=1).with_options(save_strategy="steps", save_steps=2)
 
@@ -60,7 +61,7 @@ def resume(rank: int, world_size: int, folder: str, stages: int, wanted: str | b
 
 def test_times_that_cannot_be_read_are_measured_again(tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=4)
-    (tmp_path / "checkpoint-4" / preparation.TIMES).write_text('{"times": []}')
+    (tmp_path / "checkpoint-4" / cutting.TIMES).write_text('{"times": []}')
     (tmp_path / "checkpoint-4" / MANIFEST).write_text("{}")
     run_ranks(resume, 2, str(tmp_path), 2)
 
@@ -269,7 +270,7 @@ def until_full(write: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(STATE, 1), (STATE, 2), (preparation.TIMES, 1), (MANIFEST, 1)],
+    [(STATE, 1), (STATE, 2), (cutting.TIMES, 1), (MANIFEST, 1)],
     ids=["state", "state-with-its-name", "times", "manifest"],
 )
 def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
@@ -284,7 +285,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
 def killed_on_a_full_disk(rank: int, world_size: int, folder: str) -> None:
     """Before anybody has tidied up."""
     if rank == 0:
-        saving.forget_unfinished = lambda folder: (  # type: ignore[attr-defined]
+        checkpointing.forget_unfinished = lambda folder: (  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL) if list(Path(folder, SAVING).glob("*/*.json")) else None
         )
     train_with_little_room(rank, world_size, folder, MANIFEST, 1)
@@ -306,7 +307,7 @@ def fail_to_rotate(rank: int, world_size: int, folder: str) -> None:
     def rotate(*_: Any) -> None:
         raise PermissionError(errno.EPERM, "not yours")
 
-    saving.rotate = rotate  # type: ignore[attr-defined]
+    checkpointing.rotate = rotate  # type: ignore[attr-defined]
     train_some(rank, world_size, folder, 2)
 
 
@@ -320,7 +321,7 @@ def looks_like_another_node(rank: int, world_size: int, folder: str) -> None:
     """The second process is the first of its node, and is shown rank 0's files too late."""
     if rank == 1:
         PipeTransformerTrainingArguments.local_process_index = property(lambda self: 0)  # type: ignore[assignment]
-        saving.STATE = saving.MANIFEST = "not-yet-to-be-seen"
+        checkpointing.STATE = checkpointing.MANIFEST = "not-yet-to-be-seen"
     train_some(rank, world_size, folder, 2, stop=2)
 
 
@@ -652,7 +653,7 @@ def test_callbacks_may_be_added_on_resuming(tmp_path: Path) -> None:
 
 def best_on_one_disk(rank: int, world_size: int, folder: str) -> None:
     if rank == 1:
-        saving.WEIGHT_FILES = ()  # it sees none of them
+        resuming.WEIGHT_FILES = ()  # it sees none of them
     options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, folder).train()
 

@@ -26,13 +26,23 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from test_elastic import reference
-from training_runs import WORLD, Outcome, Run, largest_difference, outcome_of, pipeline_trainer
+from training_runs import (
+    WORLD,
+    Outcome,
+    Run,
+    at_each_step,
+    largest_difference,
+    outcome_of,
+    pipeline_trainer,
+    with_plans,
+)
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.run.run import PipelineRun
 
 RANKS = 2
 
@@ -215,7 +225,7 @@ class Soaked:
 def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
     """Go over from two stages to one and back after these steps, whether a layer freezes there or not."""
 
-    def other_plan(plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
+    def other_plan(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         return make_plan(
             plan.unit_costs,
             plan.world_size,
@@ -224,20 +234,18 @@ def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
             rows_per_device=trainer.args.per_device_train_batch_size,
             memory_budget_bytes=None,
             num_frozen_layers=num_frozen,
-            num_cached_layers=trainer._num_cached,
+            num_cached_layers=num_cached,
         )
 
-    adapt = trainer._adapt
     to_come = [*changes]
 
-    def adapt_and_change() -> None:
+    def change(run: PipelineRun) -> None:
         if to_come and to_come[0] == trainer.state.global_step:
             to_come.pop(0)
-            trainer._num_cached = -1  # as if it had changed: a plan is made
-        adapt()
+            run.planner.num_cached = -1  # as if it had changed: a plan is made
 
-    trainer._plan_after_freezing = other_plan  # type: ignore[method-assign]
-    trainer._adapt = adapt_and_change  # type: ignore[method-assign]
+    with_plans(trainer, other_plan)
+    at_each_step(trainer, change)
 
 
 def soak(rank: int, world_size: int, course: Course, folder: str) -> Soaked:

@@ -21,12 +21,22 @@ from test_auto_cache import EPOCH_START, RUNS, SHRINK, augmented, cached, expect
 from test_elastic import StopAfter
 from torch import nn
 from training_data import LONGEST
-from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of
+from training_runs import (
+    WORLD,
+    Outcome,
+    Run,
+    assert_same_training,
+    at_each_step,
+    outcome_of,
+    when_it_ends,
+    with_cache_changed,
+)
 from transformers import TrainerCallback
 
 from hf_pipetransformer import auto_cache
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import ActivationCache
+from hf_pipetransformer.run.run import PipelineRun
 
 
 def warnings_of_the_cache() -> list[str]:
@@ -101,18 +111,12 @@ def unreadable(rank: int, world_size: int) -> list[str]:
     """Only the output of three layers may be kept, and the first of four stages has one of its own."""
     messages: list[str] = []
     trainer = trainer_of(Run(epochs=3), {0: 4, 2: 4}, {3: 2})
-    make = trainer._make_auto_cache
-
-    def make_and_change(*arguments: Any) -> auto_cache.AutoCache:
-        cache = make(*arguments)
-        cache._allowed = [3]
-        return cache
+    with_cache_changed(trainer, lambda cache: setattr(cache, "_allowed", [3]))
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    trainer._make_auto_cache = make_and_change  # type: ignore[assignment, method-assign]
     logger = logging.getLogger(auto_cache.__name__)
     logger.setLevel(logging.INFO)
     logger.addHandler(Handler())
@@ -230,13 +234,7 @@ def loading_slowly(rank: int, world_size: int, run: Run) -> tuple[Outcome, str |
     ActivationCache._find = find_slowly  # type: ignore[method-assign]
     trainer = trainer_of(run, SHRINK, {3: 1}, activation_cache="auto")
     reasons: list[str | None] = []
-    end = trainer._end_records
-
-    def look_and_end() -> None:
-        reasons.append(trainer._auto_cache and trainer._auto_cache.reason_off)
-        end()
-
-    trainer._end_records = look_and_end  # type: ignore[method-assign]
+    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
     outcome = outcome_of(trainer)
     return outcome, reasons[-1], [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
 
@@ -268,11 +266,9 @@ def damaging(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome
     """After each step some bytes of the store are turned over or cut off."""
     messages = warnings_of_the_cache()
     trainer = trainer_of(run, SHRINK, EPOCH_START, activation_cache_dir=folder)
-    adapt = trainer._adapt
     draw = random.Random(rank)
 
-    def adapt_and_damage() -> None:
-        adapt()
+    def damage(run: PipelineRun) -> None:
         files = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size > 64]
         for path in draw.sample(sorted(files), min(len(files), 2)):
             with suppress(OSError):
@@ -283,7 +279,7 @@ def damaging(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome
                     file.write(data)
                     file.truncate(len(data) - draw.randrange(0, 64))
 
-    trainer._adapt = adapt_and_damage  # type: ignore[method-assign]
+    at_each_step(trainer, after=damage)
     outcome = outcome_of(trainer)
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], messages
 

@@ -29,6 +29,7 @@ from training_runs import (
     pipeline_trainer,
     reference,
     weights_of,
+    with_plans,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -258,7 +259,7 @@ def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> Pi
         **options,
     )
 
-    def plan_after_freezing(plan: PipelinePlan, num_frozen: int) -> PipelinePlan:
+    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         return make_plan(
             plan.unit_costs,
             plan.world_size,
@@ -268,7 +269,7 @@ def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> Pi
             num_frozen_layers=num_frozen,
         )
 
-    trainer._plan_after_freezing = plan_after_freezing  # type: ignore[method-assign]
+    with_plans(trainer, plan_after_freezing)
     return trainer
 
 

@@ -6,8 +6,11 @@ Functions here run inside the ranks of `distributed.run_ranks`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from model_zoo import MODELS, without_dropout
@@ -16,6 +19,12 @@ from training_data import ZOO_MODEL, Kind, PadCollator, StreamedData, TrainingDa
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.auto_cache import AutoCache
+from hf_pipetransformer.layouts import Layouts
+from hf_pipetransformer.planning.plan import PipelinePlan
+from hf_pipetransformer.run import run as run_module
+from hf_pipetransformer.run.recording import RunLog
+from hf_pipetransformer.run.run import PipelineRun
 
 WORLD = 4
 
@@ -134,6 +143,72 @@ def outcome_of(trainer: Trainer, resume_from_checkpoint: str | None = None) -> O
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: copy.deepcopy(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------ looking into a training
+def while_training(trainer: Trainer, owner: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute of a class or module while this trainer's `train()` runs."""
+    train = trainer.train
+
+    def patched(*positional: Any, **keywords: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+            return train(*positional, **keywords)
+
+    trainer.train = patched  # type: ignore[method-assign]
+
+
+def with_plans(trainer: Trainer, choose: Callable[[PipelinePlan, int, int], PipelinePlan]) -> None:
+    """Choose the plan that follows another by (plan, frozen, cached), in place of the memory rule."""
+
+    def following(self: Layouts, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
+        self.num_cached = num_cached
+        return choose(plan, num_frozen, num_cached)
+
+    while_training(trainer, Layouts, "next", following)
+
+
+def nothing(run: PipelineRun) -> None:
+    """Looks at nothing."""
+
+
+def at_each_step(
+    trainer: Trainer,
+    before: Callable[[PipelineRun], None] = nothing,
+    after: Callable[[PipelineRun], None] = nothing,
+) -> None:
+    """Look at the run, or change it, before and after it adapts to what has been decided."""
+    adapt = PipelineRun.adapt
+
+    def adapting(self: PipelineRun) -> None:
+        before(self)
+        adapt(self)
+        after(self)
+
+    while_training(trainer, PipelineRun, "adapt", adapting)
+
+
+def when_it_ends(trainer: Trainer, look: Callable[[AutoCache | None], None]) -> None:
+    """Look at the cache when the last step is done."""
+    end = RunLog.end
+
+    def ending(self: RunLog, cache: AutoCache | None) -> None:
+        look(cache)
+        end(self, cache)
+
+    while_training(trainer, RunLog, "end", ending)
+
+
+def with_cache_changed(trainer: Trainer, change: Callable[[AutoCache], None]) -> None:
+    """Change the cache when it has been made."""
+    make = run_module.make_cache
+
+    def making(*positional: Any) -> AutoCache:
+        cache = make(*positional)
+        change(cache)
+        return cache
+
+    while_training(trainer, run_module, "make_cache", making)
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:

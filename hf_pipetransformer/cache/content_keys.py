@@ -19,6 +19,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -301,6 +302,35 @@ class KeyedInputs:
         return bool(added and mine - inputs.keys()) or any(
             not _is_same(*self._inputs[name], inputs[name], ROUNDING) for name in mine & inputs.keys()
         )
+
+
+@dataclass(frozen=True)
+class BatchKeys:
+    """A batch's keys, taken out of it, so that a user's methods see the batch as their collator has made it.
+
+    Attributes:
+        tensor: the keys.
+        inputs: what they are keys of.
+    """
+
+    tensor: torch.Tensor
+    inputs: KeyedInputs
+
+    @classmethod
+    def taken_out_of(cls, batch: Any) -> tuple[Any, BatchKeys | None]:
+        """The batch without its keys, and these; None if it has none."""
+        if not isinstance(batch, Mapping) or KEYS_NAME not in batch:
+            return batch, None
+        tensor = batch[KEYS_NAME]
+        if isinstance(batch, MutableMapping):
+            del batch[KEYS_NAME]
+        else:
+            batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
+        return batch, cls(tensor, KeyedInputs(batch))
+
+    def blank(self) -> BatchKeys:
+        """In their place where they must not count: `without_keys`."""
+        return BatchKeys(without_keys(self.tensor), self.inputs)
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..cache.content_keys import KEYS_NAME, KeyedInputs
+from ..cache.content_keys import BatchKeys
 from ..cache.node_order import order_by_node
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows
@@ -44,8 +43,7 @@ class BatchSlice:
 
     rows: int  # of this pipeline; 0: it got one row that must not count
     global_rows: int
-    keys: torch.Tensor | None = None  # of the rows in the activation cache, on the CPU
-    keyed: KeyedInputs | None = field(default=None, compare=False)  # what they are keys of
+    keys: BatchKeys | None = field(default=None, compare=False)  # of the rows in the activation cache, on the CPU
     items: int | float = 0  # that a loss counts in it, as the collator has returned it
 
 
@@ -97,19 +95,12 @@ class KeysApart:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._keys: torch.Tensor | None = None  # of the latest batch
-        self._keyed = KeyedInputs({})
+        self.keys: BatchKeys | None = None
+        """Of the latest batch."""
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            self._keys = None
-            if isinstance(batch, Mapping) and KEYS_NAME in batch:
-                self._keys = batch[KEYS_NAME]
-                if isinstance(batch, MutableMapping):
-                    del batch[KEYS_NAME]
-                else:
-                    batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
-                self._keyed = KeyedInputs(batch)
+        for keyed in self._loader:
+            batch, self.keys = BatchKeys.taken_out_of(keyed)
             yield batch
 
     def __len__(self) -> int:
@@ -117,10 +108,6 @@ class KeysApart:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-    def keys_of(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-        """The keys of the latest batch; None if it had none, or these inputs are not all that it was."""
-        return self._keys if self._keys is not None and self._keyed.are(inputs, ignored=()) else None
 
 
 class NumberedBatches(Dataset[Any]):
@@ -291,10 +278,8 @@ class NumberedBatches(Dataset[Any]):
                 batch = self._keying_collate_fn(batch[start:stop] or batch[:1])
         self.next_number = number + 1
         # apart from the batch: the Trainer would move them to the device, and a model does not know them
-        keys = keyed = None
-        if isinstance(batch, MutableMapping) and KEYS_NAME in batch:
-            keys, keyed = batch.pop(KEYS_NAME), KeyedInputs(batch)
-        self.last_slice = BatchSlice(stop - start, global_rows, keys, keyed)
+        batch, keys = BatchKeys.taken_out_of(batch)
+        self.last_slice = BatchSlice(stop - start, global_rows, keys)
         return batch
 
     def slice_of(self, number: int) -> list[int]:

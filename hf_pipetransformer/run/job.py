@@ -1,0 +1,168 @@
+"""What the parts of a run ask about the training: its arguments, its model, what is distributed how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from ..cache.content_keys import NOT_IN_KEYS
+from ..callbacks import LayerFreezeCallback
+from ..model.micro_batch import batch_rows, select_rows
+from ..pipeline.data import first_samples
+from ..pipeline.mesh import ProcessMesh
+from ..randomness import generators_kept, seeded
+from ..training_args import PipeTransformerTrainingArguments
+from .samples import SampleCollator
+
+COST_SAMPLE_ROWS = 16
+"""Rows among which the longest one says how long the rows are on which the units' costs are counted, at most."""
+STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A trainer with its processes. Whatever it is asked, it reads off the trainer at that moment.
+
+    Attributes:
+        trainer: the user's, of which only what every `transformers.Trainer` has is used.
+        mesh: its processes.
+    """
+
+    trainer: Trainer
+    mesh: ProcessMesh
+
+    @property
+    def args(self) -> PipeTransformerTrainingArguments:
+        args = self.trainer.args
+        assert isinstance(args, PipeTransformerTrainingArguments)
+        return args
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's."""
+        model: Any = self.trainer.model
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.args.device
+
+    @property
+    def mixed_precision(self) -> str:
+        return str(self.trainer.accelerator.mixed_precision)
+
+    @property
+    def freeze_callback(self) -> LayerFreezeCallback | None:
+        """Looked up anew each time: resuming replaces callback objects."""
+        callbacks = self.trainer.callback_handler.callbacks
+        return next((c for c in callbacks if isinstance(c, LayerFreezeCallback)), None)
+
+    @property
+    def users_callbacks(self) -> list[Any]:
+        """Those that neither transformers nor we have brought."""
+        callbacks = self.trainer.callback_handler.callbacks
+        return [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
+
+    @property
+    def may_cache(self) -> bool:
+        """Whether frozen layers' outputs may be cached, as far as the arguments say."""
+        # what is found in time for the next epoch depends on the writer's speed, and states differ by rounding
+        wanted = self.args.activation_cache == "on" or (
+            self.args.activation_cache == "auto" and not self.args.full_determinism
+        )
+        return wanted and self.freeze_callback is not None and not self.args.slices_tokens
+
+    @property
+    def not_in_keys(self) -> frozenset[str]:
+        """Inputs that frozen layers do not read, as far as names tell; the cache's probe tries it."""
+        return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())
+
+    @property
+    def sums_nothing_up(self) -> bool:
+        """Whether a step is one loss, but for stages' micro-batches."""
+        return self.mesh.world_size == 1 and self.args.gradient_accumulation_steps == 1
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether samples are looked at before the first step: not where one process trains the plain model."""
+        return not self.sums_nothing_up or self.args.uses_pipeline or self.freeze_callback is not None
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that the collator and the model are given together: no more than in a batch of the training."""
+        stages = self.args.pipeline_parallel_size
+        batch = self.args.per_device_train_batch_size * (stages if isinstance(stages, int) else 1)
+        return min(COST_SAMPLE_ROWS, batch)
+
+    @property
+    def datasets(self) -> list[Any]:
+        """Those that are trained and evaluated on."""
+        evaluated = self.trainer.eval_dataset
+        everything = [
+            self.trainer.train_dataset,
+            *(evaluated.values() if isinstance(evaluated, dict) else [evaluated]),
+        ]
+        return [dataset for dataset in everything if dataset is not None]
+
+    def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the stock `_prepare_inputs` does to a batch; a user's may do more."""
+        given: Any = inputs
+        return Trainer._prepare_inputs(self.trainer, given)
+
+    def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
+        """To try things on a few rows with."""
+        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once)
+
+    def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
+        """Samples to find the model's units on, and what collates them.
+
+        Raises:
+            ValueError: they can only be had by taking them away from the evaluation, or training.
+        """
+        dataset, collate_fn = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
+        with seeded(self.args.seed), generators_kept(dataloader, dataset):
+            if dataset is not None and collate_fn is not None:
+                if isinstance(dataset, IterableDataset):
+                    dataset = whole_stream(dataset)
+                return first_samples(dataset, COST_SAMPLE_ROWS), collate_fn
+            batches = iter(dataloader)
+            if batches is dataloader:
+                raise ValueError(
+                    f"The loader ({type(dataloader).__name__}) has no dataset and can be read once only, so there is"
+                    " no sample to find the model's layers or loss on: return a DataLoader or a list of batches from"
+                    " get_train_dataloader and get_eval_dataloader (or call train() before evaluate())."
+                )
+            batch = next(batches)
+        rows = batch_rows(batch)
+        return [row % rows for row in range(COST_SAMPLE_ROWS)], partial(select_rows, batch)
+
+
+def whole_stream(dataset: Any) -> Any:
+    """The user's stream, below the shard that Accelerate may have made of it."""
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+
+def refuse_distributed_model(model: Any) -> None:
+    """
+    Raises:
+        ValueError: something else has distributed the model already.
+    """
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(
+            f"model is wrapped in {type(model).__name__}: pass the plain model (model.module), the trainer distributes"
+            " it."
+        )
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map:
+        raise ValueError(
+            f"model is spread by a device map ({len(device_map)} entries): load it without device_map, the pipeline's"
+            " stages take their part."
+        )

@@ -1,0 +1,217 @@
+"""The loss of a batch that is cut into parts: what each micro-batch adds to it.
+
+training loop      run/batches.py        `GlobalBatch`: items and rows of an optimizer step, over all replicas
+compute_loss       `TrainersLoss`        the user's, on a part of a batch, weighed as `LossReduction` says
+last stage         `BatchInFlight`       the micro-batches of one `training_step`, and their losses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cache.content_keys import KeyedInputs, named_inputs
+from ..model.kv_slices import SliceCache
+from ..model.loss_scaling import IGNORED, LossReduction
+from ..model.micro_batch import Batch, batch_rows
+from ..pipeline.data import BatchSlice
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..randomness import seeded
+from .job import TrainingJob
+
+
+@dataclass(frozen=True)
+class TrainersLoss:
+    """The loss as the trainer computes it, the user's own included; and what can be read off it.
+
+    Attributes:
+        job: the training.
+    """
+
+    job: TrainingJob
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Inputs that are labels."""
+        return tuple(dict.fromkeys(("labels", *(self.job.trainer.label_names or ()))))
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether label i + 1 is predicted at position i."""
+        return bool(getattr(self.job.trainer, "_loss_shifts_labels", False))
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is a transformers model's own, which knows labels that do not count."""
+        model: Any = self.job.model
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # ours, too, adds nothing
+        owner = next(cls for cls in type(self.job.trainer).__mro__ if "compute_loss" in vars(cls))
+        is_overridden = not owner.__module__.startswith(("transformers.", "hf_pipetransformer."))
+        is_stock_model = type(model).__module__.startswith("transformers.")
+        return is_stock_model and not is_overridden and self.job.trainer.compute_loss_func is None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model can be tried in full precision; flash attention knows nothing but half precision."""
+        model = self.job.model
+        attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+        has_exact_weights = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+        return has_exact_weights and "flash" not in attention and self.job.mixed_precision != "fp8"
+
+    @property
+    def scale(self) -> float:
+        """By which the gradient scaler multiplies losses; 1 without one."""
+        scaler = self.job.trainer.accelerator.scaler
+        return scaler.get_scale() if scaler is not None else 1.0
+
+    def passes_items(self, batch: Batch) -> bool:
+        """Whether the stock Trainer passes `num_items_in_batch` for such a batch: else a loss gets None from it."""
+        trainer = self.job.trainer
+        return "labels" in batch and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+    def has_ignored(self, batch: Batch) -> bool:
+        """Whether some labels of a batch do not count."""
+        labels = (batch.get(name) for name in self.label_names)
+        return any(isinstance(values, torch.Tensor) and bool(values.eq(IGNORED).any()) for values in labels)
+
+    def of_batch(self, batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
+        """Of a prepared batch by itself, 0-dimensional, with other random numbers for another seed."""
+        trainer = self.job.trainer
+        with seeded(self.job.args.seed + seed), trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(self.job.model, batch, num_items_in_batch=num_items)
+        assert isinstance(loss, torch.Tensor)
+        return loss.mean()
+
+    def of_part(
+        self,
+        reduction: LossReduction,
+        model: nn.Module,
+        batch: Batch,
+        num_items: int | float,
+        share: float = 1.0,
+    ) -> torch.Tensor:
+        """What a part of a batch adds to the whole batch's loss.
+
+        Args:
+            reduction: how the loss adds up.
+            model: the model, of which a stage may be all that runs.
+            batch: the part.
+            num_items: of the whole batch.
+            share: as in `LossReduction.part`; 0: the part's row does not count.
+        """
+        asked: Any
+        asked, weight = reduction.part(batch, num_items, share) if share else (num_items, 0.0)
+        inputs = dict(batch)
+        if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
+            inputs |= {
+                name: torch.zeros_like(value)
+                if name != reduction.key or not value.is_floating_point()
+                else torch.ones_like(value)
+                for name in {*self.label_names, "shift_labels", reduction.key}
+                if isinstance(value := inputs.get(name), torch.Tensor)
+            }
+        trainer = self.job.trainer
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=asked if self.passes_items(batch) else None)
+        assert isinstance(loss, torch.Tensor)
+        return loss.mean() * weight
+
+
+class BatchInFlight:
+    """This pipeline's slice of a global batch while `training_step` runs it.
+
+    Args:
+        loss: the trainer's.
+        reduction: how it adds up.
+        part: which part of the global batch the slice is.
+        num_items: that the loss counts in the batch of the optimizer step, over all replicas.
+        num_rows: of that batch.
+        batch: the slice, prepared.
+    """
+
+    def __init__(
+        self,
+        loss: TrainersLoss,
+        reduction: LossReduction,
+        part: BatchSlice,
+        num_items: int | float,
+        num_rows: int,
+        batch: Batch,
+    ) -> None:
+        self.part = part
+        self.num_rows = num_rows
+        self.losses: list[torch.Tensor] = []
+        """Of each micro-batch, on the last stage."""
+        self.exchanges_inputs = False
+        """Whether the last stage has called the model on other inputs than the stages before it."""
+        self._loss = loss
+        self._reduction = reduction
+        scale = self._scale_of_items(batch)
+        self._items = num_items if scale == 1.0 else num_items / scale
+
+    def loss_of(self, pipeline: ElasticPipeline, micro_batch: Batch) -> torch.Tensor:
+        """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
+        model = pipeline.model
+        with self._noting_exchanged_inputs(pipeline, micro_batch):
+            part = self._loss.of_part(
+                self._reduction, model, micro_batch, self._items, self._share(pipeline, micro_batch)
+            )
+        cache = micro_batch.get("past_key_values")
+        if self.losses and isinstance(cache, SliceCache) and cache.get_seq_length():
+            self.losses[-1] = self.losses[-1] + part.detach()  # later tokens of the same rows
+        else:
+            self.losses.append(part.detach())
+        return part * (pipeline.num_replicas * self._loss.scale)
+
+    def again(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
+        """The same of some of its rows, or of all, without a trace of it."""
+        share = self._share(pipeline, batch)
+        return self._loss.of_part(self._reduction, pipeline.model, batch, self._items, share)
+
+    def total(self, device: torch.device) -> torch.Tensor:
+        """Of all micro-batches that this process has computed, 0-dimensional."""
+        return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
+
+    def _scale_of_items(self, batch: Batch) -> float:
+        """Items of the batch as collated, over those in what `_prepare_inputs` made of it: it may make probabilities
+        of class labels."""
+        if self._reduction.kind != "mean" or not self.part.rows or not self.part.items:
+            return 1.0
+        count = self._reduction.count(batch)
+        return 1.0 if count == self.part.items or not count else self.part.items / count
+
+    def _share(self, pipeline: ElasticPipeline, micro_batch: Batch) -> float:
+        """Share of this micro-batch in the rows of an optimizer step's batch; 0 where its row does not count."""
+        assert pipeline.stage is not None
+        if not self.part.rows or self._reduction.kind in ("sum", "mean", "plain_sum"):
+            return float(bool(self.part.rows))
+        here = sum(batch_rows(part) for part in pipeline.stage.micro_batches)  # a collator may pack samples
+        return batch_rows(micro_batch) / here * (self.part.rows / self.num_rows)
+
+    @contextmanager
+    def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:
+        """Inside, it is noted if the last stage calls the model on other inputs than the stages before it.
+
+        They call it themselves, and see nothing of what a `compute_loss` makes of them: the probe of the loss has seen
+        what it does each time, but not what it does in training only, or now and then.
+        """
+        if pipeline.num_stages == 1:
+            yield
+            return
+        model, ignored = pipeline.model, self._loss.job.not_in_keys
+        given = KeyedInputs(inputs)
+
+        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.exchanges_inputs |= given.are_exchanged(named_inputs(model, args, kwargs), ignored)
+
+        hook = model.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()

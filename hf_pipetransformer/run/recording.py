@@ -1,0 +1,123 @@
+"""What a run writes down as it goes: lines for the log, metrics for whoever logs, records for the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from ..auto_cache import AutoCache, EpochReport
+from ..pipeline.elastic_pipeline import Transformation
+from ..planning.plan import PipelinePlan
+from ..planning.token_slicing import RowSlices
+from ..report import events
+from ..report.run_recorder import RunRecorder, facts_of_run
+from .job import TrainingJob
+
+logger = logging.getLogger(__name__)
+
+MOST_SHAPES_TO_LOG = 8
+"""Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
+
+
+@contextmanager
+def recording(trainer: Trainer, recorder: RunRecorder, before: Sequence[TrainerCallback] = ()) -> Iterator[None]:
+    """Inside, the recorder watches a `train()`, and is told how it ends.
+
+    Args:
+        trainer: that trains.
+        recorder: a new one.
+        before: callbacks that come before it. They all come first, so that loggers which save the model at the end see
+            all of it; and some take numbers out of the logs.
+    """
+    mine = [*before, recorder]
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:0] = mine
+    recorder.begin(trainer.is_world_process_zero())
+    has_ended = False
+    try:
+        yield
+        has_ended = True
+    finally:
+        recorder.end(has_ended, trainer.state.global_step)
+        callbacks[:] = [callback for callback in callbacks if not any(callback is one for one in mine)]
+
+
+class RunLog:
+    """Tells of one `train()` whoever wants to know.
+
+    Args:
+        job: the training.
+    """
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.recorder = RunRecorder(job.args)
+        self._job = job
+        self._num_shapes = 0  # that the log has told of, under the plan in force
+        self._plan: PipelinePlan | None = None
+
+    def recording(self, before: Sequence[TrainerCallback]) -> AbstractContextManager[None]:
+        """As the function of this name."""
+        return recording(self._job.trainer, self.recorder, before)
+
+    def begin(self, plan: PipelinePlan) -> None:
+        """The model has been placed. Collective over all processes."""
+        facts = facts_of_run(self._job.model, self._job.args)
+        self.record("resume" if self._job.trainer.state.global_step else "start", plan, facts=facts)
+
+    def record(self, event: str, plan: PipelinePlan, **measured: Any) -> None:
+        """An event in the run's file, and how the layout before it did. Collective over all processes."""
+        self._record_usage()
+        self._plan = plan
+        self._write(event, plan, **measured)
+
+    def transformed(self, change: Transformation) -> None:
+        """One line in the log, one record in the run's file, and metrics. Collective over all processes."""
+        self._num_shapes = 0
+        everyone = self._job.mesh.gather_objects((dict(change.seconds), change.bytes_moved))
+        phases = {phase: max(seconds[phase] for seconds, _ in everyone) for phase in change.seconds}
+        total = max(sum(seconds.values()) for seconds, _ in everyone)
+        moved = sum(count for _, count in everyone)
+        if self._job.trainer.is_world_process_zero():
+            logger.info("%s", events.describe(change, total, moved))
+        self.record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
+        layout = events.layout_of(change.after)
+        numbers = {key: value for key, value in layout.items() if isinstance(value, int)}
+        self._job.trainer.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
+
+    def sliced(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
+        """On the main process alone: a line in the log and a record for each of the first shapes."""
+        if not self._job.trainer.is_world_process_zero() or self._num_shapes == MOST_SHAPES_TO_LOG:
+            return
+        self._num_shapes += 1
+        logger.info("%s", events.describe_slices(parts, seconds))
+        assert self._plan is not None
+        self._write(events.SLICES, self._plan, slices=events.slices_of(parts, seconds))
+
+    def cache_epoch(self, report: EpochReport) -> None:
+        """What the cache did in the epoch that has ended, as metrics."""
+        self._job.trainer.log(events.cache_metrics(report.counts, report.nbytes))
+
+    def end(self, cache: AutoCache | None) -> None:
+        """What is only known when the last step is done. Collective over all processes."""
+        state = self._job.trainer.state
+        self._record_usage()
+        if cache is not None and cache.reason_off is not None:
+            self.recorder.record_cache_off(cache.reason_off, state.global_step)
+        elif cache is not None:
+            report = cache.look_back()
+            if report.counts.rows:
+                self.recorder.record_log(events.cache_metrics(report.counts, report.nbytes), state)
+
+    def _record_usage(self) -> None:
+        everyone = self._job.mesh.gather_objects(self.recorder.take_usage())
+        self.recorder.record_usage(everyone, self._job.trainer.state.global_step)
+
+    def _write(self, event: str, plan: PipelinePlan, **values: Any) -> None:
+        trainer = self._job.trainer
+        if trainer.is_world_process_zero():
+            folder, step, epoch = trainer.args.output_dir or ".", trainer.state.global_step, trainer.state.epoch or 0.0
+            events.record(folder, event, plan, step, epoch, run=self.recorder.run, **values)

@@ -1,0 +1,216 @@
+"""From which checkpoint a training resumes, and how its files are read.
+
+train(True)           rank 0 chooses the newest valid checkpoint, and all take it
+_load_from_checkpoint, _load_best_model, _load_optimizer_and_scheduler
+                      each process takes what it holds
+create_optimizer      all recall what the checkpoint keeps besides the stock Trainer's state (`PipelineState`)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import (
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from ..resilience.checkpoints import (
+    KEPT,
+    MANIFEST,
+    damage_of,
+    forget_unfinished,
+    give_back,
+    newest_whole,
+    replaced_weights,
+)
+from .job import TrainingJob
+
+logger = logging.getLogger(__name__)
+
+LAST = "last"
+"""In place of a checkpoint to resume from: the newest valid one, if there is one."""
+
+WEIGHT_FILES = (
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    ADAPTER_WEIGHTS_NAME,
+)
+"""One of which the stock Trainer loads as the best model."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Choosing
+# ---------------------------------------------------------------------------------------------------------
+
+
+def stock_checkpoint_to_resume(output_dir: str | None, wanted: str | bool | None) -> str | bool | None:
+    """Likewise, where the stock Trainer runs alone: it does not know "last"."""
+    folder = output_dir or "."
+    if wanted == LAST:
+        return get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    return wanted
+
+
+def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | bool | None:
+    """The checkpoint from which `train` is to resume, the same on all processes. Collective over all processes.
+
+    Args:
+        job: the training.
+        wanted: its folder; True: the newest one that is valid; "last": likewise, or none if there is none, so
+            that a job can be started again by the same command.
+
+    Raises:
+        ValueError: the one that was named is damaged, or all are.
+    """
+    is_first = job.args.process_index == 0
+    mine = None
+    if is_first and wanted:
+        mine = (wanted, *_choose(Path(job.args.output_dir or "."), wanted))
+    choice = job.mesh.gather_objects(mine)[0]  # the others may see another disk, or see it late
+    if choice is None:
+        return None
+    wanted, chosen, problems = choice
+    if chosen is None and problems:
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r}: {'; '.join(problems)}. Name another checkpoint, or train from the"
+            f" beginning. (If you have changed its files yourself, let {MANIFEST} contain {{}} and nothing else.)"
+        )
+    if chosen is None:
+        return None if wanted == LAST else wanted  # the stock Trainer says that there is none
+    if is_first:
+        _warn_of(Path(chosen), problems)
+    return str(chosen)
+
+
+def _warn_of(chosen: Path, problems: list[str]) -> None:
+    if problems:
+        logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
+    replaced = replaced_weights(chosen)
+    if replaced:
+        logger.warning(
+            "Resuming from %s, whose weights somebody has written anew (%s is gone): they can be read, but no"
+            " checksum tells whether they are those of its optimizer.",
+            chosen,
+            ", ".join(replaced),
+        )
+    # the stock Trainer takes both files or none
+    if not all((chosen / file).is_file() for file in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+        logger.warning(
+            "%s has the model only (save_only_model): optimizer, learning rates and random numbers begin anew.",
+            chosen,
+        )
+
+
+def _choose(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
+    """On one process: whatever goes wrong is for all of them to hear."""
+    try:
+        return _look_for(folder, wanted)
+    except OSError as error:
+        return None, [str(error)]
+
+
+def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
+    if wanted is True or wanted == LAST:
+        if not folder.is_dir():
+            return None, []
+        forget_unfinished(folder)  # which may give one its name back
+        newest, problems = newest_whole(folder)
+        return (None if newest is None else str(newest)), problems
+    path = Path(str(wanted))
+    if not path.is_dir():
+        give_back(path.parent)  # it was about to be replaced
+    damage = damage_of(path) if path.is_dir() else None  # the stock Trainer says that it is not there
+    return (str(wanted), []) if damage is None else (None, [f"{path.name}: {damage}"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------
+
+
+def recall(job: TrainingJob) -> dict[str, Any]:
+    """What the checkpoint keeps that the training resumes with, if any. Collective over all processes.
+
+    The stock Trainer, too, hands it on, with steps that it does not know of.
+    """
+    state = job.trainer.state
+    states: Any = state.stateful_callbacks
+    memory = states.get(KEPT, {}).get("attributes", {}).get("memory", {})
+    mine = memory if memory.get("step") == state.global_step else {}
+    # a process that does not see the best checkpoint has forgotten it, and all load it together
+    everyone = job.mesh.gather_objects((mine, state.best_model_checkpoint))
+    kept, state.best_model_checkpoint = everyone[0]
+    return kept
+
+
+@contextmanager
+def translating_names(model: Any, checkpoint: str) -> Iterator[None]:
+    """Inside, weights that `save_pretrained` has written under a model's published names come under its own.
+
+    `from_pretrained` knows both (those of ViT's layers, for one). The stock Trainer loads what has the right name
+    and leaves the rest of the model as it is, with a warning (transformers 5.23).
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    loading: Any = model
+    load, translated = loading.load_state_dict, None
+
+    def load_translated(state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        nonlocal translated
+        own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        if not own.issuperset(state_dict) and not own.issubset(state_dict):
+            translated = translated or type(model).from_pretrained(checkpoint).state_dict()
+            state_dict = translated
+        return load(state_dict, *args, **options)
+
+    loading.load_state_dict = load_translated
+    try:
+        yield
+    finally:
+        del loading.load_state_dict
+
+
+def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str) -> None:
+    """As the stock method does, which would put the whole model's state on every device at once."""
+    optimizer, scheduler = (os.path.join(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+    if os.path.isfile(optimizer) and os.path.isfile(scheduler):
+        assert trainer.optimizer is not None and trainer.lr_scheduler is not None
+        # not read but mapped: what is here is copied out of it
+        state = torch.load(optimizer, map_location="cpu", mmap=True, weights_only=True)
+        trainer.optimizer.load_state_dict(state)
+        trainer.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
+
+
+def refuse_best_model_that_some_lack(job: TrainingJob) -> None:
+    """Their stages would keep the last weights. Collective over all processes.
+
+    Raises:
+        ValueError: output_dir is not shared.
+    """
+    best = str(job.trainer.state.best_model_checkpoint)
+    have = job.mesh.gather_objects(any(os.path.isfile(os.path.join(best, name)) for name in WEIGHT_FILES))
+    if any(have) and not all(have):
+        lacking = [rank for rank, has in enumerate(have) if not has]
+        raise ValueError(
+            f"load_best_model_at_end: processes {lacking} do not see the weights in {best}, which process"
+            f" {have.index(True)} has: output_dir must be on a file system that all nodes share. The training is"
+            " over, and its checkpoints are there; load the best one by from_pretrained."
+        )

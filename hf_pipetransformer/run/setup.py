@@ -1,0 +1,311 @@
+"""What a training finds out before its first step, on a few rows of its data, with the user's own collator and loss.
+
+    1. units    cutting.find_units     what the model can be cut into; weights alike on all processes
+    2. loss     probe_loss             how the loss of a batch is made of those of its parts
+    3. slices   probe_slicing          whether the model can be cut along its tokens, where that is asked for
+    4. times    cutting.time_model     seconds of each unit, where they decide something
+
+`PipelineRun.place` goes on from there: plan, cache, stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError, is_out_of_memory
+from ..model.kv_slices import Windows
+from ..model.layer_stack import LayerStack
+from ..model.left_as_found import left_as_found
+from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
+from ..model.loss_study import study_loss
+from ..model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
+from ..model.slicing_study import study_slicing, telling_rows, without_autocast
+from ..model.token_slices import sequence_length
+from ..pipeline.data import GivenBatches, NumberedBatches
+from ..planning.plan import PipelinePlan
+from ..planning.unit_times import ModelTimes
+from ..randomness import generators_kept, seeded
+from .cutting import SAMPLE_ROWS
+from .job import TrainingJob
+from .loss import TrainersLoss
+from .samples import SampleCollator, elements_of_a_row, is_padded_further, of_different_classes
+
+logger = logging.getLogger(__name__)
+
+LOSS_SAMPLE_ROWS = 4
+"""Rows on which the loss's reduction is found, at most."""
+ROWS_APART = 1
+"""Short rows, and as many long ones, that tell whether a loss depends on padding."""
+SAMPLES_TO_CHOOSE_FROM = 32
+"""Samples among which those of different classes are chosen for the loss."""
+
+TrainingData = NumberedBatches | GivenBatches
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What was found out.
+
+    Attributes:
+        reduction: how losses of parts make the loss of the whole batch.
+        loss_is_random: training mode draws random numbers besides dropout.
+        times: of the model's parts, the same on every process; None: not measured.
+        windows: of the model's layers, where sequences are cut along their tokens.
+    """
+
+    reduction: LossReduction
+    loss_is_random: bool
+    times: ModelTimes | None
+    windows: Windows | None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------
+
+
+def probe_loss(
+    loss: TrainersLoss, stack: LayerStack, data: TrainingData, collate: SampleCollator | None
+) -> tuple[LossReduction, bool]:
+    """Try the loss, the user's own included, on a few rows of the whole model. Collective over all processes.
+
+    Args:
+        loss: the trainer's.
+        stack: the units of the model, which learns what gets no gradient.
+        data: of the training.
+        collate: of samples; None where nothing is probed.
+
+    Returns:
+        How it adds up, and whether it draws random numbers besides dropout.
+    """
+    job = loss.job
+    if job.sums_nothing_up and not job.args.uses_pipeline:
+        return unexamined(loss.shifts_labels), False  # nothing is added up
+    assert collate is not None
+    sample = _sample_for_loss(loss, data, collate)
+    variants = label_variants(
+        sample,
+        loss.label_names,
+        _classes_of(job, sample),
+        # a loss of the user's may use labels as indices, and an index of -100 ends a GPU's context
+        may_ignore=loss.is_stock or job.device.type == "cpu" or loss.has_ignored(sample),
+        model_inputs=[name for name in sample if name not in stack.runner.kept_back],
+    )
+    exactly = without_autocast() if loss.is_exact else nullcontext()
+    with job.mesh.failing_together(), exactly, naming_long_rows(job.model, sample):
+        mine = study_loss(
+            stack,
+            variants,
+            loss.of_batch,
+            others=(job.trainer,),
+            shifts_labels=loss.shifts_labels,
+            label_names=loss.label_names,
+            passes_items=loss.passes_items(sample),
+            is_cut=job.args.uses_pipeline,
+            apart=_collated_apart(job, data, collate),
+            tolerance=EXACT if loss.is_exact else HALF_PRECISION,
+        )
+    # rounding may tell processes apart, and so may what a collator draws
+    found = job.mesh.gather_objects(mine)
+    reduction = found[0].reduction
+    stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
+    if reduction.kind != "whole" and reduction.reason:
+        logger.warning("The loss of %s: %s.", type(job.model).__name__, reduction.reason)
+    return reduction, found[0].is_random
+
+
+def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
+    """The labels that there are, where they are classes of the model's; else none."""
+    num_labels = getattr(getattr(job.model, "config", None), "num_labels", 0)
+    labels = sample.get("labels")
+    are_classes = (
+        isinstance(labels, torch.Tensor)
+        and not labels.is_floating_point()
+        and labels.numel() > 0
+        and int(labels.min()) >= 0
+        and int(labels.max()) < num_labels
+    )
+    return range(num_labels) if are_classes else ()
+
+
+def _sample_for_loss(loss: TrainersLoss, data: TrainingData, collate: SampleCollator) -> Batch:
+    """Rows of different classes, prepared as for a step; as many as a batch of the training has, and at most
+    `LOSS_SAMPLE_ROWS`."""
+    samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
+    rows = min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once, len(samples))
+    chosen = of_different_classes(samples, loss.label_names)
+    try:
+        batch = collate(chosen[: max(rows, 2)])
+    except Exception:
+        if rows > 1:
+            raise
+        batch = collate(chosen[:1])  # rows of different lengths, one in a batch
+    return _prepared(loss.job, batch)[0]
+
+
+def _collated_apart(job: TrainingJob, data: TrainingData, collate: SampleCollator) -> tuple[Batch, ...]:
+    """A batch, and its short and its long rows collated by themselves, as replicas do; prepared as for a step.
+
+    Nothing where they tell nothing: all rows have one length, or the collator draws, packs or sorts.
+    """
+    samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
+    half = min(ROWS_APART, job.rows_at_once // 2)
+    if not half or len(samples) < 2 * half:
+        return ()
+    try:
+        with generators_kept(collate.collate_fn):
+            alone = [collate.by_seed([sample]) for sample in samples]
+        order = sorted(range(len(samples)), key=lambda index: elements_of_a_row(alone[index]))
+        short, long = ([samples[index] for index in some] for some in (order[:half], order[-half:]))
+        found = [collate(rows) for rows in ([*short, *long], short, long)]
+    except Exception as error:  # a collator that takes rows of one length only
+        if is_out_of_memory(error):
+            raise
+        return ()
+    if not is_padded_further(found[1], slice_rows(found[0], 0, half)):
+        return ()
+    return _prepared(job, *found)
+
+
+def _prepared(job: TrainingJob, *batches: Batch) -> tuple[Batch, ...]:
+    with left_as_found(job.trainer), seeded(job.args.seed):
+        return tuple(dict(job.trainer._prepare_inputs(batch)) for batch in batches)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Token slices
+# ---------------------------------------------------------------------------------------------------------
+
+
+def probe_slicing(
+    loss: TrainersLoss, reduction: LossReduction, stack: LayerStack, rows: Sequence[Any], collate: SampleCollator
+) -> Windows:
+    """Try whether the model can be cut along its tokens, before it is cut by layers. Collective over all processes.
+
+    Raises:
+        UnsupportedModelError: it cannot.
+    """
+    job = loss.job
+    if reduction.kind not in ("sum", "mean"):
+        raise UnsupportedModelError(
+            job.model,
+            "its loss is not just a sum or mean over rows or tokens, so slices would change it.",
+            "Set token_slices='off'.",
+        )
+    batches = collate.apart(rows)
+    # a collator may also have packed them into fewer
+    were_packed = sum(map(batch_rows, batches)) != len(rows)
+    few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in telling_rows(batches)]
+    plain = collate(few[: job.rows_at_once])
+    *_, sample = label_variants(plain, ("labels",), (), may_ignore=True)
+    num_items = max(reduction.count(sample), 1)
+    is_exact = loss.is_exact  # what is wrong with a small gradient is less than half precision rounds
+    windows: Windows | None = None
+    failure: Exception | None = None
+    try:
+        with without_autocast() if is_exact else nullcontext():
+            windows = study_slicing(
+                stack,
+                sample,
+                lambda part: loss.of_part(reduction, job.model, part, num_items),
+                loss_tolerance=1e-3 if is_exact else 1e-2,
+                gradient_tolerance=1e-3 if is_exact else 1e-1,
+            )
+    except Exception as error:  # one process may be short of memory: the others are to hear of it
+        failure = error
+    mine = windows if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = job.mesh.gather_objects(mine)
+    if failure is not None and not isinstance(failure, (RuntimeError, MemoryError)):
+        raise failure
+    for rank, why in enumerate(everyone):
+        if isinstance(why, str):
+            raise UnsupportedModelError(
+                job.model,
+                f"the check of slices failed on process {rank} ({why}). It takes memory for the gradients of the"
+                f" whole model and for {batch_rows(sample)} rows of {sequence_length(sample)} tokens.",
+                "Shorten the rows, or set token_slices='off'.",
+            ) from failure
+    found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
+    # rounding may tell processes apart, and a stage that refuses packed rows alone would keep the others waiting
+    return replace(
+        found[0],
+        separates_documents=all(theirs.separates_documents for theirs in found),
+        allows_left_padding=all(theirs.allows_left_padding for theirs in found),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the loss allows of a plan
+# ---------------------------------------------------------------------------------------------------------
+
+
+def check_loss_allows(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
+    """
+    Raises:
+        UnsupportedModelError: parts of a batch would not give its loss. With one stage that is a warning: so it is
+            under plain DDP.
+    """
+    if reduction.kind == "whole":
+        _refuse_coupled_rows(job, reduction, plan)
+    elif reduction.depends_on_padding:
+        _refuse_other_padding(job, plan)
+
+
+def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
+    """Whether freed processes may become replicas: not where the rows of a batch depend on one another."""
+    return not job.args.uses_pipeline or (reduction.kind != "whole" and not reduction.depends_on_padding)
+
+
+def _refuse_other_padding(job: TrainingJob, plan: PipelinePlan) -> None:
+    name = type(job.model).__name__
+    if plan.data_parallel_size == 1 and job.args.gradient_accumulation_steps == 1:
+        logger.info(
+            "The loss of %s depends on the length to which rows are padded: processes of frozen layers will not"
+            " become replicas, which would pad their rows to other lengths. Pad all rows to one length to allow"
+            " it.",
+            name,
+        )
+    elif not job.args.uses_pipeline or plan.data_parallel_size == 1:
+        logger.warning(
+            "The loss of %s depends on the length to which rows are padded: as under plain DDP, or with gradient"
+            " accumulation, each process and micro-batch pads its own rows, and the result is not that of one"
+            " process with the whole batch. Pad all rows to one length to avoid this.",
+            name,
+        )
+    else:
+        raise UnsupportedModelError(
+            job.model,
+            "its loss depends on the length to which rows are padded (does it count padding? is there an"
+            f" attention_mask?), and {plan.data_parallel_size} replicas would pad their rows to other lengths.",
+            "Pad all rows to one length, or set pipeline_parallel_size to the number of processes or to 1.",
+        )
+
+
+def _refuse_coupled_rows(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
+    is_one_batch = plan.data_parallel_size == 1 and job.args.gradient_accumulation_steps == 1
+    if is_one_batch and (plan.num_microbatches == 1 or not job.args.uses_pipeline):
+        return
+    if not job.args.uses_pipeline:
+        logger.warning(
+            "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, or with gradient"
+            " accumulation, each of %d parts of a batch has a loss of its own rows (%s).",
+            type(job.model).__name__,
+            plan.world_size * job.args.gradient_accumulation_steps,
+            reduction.reason,
+        )
+        return
+    raise UnsupportedModelError(
+        job.model,
+        "its loss is not a sum or mean over the rows of a batch (a contrastive or class-weighted loss, or inputs"
+        " that cannot be cut by rows), so micro-batches and replicas would change it:"
+        f" {reduction.reason or 'its parts do not add up'}.",
+        "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1,"
+        f" gradient_accumulation_steps=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"
+        " pipeline_parallel_size=1.",
+    )
