@@ -31,8 +31,8 @@ from transformers import Trainer
 from .auto_cache import AutoCache
 from .cache.cache_probe import probe_boundaries, varied_samples
 from .cache.content_keys import NOT_IN_KEYS, KeyedInputs, named_inputs
-from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError, is_out_of_memory
+from .freezing.callback import LayerFreezeCallback
 from .layouts import MOST_ROWS_TO_TIME, Layouts, time_parts
 from .model.frozen_prefix import FreezableLayers
 from .model.ghosts import evaluation_mode

@@ -38,9 +38,9 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .auto_cache import OTHER_INPUTS, AutoCache, ReadAhead, current_file, node_name, node_shares
 from .cache.content_keys import KEYS_NAME, KeyedInputs, KeyingCollator, without_keys
-from .callbacks import LayerFreezeCallback, refuse_reentrant_checkpointing
 from .errors import UnsupportedModelError
-from .freezing import FreezePolicy, NeverFreeze, agreed_num_frozen
+from .freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
+from .freezing.policies import FreezePolicy, NeverFreeze, agreed_num_frozen
 from .leaving import LeavesAtSigterm
 from .model.loss_scaling import EXACT, HALF_PRECISION
 from .model.loss_study import raise_for_exchanged_inputs

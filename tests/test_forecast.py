@@ -14,7 +14,7 @@ from hf_pipetransformer.forecast.device_table import CacheHost, Device
 from hf_pipetransformer.forecast.forecast import Forecast, Job, Machine, forecast, forecast_seconds
 from hf_pipetransformer.forecast.forecast_text import advise, as_text, as_values, describe_parts
 from hf_pipetransformer.forecast.workload import Workload, measure_pair_shares, measure_workload, stage_latencies
-from hf_pipetransformer.freezing import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
+from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.layouts import Layouts
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost

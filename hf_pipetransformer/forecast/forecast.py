@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Literal
 
 from ..auto_cache import WORTH_LOADING, highest_boundary
-from ..freezing import FreezeDecision, FreezePolicy, next_num_frozen
+from ..freezing.policies import FreezeDecision, FreezePolicy, next_num_frozen
 from ..planning.costs import UnitCost
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
 from ..planning.planner import largest_stage_bytes, make_plan, replan
