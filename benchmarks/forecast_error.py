@@ -48,7 +48,7 @@ from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
 from hf_pipetransformer.forecast.inspection import build_ghost_model
 from hf_pipetransformer.forecast.local_profile import profile_here
 from hf_pipetransformer.forecast.workload import Workload, measure_workload
-from hf_pipetransformer.freezing import FreezePolicy, NeverFreeze, SchedulePolicy
+from hf_pipetransformer.freezing.policies import FreezePolicy, NeverFreeze, SchedulePolicy
 
 GOAL = 0.15
 FILLING, READING = 1, 2  # epochs of a training whose layers freeze after the first one

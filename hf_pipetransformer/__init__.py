@@ -1,8 +1,8 @@
 """Pipeline-parallel training of Hugging Face models through the Trainer."""
 
-from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError
-from .freezing import FreezeDecision, FreezePolicy
+from .freezing.callback import LayerFreezeCallback
+from .freezing.policies import FreezeDecision, FreezePolicy
 from .trainer import PipeTransformerTrainer
 from .training_args import PipeTransformerTrainingArguments
 

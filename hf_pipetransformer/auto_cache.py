@@ -45,7 +45,7 @@ from .cache.content_keys import NOT_IN_KEYS
 from .frozen_function import FrozenFunction
 from .model.micro_batch import on_device
 from .pipeline.elastic_pipeline import ElasticPipeline
-from .planning.plan import PipelinePlan
+from .planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,6 @@ HARDLY_ANY = 0.05
 """Share of the rows found, below which the inputs change from epoch to epoch."""
 EARLY_STEPS = 16
 """After so many steps of the first epoch that reads, it is looked whether anything is found at all."""
-WORTH_LOADING = 0.9
-"""Loading must take less than this share of the time that computing takes."""
 SLOW_EPOCHS = 2
 """So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
 LEAST_CAPACITY = 4096
@@ -219,8 +217,8 @@ class AutoCache:
         """The first layers have been frozen: fill the store with what they give from now on."""
         if not self.is_on and not self._may_pay_later:
             return
-        highest = min(num_frozen, highest_boundary(self._pipeline.current_plan, self._nodes))
-        boundary = max((f for f in self._allowed if f <= highest), default=0)
+        highest = most_cached_layers(self._pipeline.current_plan, num_frozen, self._nodes)
+        boundary = boundary_to_cache(self._allowed, highest)
         if not self._allowed:
             self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
         elif not boundary:
@@ -364,7 +362,7 @@ class AutoCache:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
         if self._seconds_per_row is None or not loading:
             return True
-        if max(loading) < WORTH_LOADING * self._seconds_of_computing:
+        if is_worth_loading(max(loading), self._seconds_of_computing):
             return True
         self._turn_off_as_slow(max(loading))
         return False
@@ -558,25 +556,6 @@ def current_file(folder: str | os.PathLike[str], output_dir: str, nodes: Sequenc
     return (
         store_folder(folder, nodes) / f"current-{xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())}.json"
     )
-
-
-def highest_boundary(plan: PipelinePlan, nodes: Sequence[str]) -> int:
-    """How many units at most may be cached under a plan.
-
-    1. Cached units are the first stage's, and every other stage needs one unit of its own.
-    2. What the last unit gives can only be used where the first stage has the head, too (K = 1). That is 1 again.
-    3. What is put must lie in the store of the node that reads it, the first stage's.
-
-    Args:
-        plan: in force.
-        nodes: name of each rank's node.
-    """
-    highest = plan.num_units - plan.pipeline_parallel_size + 1
-    for replica in range(plan.data_parallel_size):
-        here = [nodes[rank] for rank in plan.ranks_of_pipeline(replica)]
-        near = next((stage for stage, node in enumerate(here) if node != here[0]), len(here))
-        highest = min(highest, plan.stage_bounds[near])
-    return highest
 
 
 def store_folder(folder: str | os.PathLike[str], nodes: Sequence[str]) -> Path:

@@ -31,10 +31,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .callbacks import LayerFreezeCallback
 from .errors import UnsupportedModelError
-from .freezing import FreezePolicy, NeverFreeze
-from .layouts import Layouts
+from .freezing.callback import LayerFreezeCallback
+from .freezing.policies import FreezePolicy, NeverFreeze
 from .model.micro_batch import naming_long_rows
 from .pipeline.agreement import check_same_size
 from .pipeline.data import KeysApart
@@ -46,6 +45,7 @@ from .run import evaluation, training_data
 from .run.checkpointing import CheckpointWrite, PipelineState
 from .run.cutting import CutModel, find_units
 from .run.job import TrainingJob, refuse_distributed_model
+from .run.planner import Planner
 from .run.recording import recording
 from .run.resuming import (
     checkpoint_to_resume,
@@ -309,7 +309,7 @@ class PipeTransformerTrainer(Trainer):
         job = self._job
         rows, collate_fn = job.rows_of_loader(dataloader)
         cut = self._find_units(rows, job.collator(collate_fn))
-        planner = Layouts(self.args, cut.unit_costs, None, job.mesh)
+        planner = Planner(self.args, cut.unit_costs, None, job.mesh)
         return evaluation.placed(cut.pipeline, planner.first)
 
     def prediction_step(

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
-from .freezing import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
+from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.partition import SCHEDULES
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections

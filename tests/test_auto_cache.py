@@ -40,6 +40,7 @@ from hf_pipetransformer.cache.activation_cache import CacheCounts
 from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
 from hf_pipetransformer.frozen_function import OTHER_WEIGHTS, digest_of
+from hf_pipetransformer.planning.cached_layers import most_cached_layers
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
@@ -590,7 +591,7 @@ def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list
 def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest: int) -> None:
     units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
     plan = make_plan(units, 4, stages, rows_per_device=4, memory_budget_bytes=None)
-    assert auto_cache.highest_boundary(plan, nodes) == highest
+    assert most_cached_layers(plan, 8, nodes) == highest
 
 
 def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:

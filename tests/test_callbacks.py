@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training_data import PadCollator, TrainingData
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from hf_pipetransformer.callbacks import LayerFreezeCallback, rebuild_reducer
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.freezing import FreezeDecision, FreezePolicy
+from hf_pipetransformer.freezing.callback import LayerFreezeCallback
+from hf_pipetransformer.freezing.plain_trainer import rebuild_reducer
+from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers, FrozenPrefix
 from hf_pipetransformer.model.layer_stack import LayerStack
 

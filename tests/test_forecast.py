@@ -14,14 +14,14 @@ from hf_pipetransformer.forecast.device_table import CacheHost, Device
 from hf_pipetransformer.forecast.forecast import Forecast, Job, Machine, forecast, forecast_seconds
 from hf_pipetransformer.forecast.forecast_text import advise, as_text, as_values, describe_parts
 from hf_pipetransformer.forecast.workload import Workload, measure_pair_shares, measure_workload, stage_latencies
-from hf_pipetransformer.freezing import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
-from hf_pipetransformer.layouts import Layouts
+from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.planner import largest_stage_bytes, make_plan
 from hf_pipetransformer.planning.token_slicing import RowSlices, plan_slices
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
+from hf_pipetransformer.run.planner import Planner
 
 ROW_BYTES = 10
 MEMORY_BYTES = 100
@@ -178,7 +178,7 @@ def fitting(k: int, devices: int = 8) -> int:
 def test_plans_are_those_of_the_trainer(
     stages: Any, is_elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forecast's plans and those of `Layouts`, which the trainer asks, given the same f and c."""
+    """The forecast's plans and those of `Planner`, which the trainer asks, given the same f and c."""
     budget = fitting(4)
     monkeypatch.setattr("hf_pipetransformer.layouts.memory_budget", lambda device, processes: budget)
     args = PipeTransformerTrainingArguments(
@@ -187,7 +187,7 @@ def test_plans_are_those_of_the_trainer(
     args.pipeline_parallel_size = stages  # afterwards: there is one process here
     mesh = ProcessMesh(timedelta(seconds=10))
     mesh.world_size = 8
-    layouts = Layouts(args, workload().unit_costs, times_of(12), mesh)
+    layouts = Planner(args, workload().unit_costs, times_of(12), mesh)
     course = job(8, 7, AlphaPolicy(1 / 3), pipeline_parallel_size=stages, is_elastic=is_elastic)
     epochs = forecast(course, workload(), machine(budget=budget)).epochs
     plan: PipelinePlan = layouts.first

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.freezing import (
+from hf_pipetransformer.freezing.policies import (
     FREEZE_POLICIES,
     AdaptivePolicy,
     AlphaPolicy,

@@ -25,7 +25,7 @@ from training_runs import Outcome, Run, largest_difference, outcome_of
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, training_args
-from hf_pipetransformer.callbacks import LayerFreezeCallback
+from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.data import first_samples

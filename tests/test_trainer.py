@@ -42,12 +42,12 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.layouts import Layouts
 from hf_pipetransformer.pipeline import microbatch_trials
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.run.planner import Planner
 
 LAYOUTS = [4, 2, 1]
 
@@ -309,9 +309,9 @@ def test_resuming_goes_on_with_the_plan_and_with_what_was_settled(tmp_path: Path
 def test_another_plan_is_made_where_another_is_asked_for(tmp_path: Path) -> None:
     units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
 
-    def layouts(**options: Any) -> Layouts:
+    def layouts(**options: Any) -> Planner:
         arguments = PipeTransformerTrainingArguments(str(tmp_path), **{"pipeline_parallel_size": 1, **options})
-        return Layouts(arguments, units, None, ProcessMesh(timedelta(seconds=60)))
+        return Planner(arguments, units, None, ProcessMesh(timedelta(seconds=60)))
 
     made = layouts()
     plan = replace(made.first, num_frozen_layers=3, num_cached_layers=2)

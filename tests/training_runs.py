@@ -20,9 +20,9 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.auto_cache import AutoCache
-from hf_pipetransformer.layouts import Layouts
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.run import run as run_module
+from hf_pipetransformer.run.planner import Planner
 from hf_pipetransformer.run.recording import RunLog
 from hf_pipetransformer.run.run import PipelineRun
 
@@ -161,11 +161,11 @@ def while_training(trainer: Trainer, owner: Any, name: str, replacement: Any) ->
 def with_plans(trainer: Trainer, choose: Callable[[PipelinePlan, int, int], PipelinePlan]) -> None:
     """Choose the plan that follows another by (plan, frozen, cached), in place of the memory rule."""
 
-    def following(self: Layouts, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
+    def following(self: Planner, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         self.num_cached = num_cached
         return choose(plan, num_frozen, num_cached)
 
-    while_training(trainer, Layouts, "next", following)
+    while_training(trainer, Planner, "next", following)
 
 
 def nothing(run: PipelineRun) -> None:

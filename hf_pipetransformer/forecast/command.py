@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from ..auto_cache import USABLE_DISK
-from ..freezing import make_policy
+from ..freezing.policies import make_policy
 from ..model.kv_slices import attention_windows
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from . import inspection

@@ -17,11 +17,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from ..auto_cache import WORTH_LOADING, highest_boundary
-from ..freezing import FreezeDecision, FreezePolicy, next_num_frozen
+from ..freezing.policies import FreezeDecision, FreezePolicy, next_num_frozen
+from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from ..planning.costs import UnitCost
+from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
-from ..planning.planner import largest_stage_bytes, make_plan, replan
 from ..planning.slice_timeline import choose_slices, seconds_of_slices
 from ..planning.token_slicing import RowSlices, whole_rows
 from ..planning.unit_times import ModelTimes
@@ -350,11 +350,8 @@ class _Course:
 
     def __init__(self, job: Job, workload: Workload, machine: Machine) -> None:
         self._job, self._workload, self._machine = job, workload, machine
+        self._policy = _elastic_policy(job, machine)
         self.first = plan_at_start(job, workload, machine)
-        is_auto = job.pipeline_parallel_size == "auto" and machine.memory_budget_bytes is not None
-        budget = machine.memory_budget_bytes if is_auto else largest_stage_bytes(self.first)
-        assert budget is not None
-        self._budget = budget
         self._boundary = 0  # layers whose output is, or is being, put into the store
         self._refused = 0  # layers whose output does not pay
         self._off: str | None = None if job.caches else "switched off"
@@ -370,13 +367,7 @@ class _Course:
             if self._boundary > cached:  # the epoch that has ended filled it
                 cached = self._boundary if self._pays(plan) else 0
             if (frozen, cached) != before:
-                plan = replan(
-                    plan,
-                    frozen,
-                    self._budget,
-                    num_cached_layers=cached,
-                    compression="fit" if job.is_elastic else "none",
-                )
+                plan = self._policy.next(plan, self.first, frozen, cached)
                 self._fill(plan)
                 prediction, sliced = predict_step(job, self._workload, self._machine, plan)
             writes = self._off is None and self._boundary > cached and index + 1 < job.num_epochs
@@ -400,8 +391,8 @@ class _Course:
         if self._off is not None and not self._refused:
             return
         nodes = [str(rank // self._machine.devices_per_node) for rank in range(plan.world_size)]
-        highest = min(plan.num_frozen_layers, highest_boundary(plan, nodes))
-        boundary = max((f for f in self._workload.cacheable if f <= highest), default=0)
+        highest = most_cached_layers(plan, plan.num_frozen_layers, nodes)
+        boundary = boundary_to_cache(self._workload.cacheable, highest)
         if highest and not self._workload.cacheable:
             self._off = "more than one tensor is read above each of this model's layers"
         elif boundary > max(self._boundary, self._refused):
@@ -423,7 +414,7 @@ class _Course:
         rows_of_node = self._job.batch_rows / self._machine.num_nodes(self._job.num_devices)
         loading = self._load_seconds(self._boundary) / min(plan.rows_per_pipeline, rows_of_node)
         computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
-        if loading < WORTH_LOADING * computing:
+        if is_worth_loading(loading, computing):
             return True
         self._off = (
             f"loading would take {1e3 * loading:.3g} ms a row, computing the {self._boundary} frozen layers"
@@ -458,15 +449,17 @@ def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePla
     Raises:
         ValueError: as `make_plan`.
     """
-    return make_plan(
-        workload.unit_costs,
-        job.num_devices,
+    return _elastic_policy(job, machine).first(workload.unit_costs, job.num_devices, machine.times)
+
+
+def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
+    return ElasticPolicy(
         job.pipeline_parallel_size,
-        schedule=job.schedule,
-        num_microbatches=job.num_microbatches,
-        rows_per_device=job.rows_per_device,
-        memory_budget_bytes=machine.memory_budget_bytes,
-        times=machine.times,
+        job.rows_per_device,
+        job.is_elastic,
+        machine.memory_budget_bytes,
+        job.schedule,
+        job.num_microbatches,
     )
 
 

@@ -1,10 +1,9 @@
-"""The bottom layers of a model, frozen: which parameters that means, and how the model then runs.
+"""The bottom layers of a model, frozen: which parameters that means, and a whole model in which they are.
 
     model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
-    frozen, f = 2       eval mode    eval mode, no graph | train mode, with gradient
-                        `requires_grad` is off           | nothing changes
+    frozen, f = 2       `requires_grad` is off           | nothing changes
 
-Code of the user's own around layers that still train (the model's `forward`, for one) is in train mode throughout.
+How frozen layers then run, here and in a pipeline, is in `frozen_units`.
 
 A parameter that a frozen layer shares with an active one or with the head (a head tied to the embeddings, ALBERT's
 one layer) is frozen for both: the output of frozen layers must not change any more.
@@ -12,7 +11,7 @@ one layer) is frozen for both: the output of frozen layers must not change any m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from .ghosts import evaluation_mode, reachable_leaves
-from .layer_range import Carry, ForwardOverride, Unit, modules_around, tensors_of
+from .layer_range import Carry, Unit, tensors_of
 from .layer_stack import LayerStack, answers, output_tensors
 
 
@@ -109,9 +108,9 @@ def squared_norms(
 class FrozenPrefix:
     """Freezes the bottom units of a complete model that is run as a whole.
 
-    It overrides `forward` on the layer modules' instances, so that frozen units run in eval mode and build no graph
-    whatever mode the Trainer sets before a step. Evaluation is not touched. `begin_forward` is to be called before
-    each forward of the model, from a hook.
+    The model's runner overrides `forward` on the layer modules' instances, so that frozen units run in eval mode and
+    build no graph whatever mode the Trainer sets before a step. Evaluation is not touched. `begin_forward` is to be
+    called before each forward of the model, from a hook.
 
     Args:
         stack: the model's units.
@@ -120,17 +119,14 @@ class FrozenPrefix:
 
     def __init__(self, stack: LayerStack, layers: FreezableLayers) -> None:
         self.layers = layers
-        self.num_frozen = 0
         self._stack = stack
-        self._position: int | None = None  # the unit that a training forward calls next; None: in no such forward
-        self._switched: list[nn.Module] = []  # to train mode again after the prefix
         self._stays_in_eval: set[nn.Module] = set()
-        self._keeps_training: set[nn.Module] = set()
         self._required_gradient: list[nn.Parameter] = []  # before we froze them
-        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        for module in dict.fromkeys(unit.module for unit in stack.units):
-            self._replaced.append((module, module.__dict__.get("forward")))
-            module.forward = ForwardOverride(module, self._counting(module.forward))
+        stack.runner.install()
+
+    @property
+    def num_frozen(self) -> int:
+        return self._stack.runner.num_frozen
 
     def freeze(self, num_frozen: int) -> list[nn.Parameter]:
         """Freeze the first `num_frozen` units, at least as many as before.
@@ -140,7 +136,6 @@ class FrozenPrefix:
             optimizer state and rebuilds what reduces gradients.
         """
         assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
-        self.num_frozen = num_frozen
         table = self._stack.table
         names = self.layers.frozen(num_frozen)
         parameters = [table[name] for name in table.names if name in names and table[name].requires_grad]
@@ -148,31 +143,31 @@ class FrozenPrefix:
             parameter.requires_grad_(False)
             parameter.grad = None
         self._required_gradient += parameters
-        self._stays_in_eval = self._modules_of_prefix_alone(names)
-        self._keeps_training = modules_around(self._stack.model, self._stack.units[num_frozen:])
+        self._stays_in_eval = self._modules_of_prefix_alone(num_frozen, names)
+        self._stack.runner.freeze(num_frozen, self._stays_in_eval)
         for module in self._stays_in_eval:
             module.training = False
         return parameters
 
+    def begin_forward(self) -> None:
+        """To be called before each forward of the model."""
+        self._stack.runner.begin_plain_call()
+
     def remove(self) -> None:
         """Give the model its own forward, its modes and its `requires_grad` flags back."""
-        for module, earlier_override in self._replaced:
-            if earlier_override is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = earlier_override
-        self._replaced.clear()
+        self._stack.runner.remove()
+        self._stack.runner.freeze(0)
         for parameter in self._required_gradient:
             parameter.requires_grad_(True)
         for module in self._stays_in_eval:
             module.training = self._stack.model.training
-        self.num_frozen, self._required_gradient, self._stays_in_eval = 0, [], set()
+        self._required_gradient, self._stays_in_eval = [], set()
 
-    def _modules_of_prefix_alone(self, frozen: frozenset[str]) -> set[nn.Module]:
+    def _modules_of_prefix_alone(self, num_frozen: int, frozen: frozenset[str]) -> set[nn.Module]:
         """Frozen layers, and modules (embeddings) of which every parameter is frozen, with no active layer in them."""
         units = self._stack.units
-        active = {module for unit in units[self.num_frozen :] for module in unit.module.modules()}
-        layers = {unit.module for unit in units[: self.num_frozen]}
+        active = {module for unit in units[num_frozen:] for module in unit.module.modules()}
+        layers = {unit.module for unit in units[:num_frozen]}
         frozen_parameters = {id(self._stack.table[name]) for name in frozen}
         roots = []
         for module in self._stack.model.modules():
@@ -181,37 +176,6 @@ class FrozenPrefix:
             if is_frozen and active.isdisjoint(module.modules()):
                 roots.append(module)
         return {module for root in roots for module in root.modules()}
-
-    # ------------------------------------------------------------------------------------ in a forward
-    def begin_forward(self) -> None:
-        """To be called before each forward of the model."""
-        model = self._stack.model
-        self._position = 0 if model.training and self.num_frozen else None
-        if self._position is not None:
-            # what precedes the layers too: dropout on the embeddings is often no module of its own
-            kept = self._keeps_training
-            self._switched = [module for module in model.modules() if module.training and module not in kept]
-            for module in self._switched:
-                module.training = False
-
-    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # also beyond the last unit: gradient checkpointing computes active layers again
-            if self._position is None or self._position >= self.num_frozen:
-                return original(*args, **kwargs)
-            self._position += 1
-            with torch.no_grad():
-                output = original(*args, **kwargs)
-            if self._position == self.num_frozen:
-                self._leave_prefix()
-            return output
-
-        return forward
-
-    def _leave_prefix(self) -> None:
-        for module in self._switched:
-            module.training = module not in self._stays_in_eval
-        self._switched = []
 
 
 def _units(stack: LayerStack) -> Sequence[Unit | None]:

@@ -14,7 +14,7 @@ batch's own inputs, so nothing but the layers' outputs has to travel between dev
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
+from .frozen_units import FrozenUnits, modules_around
 
 Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
@@ -109,31 +110,11 @@ class _Pass:
     start: int
     stop: int | None  # None: through the head
     carry: Carry
-    position: int = 0  # the unit that is called next
     outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
     calls: list[Unit] | None = None  # filled by `trace`
     structures: list[_OutputStructure] = field(default_factory=list)  # likewise, of each unit
     observer: Observer | None = None  # told of each unit that computed
-    is_called: bool = False  # the model's forward has begun
     may_repeat: bool = False  # the model may be called several times, each time through all units
-    switched: list[nn.Module] = field(default_factory=list)  # in another mode until the frozen units are through
-
-
-def modules_around(model: nn.Module, units: Sequence[Unit]) -> set[nn.Module]:
-    """The model and what else in it calls these units, where that is code of the user's own.
-
-    Such code may ask at its beginning whether it trains, for more than dropout: in the stock Trainer it does, whatever
-    layers are frozen. In transformers' own modules, all that the mode decides before the layers is dropout and masking
-    of the embeddings, which are frozen with the layers.
-    """
-    layers = {unit.module for unit in units}
-    return {
-        module
-        for module in model.modules()
-        if not type(module).forward.__module__.startswith(("transformers.", "torch."))
-        and module not in layers
-        and (module is model or not layers.isdisjoint(module.modules()))
-    }
 
 
 class LayerRangeRunner:
@@ -155,8 +136,7 @@ class LayerRangeRunner:
         self._computable: range | None = None  # None: every unit has its weights here
         self._poisons_skipped = False
         self._on_entry: Callable[[], None] | None = None
-        self._num_frozen = 0
-        self._keeps_training: set[nn.Module] = set()
+        self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
         """Names in a batch that the loss keeps from the model (sample weights): ranges of units do not get them."""
@@ -206,15 +186,23 @@ class LayerRangeRunner:
 
     @property
     def num_frozen(self) -> int:
-        return self._num_frozen
+        return self._frozen.num_frozen
 
-    def freeze(self, num_frozen: int) -> None:
-        """From now on the first units, and what precedes them, run in eval mode and build no graph.
+    def freeze(self, num_frozen: int, stays_in_eval: Collection[nn.Module] = ()) -> None:
+        """From now on the first units, and what precedes them, run in eval mode and build no graph (`FrozenUnits`).
 
-        Code of the user's own around units that are still trained stays in training mode.
+        Args:
+            num_frozen: units, counted from the bottom.
+            stays_in_eval: as in `FrozenUnits.freeze`.
         """
-        self._num_frozen = num_frozen
-        self._keeps_training = modules_around(self.model, self.units[num_frozen:]) if num_frozen else set()
+        self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
+
+    def begin_plain_call(self) -> None:
+        """The whole model is called next, outside of any pass. Where it trains, its frozen units run as in one."""
+        if self.model.training:
+            self._frozen.begin()
+        else:
+            self._frozen.forget()
 
     @contextmanager
     def training_before_units(self) -> Iterator[None]:
@@ -294,12 +282,12 @@ class LayerRangeRunner:
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}
-        raise UnsupportedModelError(
-            self.model,
-            f"its forward ended after {current.position} of {len(self.units)} layer calls: the number of layers that"
-            " run depends on the input.",
-            "Set pipeline_parallel_size=1.",
-        )
+            raise UnsupportedModelError(
+                self.model,
+                f"its forward ended after {self._frozen.position} of {len(self.units)} layer calls: the number of"
+                " layers that run depends on the input.",
+                "Set pipeline_parallel_size=1.",
+            )
 
     @contextmanager
     def to_the_end(
@@ -318,13 +306,14 @@ class LayerRangeRunner:
         current = _Pass(start, None, carry or {}, observer=observer, may_repeat=may_repeat)
         with self._running(current):
             yield
-        if current.position != len(self.units) and not (may_repeat and not current.position):
-            raise UnsupportedModelError(
-                self.model,
-                f"a step made {current.position} layer calls where {len(self.units)} were expected: the number of"
-                " layers that run depends on the input, or the loss function calls the model not exactly once.",
-                "Set pipeline_parallel_size=1.",
-            )
+            calls = self._frozen.position
+            if calls != len(self.units) and not (may_repeat and not calls):
+                raise UnsupportedModelError(
+                    self.model,
+                    f"a step made {calls} layer calls where {len(self.units)} were expected: the number of layers"
+                    " that run depends on the input, or the loss function calls the model not exactly once.",
+                    "Set pipeline_parallel_size=1.",
+                )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Those inputs of a batch that the model is called on."""
@@ -345,7 +334,7 @@ class LayerRangeRunner:
             carry: likewise; None: it begins as it was to.
             observer: likewise.
         """
-        assert self._pass is not None and not self._pass.position, "no pass that begins"
+        assert self._pass is not None and not self._frozen.position, "no pass that begins"
         self._pass.observer = observer
         if carry is not None:
             self._pass.start, self._pass.carry = start, carry
@@ -359,7 +348,7 @@ class LayerRangeRunner:
         try:
             yield
         finally:
-            self._leave_frozen_units(current)
+            self._frozen.end()
             self._pass = None
 
     def _begin_call(self) -> None:
@@ -367,54 +356,37 @@ class LayerRangeRunner:
         current = self._pass
         if current is None:
             return
-        if current.may_repeat and current.position == len(self.units):
-            current.start, current.position, current.carry, current.observer = 0, 0, {}, None
-            current.is_called = False
-        if current.is_called:
+        repeats = current.may_repeat and self._frozen.position == len(self.units)
+        if repeats:
+            current.start, current.carry, current.observer = 0, {}, None
+        if self._frozen.is_called and not repeats:
             return
-        current.is_called = True
-        if self._num_frozen and self.model.training:
-            # all modules, not only those of frozen layers: dropout on the embeddings often is no module of its own
-            kept = self._keeps_training
-            current.switched = [module for module in self.model.modules() if module.training and module not in kept]
-        elif self._is_in_training_before_units and not self.model.training:
-            current.switched = [module for module in modules_around(self.model, self.units) if not module.training]
-        _switch(current.switched)
-
-    @staticmethod
-    def _leave_frozen_units(current: _Pass) -> None:
-        _switch(current.switched)
-        current.switched = []
+        imitates = self._is_in_training_before_units and not self.model.training
+        self._frozen.begin(modules_around(self.model, {unit.module for unit in self.units}) if imitates else ())
 
     def _ranged_forward(self, unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = self._pass
-            if current is None:  # a plain call, or gradient checkpointing computing a layer again
+            if current is None:
                 self._check_weights_are_here(unit)
-                return original(*args, **kwargs)
+                if self._frozen.is_called and unit in self.units:
+                    return self._frozen.run(self._frozen.count(), original, *args, **kwargs)
+                return original(*args, **kwargs)  # a plain call, or gradient checkpointing computing a layer again
             self._begin_call()  # where a part of the model is called
-            index, current.position = current.position, current.position + 1
+            index = self._frozen.count()
             if current.calls is not None:
                 current.calls.append(unit)
             else:
                 self._check_order(index, unit)
             if index < current.start:
                 values = current.carry[unit.stack]
-                if index + 1 >= self._num_frozen:
-                    self._leave_frozen_units(current)
+                self._frozen.skip(index)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 return self._structure(index, unit, len(values)).rebuild(values)
             if self._on_entry is not None:
                 self._on_entry()
-            if index >= self._num_frozen:
-                self._leave_frozen_units(current)
-                output = original(*args, **kwargs)
-            else:
-                with torch.no_grad():
-                    output = original(*args, **kwargs)
-                if index + 1 == self._num_frozen:
-                    self._leave_frozen_units(current)  # the head may be all that trains
+            output = self._frozen.run(index, original, *args, **kwargs)
             current.outputs[unit.stack] = output
             if current.calls is not None:
                 current.structures.append(_OutputStructure.of(output))
@@ -452,9 +424,3 @@ class LayerRangeRunner:
                 " not among them. Use the trainer's evaluate() or predict(), or call the model after train() has"
                 " returned."
             )
-
-
-def _switch(modules: Sequence[nn.Module]) -> None:
-    """Training mode to eval mode, and back."""
-    for module in modules:
-        module.__dict__["training"] = not module.training  # thousands of times a step; nn.Module's own way is slow

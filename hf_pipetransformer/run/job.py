@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from ..cache.content_keys import NOT_IN_KEYS
-from ..callbacks import LayerFreezeCallback
+from ..freezing.callback import LayerFreezeCallback
 from ..model.micro_batch import batch_rows, select_rows
 from ..pipeline.data import first_samples
 from ..pipeline.mesh import ProcessMesh

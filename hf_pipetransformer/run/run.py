@@ -26,9 +26,8 @@ from transformers import TrainerCallback, TrainerState
 
 from ..auto_cache import OTHER_INPUTS, AutoCache
 from ..cache.content_keys import KEYS_NAME, without_keys
-from ..callbacks import refuse_reentrant_checkpointing
-from ..freezing import agreed_num_frozen
-from ..layouts import Layouts
+from ..freezing.callback import refuse_reentrant_checkpointing
+from ..freezing.policies import agreed_num_frozen
 from ..model.frozen_prefix import FreezableLayers
 from ..model.loss_scaling import EXACT, HALF_PRECISION
 from ..model.loss_study import raise_for_exchanged_inputs
@@ -47,6 +46,7 @@ from .cache_setup import make_cache
 from .cutting import CutModel, time_model
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .loss import BatchInFlight, TrainersLoss
+from .planner import Planner
 from .preemption import Moment, Preemption
 from .recording import RunLog
 from .resuming import recall, refuse_best_model_that_some_lack
@@ -108,7 +108,7 @@ class PipelineRun(TrainerCallback):
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
         self._loss = TrainersLoss(job)
         self._setup: Setup | None = None
-        self._planner: Layouts | None = None
+        self._planner: Planner | None = None
         self._cut: CutModel | None = None
         self.batch = GlobalBatch()
         self._in_flight: BatchInFlight | None = None
@@ -181,7 +181,7 @@ class PipelineRun(TrainerCallback):
         return self._setup
 
     @property
-    def planner(self) -> Layouts:
+    def planner(self) -> Planner:
         assert self._planner is not None, "place() first"
         return self._planner
 
@@ -257,7 +257,7 @@ class PipelineRun(TrainerCallback):
             coupling = self._coupling_of(trainer.optimizer)
             pipeline.adopt(trainer.optimizer)
         # 2
-        self._planner = planner = Layouts(
+        self._planner = planner = Planner(
             job.args,
             self._cut.unit_costs,
             setup.times,

@@ -417,7 +417,10 @@ def _relative_change(old: float, new: float) -> float:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation, as numpy's."""
+    """With linear interpolation, as numpy's.
+
+    numpy.percentile itself gives NaN where one of the values is infinite, as the change of a layer from gradient 0 is.
+    """
     ordered = sorted(values)
     position = percent / 100 * (len(ordered) - 1)
     low, high = ordered[math.floor(position)], ordered[math.ceil(position)]

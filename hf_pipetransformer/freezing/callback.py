@@ -6,30 +6,23 @@
         on_step_end          decision T, freeze_strategy="steps": every freeze_steps optimizer steps
 
 In a `PipeTransformerTrainer` the callback only proposes, and the trainer acts. In a plain `transformers.Trainer` it
-freezes by itself, at the next forward.
+freezes by itself, at the next forward (`plain_trainer`).
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .errors import UnsupportedModelError
-from .freezing import (
+from ..resilience.exit import end_at_exit
+from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup
+from .policies import (
     FreezeDecision,
     FreezePolicy,
     FreezeStrategy,
@@ -42,15 +35,9 @@ from .freezing import (
     policy_description,
     steps_between_decisions,
 )
-from .model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
-from .model.layer_stack import LayerStack
-from .model.micro_batch import slice_rows
-from .resilience.exit import end_at_exit
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_ROWS = 2
-"""Rows of the first batch on which the model's layers are found."""
 OWN_POLICY = "(not in the checkpoint)"
 """Stands for a user's policy object in a saved callback."""
 
@@ -117,7 +104,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._max_frozen = 0
         self._is_driven = False  # a PipeTransformerTrainer takes the proposals
         self._begins_within_epoch = False
-        self._alone: _PlainTrainer | None = None
+        self._alone: PlainTrainer | None = None
 
     # ------------------------------------------------------------------------------------ for whoever drives it
     def attach(self, num_layers: int, max_frozen: int, state: TrainerState) -> None:
@@ -136,7 +123,21 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         """
         self._is_driven = True
         self._begin(state)
-        self._know_layers(num_layers, max_frozen)
+        self.know_layers(num_layers, max_frozen)
+
+    def know_layers(self, num_layers: int, max_frozen: int) -> None:
+        """The model's layers have been found.
+
+        Args:
+            num_layers: L.
+            max_frozen: the most that can be frozen (`FreezableLayers.max_frozen`).
+
+        Raises:
+            ValueError: no layer can be frozen.
+        """
+        if not isinstance(self.policy, NeverFreeze):
+            check_something_to_freeze(max_frozen, num_layers)
+        self._num_layers, self._max_frozen = num_layers, max_frozen
 
     def observe(self, squared: torch.Tensor | Sequence[float]) -> None:
         """Note the squares of each unit's gradient norm at an optimizer step. No synchronisation.
@@ -155,6 +156,30 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def wants_gradient_norms(self) -> bool:
         """Whether `observe` should be called."""
         return self.policy.needs_gradient_norms
+
+    def decide(self, state: TrainerState, epoch: float) -> None:
+        """Ask the policy. Collective over all processes in a plain Trainer.
+
+        Args:
+            state: the trainer's.
+            epoch: epochs done, whole at an epoch's begin.
+        """
+        assert self._num_layers is not None
+        decision = FreezeDecision(
+            self._num_decisions,
+            self._num_layers,
+            self.num_frozen,
+            epoch,
+            state.global_step,
+            self._observed_norms(),
+            self._max_frozen,
+        )
+        self.proposal = next_num_frozen(self.policy, decision, self.max_frozen_layers)
+        self._num_decisions += 1
+        self._decided_at = state.global_step
+        self._observed = None
+        if not self._is_driven:
+            self.num_frozen = agreed_num_frozen(gather_proposals(self.take_proposal()))
 
     def take_proposal(self) -> int | None:
         """What was decided since the last call, or None. To be compared over the ranks, then confirmed."""
@@ -187,11 +212,6 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return
         self.memory = stored["attributes"]["memory"]
 
-    def _know_layers(self, num_layers: int, max_frozen: int) -> None:
-        if not isinstance(self.policy, NeverFreeze):
-            check_something_to_freeze(max_frozen, num_layers)
-        self._num_layers, self._max_frozen = num_layers, max_frozen
-
     def _refuse_late(self) -> None:
         """
         Raises:
@@ -201,25 +221,6 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             raise ValueError(
                 "LayerFreezeCallback was added while the training was going on: add it before train() is called."
             )
-
-    def _decide(self, state: TrainerState, epoch: float) -> None:
-        """Ask the policy. Collective over all processes in a plain Trainer."""
-        assert self._num_layers is not None
-        decision = FreezeDecision(
-            self._num_decisions,
-            self._num_layers,
-            self.num_frozen,
-            epoch,
-            state.global_step,
-            self._observed_norms(),
-            self._max_frozen,
-        )
-        self.proposal = next_num_frozen(self.policy, decision, self.max_frozen_layers)
-        self._num_decisions += 1
-        self._decided_at = state.global_step
-        self._observed = None
-        if not self._is_driven:
-            self.num_frozen = agreed_num_frozen(_gather(self.take_proposal()))
 
     def _observed_norms(self) -> tuple[float, ...] | None:
         if self._observed is None:
@@ -234,14 +235,15 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not self._is_driven:
-            _refuse_setup(args)
+            refuse_reentrant_checkpointing(args)
+            refuse_setup(args)
             end_at_exit()
             self._release()
             self._begin(state)
             self._num_layers = None
-            self._alone = _PlainTrainer(self, kwargs["model"], kwargs["optimizer"], state, args.world_size > 1)
+            self._alone = PlainTrainer(self, kwargs["model"], kwargs["optimizer"], state, args.world_size > 1)
         elif state.global_step == 0:
-            self._decide(state, 0.0)
+            self.decide(state, 0.0)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -258,7 +260,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self._alone.decides_at_first_forward = True
         else:
             # rounded up: without a length the epoch is not whole at its end
-            self._decide(state, float(math.ceil(state.epoch)))
+            self.decide(state, float(math.ceil(state.epoch)))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -276,7 +278,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         assert self.freeze_steps is not None
         if state.global_step % steps_between_decisions(self.freeze_steps, state.max_steps) == 0:
             self._refuse_late()
-            self._decide(state, state.epoch)
+            self.decide(state, state.epoch)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -330,135 +332,6 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         }
 
 
-class _PlainTrainer:
-    """Freezes the model of a plain Trainer, from a hook before each of its forwards.
-
-    Neither the batch nor the DDP wrapper is given to callbacks; both are seen at the first forward.
-    """
-
-    def __init__(
-        self,
-        callback: LayerFreezeCallback,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: TrainerState,
-        is_distributed: bool,
-    ) -> None:
-        self.decides_at_first_forward = state.global_step == 0
-        self._callback = callback
-        self._model = model
-        self._optimizer = optimizer
-        self._state = state
-        self._stack: LayerStack | None = None
-        self._prefix: FrozenPrefix | None = None
-        self._replicated: DistributedDataParallel | None = None
-        self._is_looking = False
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._wrapper_hook: RemovableHandle | None = None
-        if is_distributed:
-            self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
-
-    def check_that_it_sees_calls(self) -> None:
-        """Before the first update.
-
-        Raises:
-            ValueError: no training forward of the whole model was seen, so nothing would ever be frozen.
-        """
-        if self._prefix is None:
-            name = type(self._model).__name__
-            raise ValueError(
-                f"LayerFreezeCallback cannot freeze: the first step has not called {name} itself, and a forward of"
-                f" {name} is where layers are found and frozen. A compute_loss (or training_step) that calls a part of"
-                " the model, such as model.bert(...), has to call model(**inputs); or train with a"
-                " PipeTransformerTrainer, which freezes there, too; or remove the callback."
-            )
-
-    def squared_norms(self) -> torch.Tensor:
-        """Of each unit's gradients, as they are now."""
-        assert self._stack is not None and self._prefix is not None
-        inside, table = self._prefix.layers.inside, self._stack.table
-        parameters = {name: table[name] for names in inside for name in names}
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        return squared_norms(inside, gradients, next(iter(parameters.values())).device)
-
-    def release(self) -> None:
-        """Leave the model, its flags and its DDP wrapper as they were found."""
-        self._hook.remove()
-        self._forget_wrapper_hook()
-        if self._prefix is not None:
-            was_frozen = self._prefix.num_frozen > 0
-            self._prefix.remove()
-            if was_frozen and self._replicated is not None:
-                rebuild_reducer(self._replicated)
-
-    def _note_wrapper(self, module: nn.Module, args: Any) -> None:
-        if isinstance(module, DistributedDataParallel) and module.module is self._model:
-            self._replicated = module
-
-    def _forget_wrapper_hook(self) -> None:
-        if self._wrapper_hook is not None:
-            self._wrapper_hook.remove()
-            self._wrapper_hook = None
-
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_looking:
-            return
-        if self._prefix is None:
-            if not model.training:
-                return
-            self._forget_wrapper_hook()
-            self._find_layers({**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs})
-        assert self._prefix is not None
-        if model.training and self._callback.num_frozen > self._prefix.num_frozen:
-            self._freeze(self._callback.num_frozen)
-        self._prefix.begin_forward()
-
-    def _find_layers(self, batch: dict[str, Any]) -> None:
-        sample = slice_rows(batch, 0, SAMPLE_ROWS)
-        self._is_looking = True
-        try:
-            with torch.random.fork_rng(devices=[]):
-                self._stack = LayerStack.discover(self._model, sample)
-                layers = FreezableLayers.of(self._stack, sample)
-        except UnsupportedModelError as error:
-            raise error.with_one_stage() from error.__cause__
-        finally:
-            self._is_looking = False
-            torch.clear_autocast_cache()  # of weights that were looked at without a gradient
-        self._callback._know_layers(layers.num_layers, layers.max_frozen)
-        self._prefix = FrozenPrefix(self._stack, layers)
-        if self.decides_at_first_forward:
-            self._callback._decide(self._state, float(math.ceil(self._state.epoch)))
-
-    def _freeze(self, num_frozen: int) -> None:
-        assert self._prefix is not None
-        parameters = self._prefix.freeze(num_frozen)
-        for parameter in parameters:
-            self._optimizer.state.pop(parameter, None)
-        if self._replicated is not None:
-            rebuild_reducer(self._replicated)
-        logger.info(
-            "step %d: froze %d of %d layers (%s parameters more).",
-            self._state.global_step,
-            num_frozen,
-            self._prefix.layers.num_layers,
-            f"{sum(p.numel() for p in parameters):,}",
-        )
-
-
-def rebuild_reducer(module: DistributedDataParallel) -> None:
-    """Let a DDP wrapper reduce those parameters that require a gradient now, in place. No communication.
-
-    DDP looks at `requires_grad` when it is made, and when it is unpickled: the latter is what happens here. To be
-    called on every rank, between a backward and the next forward's end.
-    """
-    hooks = list(module._comm_hooks)
-    module.__setstate__(module.__getstate__())
-    module._comm_hooks.clear()
-    for hook, hook_state in hooks:
-        module.register_comm_hook(hook_state, hook)
-
-
 class _MissingPolicy(FreezePolicy):
     """In a callback that the Trainer made from a checkpoint, in place of the user's policy object."""
 
@@ -479,35 +352,6 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
         f"freeze policy {policy!r} is none: give a name, the arguments of make_policy as a dict, or an object with the"
         " methods of FreezePolicy (derive from it)."
     )
-
-
-def _gather(proposal: int | None) -> list[int]:
-    """Every rank's proposal. Collective over all processes."""
-    assert proposal is not None
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [proposal]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, proposal)
-    return everyone
-
-
-def _refuse_setup(args: TrainingArguments) -> None:
-    """What a callback alone cannot freeze in.
-
-    Raises:
-        ValueError: naming the setting, the reason and the remedy.
-    """
-    kind = AcceleratorState().distributed_type
-    refuse_reentrant_checkpointing(args)
-    for is_set, what, why in (
-        (kind == DistributedType.FSDP, "FSDP", "it flattens layers into parameters that cannot be frozen in part"),
-        (kind == DistributedType.DEEPSPEED, "DeepSpeed", "its optimizer holds copies of the parameters"),
-        (args.n_gpu > 1, f"nn.DataParallel over {args.n_gpu} devices", "it copies the model; start one process each"),
-        (args.torch_compile, "torch_compile=True", "a compiled forward does not see layers change"),
-        (args.ddp_static_graph, "ddp_static_graph=True", "freezing changes the graph"),
-    ):
-        if is_set:
-            raise ValueError(f"LayerFreezeCallback cannot be combined with {what}: {why}. Or remove the callback.")
 
 
 def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:

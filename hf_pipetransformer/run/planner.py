@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from .pipeline.devices import memory_budget
-from .pipeline.mesh import ProcessMesh
-from .planning.costs import UnitCost
-from .planning.plan import PipelinePlan
-from .planning.planner import largest_stage_bytes, make_plan, replan
-from .planning.unit_times import ModelTimes
-from .training_args import PipeTransformerTrainingArguments
+from ..pipeline.devices import memory_budget
+from ..pipeline.mesh import ProcessMesh
+from ..planning.costs import UnitCost
+from ..planning.elastic_policy import ElasticPolicy
+from ..planning.plan import PipelinePlan
+from ..planning.planner import largest_stage_bytes
+from ..planning.unit_times import ModelTimes
+from ..training_args import PipeTransformerTrainingArguments
 
-logger = logging.getLogger(__name__)
 
-
-class Layouts:
+class Planner:
     """Makes the plans that the arguments ask for. Collective over all processes when it is made.
 
     Args:
@@ -38,20 +36,18 @@ class Layouts:
         may_replicate: bool = True,
     ) -> None:
         self._args = args
-        self._may_replicate = may_replicate
         budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
         self._budget = min((budget for budget in budgets if budget is not None), default=None)
         self.times = times
-        self.first = make_plan(
-            unit_costs,
-            mesh.world_size,
+        self._policy = ElasticPolicy(
             args.pipeline_parallel_size,
-            schedule=args.pipeline_schedule,
-            num_microbatches=args.num_microbatches,
-            rows_per_device=args.per_device_train_batch_size,
-            memory_budget_bytes=self._budget,
-            times=times,
+            args.per_device_train_batch_size,
+            args.elastic and may_replicate,
+            self._budget,
+            args.pipeline_schedule,
+            args.num_microbatches,
         )
+        self.first = self._policy.first(unit_costs, mesh.world_size, times)
         """The plan to begin with."""
         self.num_cached = 0
         """Layers that were to count as cached when the plan in force was made; fewer do where too few others are
@@ -60,12 +56,7 @@ class Layouts:
     def next(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         """The plan that follows `plan` when so many layers are frozen and cached."""
         self.num_cached = num_cached
-        # a number of stages that the user chose says what a device can hold: no more than at the start
-        is_auto = self._args.pipeline_parallel_size == "auto" and self._budget is not None
-        budget = self._budget if is_auto else largest_stage_bytes(self.first)
-        assert budget is not None
-        compression: Literal["fit", "none"] = "fit" if self._args.elastic and self._may_replicate else "none"
-        return replan(plan, num_frozen, budget, num_cached_layers=num_cached, compression=compression)
+        return self._policy.next(plan, self.first, num_frozen, num_cached)
 
     def facts_of(self, plan: PipelinePlan) -> dict[str, Any]:
         """A plan of this training in plain values for JSON, and what it was made for."""

@@ -1,0 +1,216 @@
+"""Freezes the model of a plain `transformers.Trainer`, which knows nothing of it, from a hook before each forward.
+
+Under DDP the reducer is rebuilt at each freeze. What excludes freezing by a callback alone is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerState, TrainingArguments
+
+from ..errors import UnsupportedModelError
+from ..model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
+from ..model.layer_stack import LayerStack
+from ..model.micro_batch import slice_rows
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_ROWS = 2
+"""Rows of the first batch on which the model's layers are found."""
+
+
+class Decider(Protocol):
+    """Who says how many layers to freeze: the callback.
+
+    Attributes:
+        num_frozen: layers that are to be frozen at the next forward.
+    """
+
+    num_frozen: int
+
+    def know_layers(self, num_layers: int, max_frozen: int) -> None:
+        """The model's layers have been found; `Raises` if none of them can be frozen."""
+        ...
+
+    def decide(self, state: TrainerState, epoch: float) -> None:
+        """Decide now, so many epochs being done. Collective over all processes."""
+        ...
+
+
+class PlainTrainer:
+    """Freezes the model of a plain Trainer, from a hook before each of its forwards.
+
+    Neither the batch nor the DDP wrapper is given to callbacks; both are seen at the first forward.
+
+    Args:
+        decider: says how many layers to freeze.
+        model: the Trainer's, without DDP's wrapper.
+        optimizer: the Trainer's.
+        state: the Trainer's.
+        is_distributed: DDP wraps the model.
+
+    Attributes:
+        decides_at_first_forward: the decider is to be asked once the layers are known.
+    """
+
+    def __init__(
+        self,
+        decider: Decider,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: TrainerState,
+        is_distributed: bool,
+    ) -> None:
+        self.decides_at_first_forward = state.global_step == 0
+        self._decider = decider
+        self._model = model
+        self._optimizer = optimizer
+        self._state = state
+        self._stack: LayerStack | None = None
+        self._prefix: FrozenPrefix | None = None
+        self._replicated: DistributedDataParallel | None = None
+        self._is_looking = False
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._wrapper_hook: RemovableHandle | None = None
+        if is_distributed:
+            self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
+
+    def check_that_it_sees_calls(self) -> None:
+        """Before the first update.
+
+        Raises:
+            ValueError: no training forward of the whole model was seen, so nothing would ever be frozen.
+        """
+        if self._prefix is None:
+            name = type(self._model).__name__
+            raise ValueError(
+                f"LayerFreezeCallback cannot freeze: the first step has not called {name} itself, and a forward of"
+                f" {name} is where layers are found and frozen. A compute_loss (or training_step) that calls a part of"
+                " the model, such as model.bert(...), has to call model(**inputs); or train with a"
+                " PipeTransformerTrainer, which freezes there, too; or remove the callback."
+            )
+
+    def squared_norms(self) -> torch.Tensor:
+        """Of each unit's gradients, as they are now."""
+        assert self._stack is not None and self._prefix is not None
+        inside, table = self._prefix.layers.inside, self._stack.table
+        parameters = {name: table[name] for names in inside for name in names}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return squared_norms(inside, gradients, next(iter(parameters.values())).device)
+
+    def release(self) -> None:
+        """Leave the model, its flags and its DDP wrapper as they were found."""
+        self._hook.remove()
+        self._forget_wrapper_hook()
+        if self._prefix is not None:
+            was_frozen = self._prefix.num_frozen > 0
+            self._prefix.remove()
+            if was_frozen and self._replicated is not None:
+                rebuild_reducer(self._replicated)
+
+    def _note_wrapper(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, DistributedDataParallel) and module.module is self._model:
+            self._replicated = module
+
+    def _forget_wrapper_hook(self) -> None:
+        if self._wrapper_hook is not None:
+            self._wrapper_hook.remove()
+            self._wrapper_hook = None
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_looking:
+            return
+        if self._prefix is None:
+            if not model.training:
+                return
+            self._forget_wrapper_hook()
+            self._find_layers({**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs})
+        assert self._prefix is not None
+        if model.training and self._decider.num_frozen > self._prefix.num_frozen:
+            self._freeze(self._decider.num_frozen)
+        self._prefix.begin_forward()
+
+    def _find_layers(self, batch: dict[str, Any]) -> None:
+        sample = slice_rows(batch, 0, SAMPLE_ROWS)
+        self._is_looking = True
+        try:
+            with torch.random.fork_rng(devices=[]):
+                self._stack = LayerStack.discover(self._model, sample)
+                layers = FreezableLayers.of(self._stack, sample)
+        except UnsupportedModelError as error:
+            raise error.with_one_stage() from error.__cause__
+        finally:
+            self._is_looking = False
+            torch.clear_autocast_cache()  # of weights that were looked at without a gradient
+        self._decider.know_layers(layers.num_layers, layers.max_frozen)
+        self._prefix = FrozenPrefix(self._stack, layers)
+        if self.decides_at_first_forward:
+            self._decider.decide(self._state, float(math.ceil(self._state.epoch)))
+
+    def _freeze(self, num_frozen: int) -> None:
+        assert self._prefix is not None
+        parameters = self._prefix.freeze(num_frozen)
+        for parameter in parameters:
+            self._optimizer.state.pop(parameter, None)
+        if self._replicated is not None:
+            rebuild_reducer(self._replicated)
+        logger.info(
+            "step %d: froze %d of %d layers (%s parameters more).",
+            self._state.global_step,
+            num_frozen,
+            self._prefix.layers.num_layers,
+            f"{sum(p.numel() for p in parameters):,}",
+        )
+
+
+def rebuild_reducer(module: DistributedDataParallel) -> None:
+    """Let a DDP wrapper reduce those parameters that require a gradient now, in place. No communication.
+
+    DDP looks at `requires_grad` when it is made, and when it is unpickled: the latter is what happens here. To be
+    called on every rank, between a backward and the next forward's end.
+    """
+    hooks = list(module._comm_hooks)
+    module.__setstate__(module.__getstate__())
+    module._comm_hooks.clear()
+    for hook, hook_state in hooks:
+        module.register_comm_hook(hook_state, hook)
+
+
+def gather_proposals(proposal: int | None) -> list[int]:
+    """Every rank's proposal. Collective over all processes."""
+    assert proposal is not None
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [proposal]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, proposal)
+    return everyone
+
+
+def refuse_setup(args: TrainingArguments) -> None:
+    """What a callback alone cannot freeze in.
+
+    Raises:
+        ValueError: naming the setting, the reason and the remedy.
+    """
+    kind = AcceleratorState().distributed_type
+    for is_set, what, why in (
+        (kind == DistributedType.FSDP, "FSDP", "it flattens layers into parameters that cannot be frozen in part"),
+        (kind == DistributedType.DEEPSPEED, "DeepSpeed", "its optimizer holds copies of the parameters"),
+        (args.n_gpu > 1, f"nn.DataParallel over {args.n_gpu} devices", "it copies the model; start one process each"),
+        (args.torch_compile, "torch_compile=True", "a compiled forward does not see layers change"),
+        (args.ddp_static_graph, "ddp_static_graph=True", "freezing changes the graph"),
+    ):
+        if is_set:
+            raise ValueError(f"LayerFreezeCallback cannot be combined with {what}: {why}. Or remove the callback.")
