@@ -49,9 +49,9 @@ from transformers.utils import logging as hf_logging
 
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
-from hf_pipetransformer.model.ghosts import placeholder
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, answers, output_tensors, refuse_batch_statistics
+from hf_pipetransformer.model.placeholders import placeholder
 
 from tiny_models import VARIANTS, Variant, build, tiny_config
 

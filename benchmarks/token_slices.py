@@ -35,14 +35,14 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.model.slicing_study import study_slicing
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.slice_choice import Slicing
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.planner import make_plan
-from hf_pipetransformer.planning.token_slicing import RowSlices
-from hf_pipetransformer.report.events import describe_slices
+from hf_pipetransformer.run.events import describe_slices
+from hf_pipetransformer.token_slices.slice_choice import Slicing
+from hf_pipetransformer.token_slices.slice_planning import RowSlices
+from hf_pipetransformer.token_slices.slicing_probe import study_slicing
 
 VOCABULARY = 1000
 LAYERS = 4

@@ -40,7 +40,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hf_pipetransformer.planning.token_slicing import (
+from hf_pipetransformer.token_slices.slice_planning import (
     RowSlices,
     SliceLatency,
     SlicingPlan,

@@ -31,21 +31,21 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from .data.numbered_batches import KeysApart
 from .errors import UnsupportedModelError
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
 from .model.micro_batch import naming_long_rows
-from .pipeline.agreement import check_same_size
-from .pipeline.data import KeysApart
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
-from .report.run_recorder import RunRecorder
 from .resilience.progress import phase
 from .run import evaluation, training_data
+from .run.agreement import check_same_size
 from .run.checkpointing import CheckpointWrite, PipelineState
 from .run.cutting import CutModel, find_units
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.planner import Planner
+from .run.recorder import RunRecorder
 from .run.recording import recording
 from .run.resuming import (
     checkpoint_to_resume,

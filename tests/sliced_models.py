@@ -17,8 +17,8 @@ from model_zoo import without_dropout
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_pipetransformer.model.kv_slices import attention_windows
-from hf_pipetransformer.model.token_slices import SlicedSequence, running_slices
+from hf_pipetransformer.token_slices.kv_slices import attention_windows
+from hf_pipetransformer.token_slices.slices import SlicedSequence, running_slices
 
 ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 2, 37, 101, 32, 3
 SLICES = (16, 9, 7, 4, 1)

@@ -34,15 +34,16 @@ from training_runs import (
 )
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainer, auto_cache
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import CacheCounts
 from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
-from hf_pipetransformer.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.planning.cached_layers import most_cached_layers
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.run import cache_control
+from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
@@ -334,7 +335,7 @@ def test_one_process() -> None:
 
 
 def looking_early(rank: int, world_size: int) -> list[dict[str, Any]]:
-    auto_cache.EARLY_STEPS = 1
+    cache_control.EARLY_STEPS = 1
     return cached(rank, world_size, RUNS["bert"], {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START)[1]
 
 
@@ -540,7 +541,7 @@ def slow_to_load(
     trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, table, activation_cache="auto")
     reasons: list[str | None] = []
 
-    def change(cache: auto_cache.AutoCache) -> None:
+    def change(cache: cache_control.AutoCache) -> None:
         assert cache._seconds_per_row is not None
         cache._seconds_per_row = [1e-9, 1e3, 1e3, 1e3]
 
@@ -688,28 +689,28 @@ def test_a_disk_that_is_full_keeps_no_half_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", replace_nothing)
     with suppress(OSError):
-        auto_cache.publish(tmp_path / "current-a.json", [(2, "b")])
+        cache_control.publish(tmp_path / "current-a.json", [(2, "b")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(auto_cache, "get_worker_info", lambda: "a worker")
+    monkeypatch.setattr(cache_control, "get_worker_info", lambda: "a worker")
     monkeypatch.setattr(GenerationReader, "prefetch", lambda self, keys: asked.append(self._path.name))
     current = tmp_path / "store" / "current-a.json"
-    ahead = auto_cache.ReadAhead(current)
+    ahead = cache_control.ReadAhead(current)
     ahead([bytes(16)])  # before there is anything
     assert asked == []
-    auto_cache.publish(current, [(2, "b"), (1, "a")])
+    cache_control.publish(current, [(2, "b"), (1, "a")])
     ahead([bytes(16)])
-    auto_cache.publish(current, [(3, "c")])
+    cache_control.publish(current, [(3, "c")])
     ahead([bytes(16)])
     assert asked == ["002-b", "001-a", "003-c"]
     for damaged in ("", "[3]", "{}"):
         current.write_text(damaged)
         ahead([bytes(16)])  # the step reads for itself
-    monkeypatch.setattr(auto_cache, "get_worker_info", lambda: None)
-    auto_cache.publish(current, [(4, "d")])
+    monkeypatch.setattr(cache_control, "get_worker_info", lambda: None)
+    cache_control.publish(current, [(4, "d")])
     ahead([bytes(16)])
     assert "004-d" not in asked
 
@@ -762,10 +763,10 @@ def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_p
 
 def test_what_a_model_depends_on_is_described_whatever_its_configuration_is() -> None:
     model = nn.Linear(2, 2)
-    plain = auto_cache.describe_model(model, "no")
+    plain = cache_control.describe_model(model, "no")
     model.config = {"width": 2}  # type: ignore[assignment]
-    assert auto_cache.describe_model(model, "no") != plain
-    assert auto_cache.describe_model(model, "no") != auto_cache.describe_model(model, "bf16")
+    assert cache_control.describe_model(model, "no") != plain
+    assert cache_control.describe_model(model, "no") != cache_control.describe_model(model, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -782,4 +783,4 @@ def test_nodes_are_told_by_their_names(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as launchers give it, or leave it, that start one process each
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert auto_cache.node_shares(nodes) == shares
+    assert cache_control.node_shares(nodes) == shares

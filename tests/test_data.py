@@ -16,7 +16,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
-from hf_pipetransformer.pipeline.data import (
+from hf_pipetransformer.data.numbered_batches import (
     BatchSlice,
     NumberedBatches,
     NumberedLoader,

@@ -16,9 +16,9 @@ from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of,
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
+from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.pipeline.data import first_samples
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.planner import make_plan
 

@@ -10,8 +10,8 @@ from test_plan import times_of, unit
 from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
 from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.planning.token_slicing import RowSlices
-from hf_pipetransformer.report import events
+from hf_pipetransformer.run import events
+from hf_pipetransformer.token_slices.slice_planning import RowSlices
 
 UNITS = tuple(unit(k) for k in range(6))
 

@@ -25,12 +25,12 @@ from training_runs import Outcome, Run, largest_difference, outcome_of
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, training_args
+from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.pipeline.data import first_samples
-from hf_pipetransformer.report.events import FILE_NAME as EVENTS
-from hf_pipetransformer.report.run_recorder import FILE_NAME
+from hf_pipetransformer.run.events import FILE_NAME as EVENTS
+from hf_pipetransformer.run.recorder import FILE_NAME
 
 INF, NAN = math.inf, math.nan
 DIGITS = "9" * 5000  # more than Python reads as a number

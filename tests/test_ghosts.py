@@ -7,7 +7,7 @@ import torch
 from model_zoo import MODELS
 from torch import nn
 
-from hf_pipetransformer.model.ghosts import ParameterTable, evaluation_mode, placeholder, reachable_leaves
+from hf_pipetransformer.model.placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

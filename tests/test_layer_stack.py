@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.model.ghosts import placeholder
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
+from hf_pipetransformer.model.placeholders import placeholder
 
 NAN = float("nan")
 

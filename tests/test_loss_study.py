@@ -10,7 +10,7 @@ from torch import nn
 from training_runs import Run, assert_same_training, pipeline
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model.loss_study import _hooks_on_parts
+from hf_pipetransformer.model.loss_probe import _hooks_on_parts
 
 
 class InTraining:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hf_pipetransformer.cache.node_order import order_by_node
+from hf_pipetransformer.data.node_order import order_by_node
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from distributed import run_ranks_expecting_error
 from torch import nn
 from training_runs import Run, pipeline_trainer
 
-from hf_pipetransformer.pipeline.optimizer_probe import probe_coupling
+from hf_pipetransformer.run.optimizer_probe import probe_coupling
 
 
 class Sgd(torch.optim.Optimizer):

@@ -23,10 +23,10 @@ from training_runs import (
 )
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.pipeline.data import first_samples
 
 peft = pytest.importorskip("peft")
 

@@ -13,7 +13,7 @@ from training_runs import Run, assert_same_training, outcome_of, pipeline_traine
 from transformers import TrainerCallback
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.rechecks import Rechecks, keeper_of_placeholders
+from hf_pipetransformer.run.rechecks import Rechecks, keeper_of_placeholders
 from hf_pipetransformer.trainer import WRITTEN_TO_PLACEHOLDER
 
 

@@ -16,14 +16,14 @@ import pytest
 from test_cli import run
 from test_plan import times_of, unit
 
-from hf_pipetransformer.pipeline.slice_choice import StepSeconds
 from hf_pipetransformer.planning.plan import MIB
 from hf_pipetransformer.planning.planner import make_plan
-from hf_pipetransformer.planning.slice_timeline import StageLatency, simulate_slices
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.planning.token_slicing import RowSlices, SliceLatency
 from hf_pipetransformer.report import events, report, report_figures, run_recorder
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned, timeline_of_slices
+from hf_pipetransformer.token_slices.slice_choice import StepSeconds
+from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency
+from hf_pipetransformer.token_slices.slice_timeline import StageLatency, simulate_slices
 
 UNITS = tuple(unit(k) for k in range(6))
 TIMES = times_of(6)

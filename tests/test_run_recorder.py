@@ -16,8 +16,8 @@ from training_runs import Run, pipeline_trainer
 from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.report import events
-from hf_pipetransformer.report.run_recorder import FILE_NAME, RunRecorder, facts_of_run
+from hf_pipetransformer.run import events
+from hf_pipetransformer.run.recorder import FILE_NAME, RunRecorder, facts_of_run
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 

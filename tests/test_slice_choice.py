@@ -13,10 +13,11 @@ import pytest
 import torch
 from sliced_models import LAYERS, TOKENS, batch_for, build, loss_of
 
-from hf_pipetransformer.model.kv_slices import attention_windows
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.pipeline import slice_choice
-from hf_pipetransformer.pipeline.slice_choice import (
+from hf_pipetransformer.pipeline.stage import CarriedTensor, ShapeBook, StageModule, StageShapes
+from hf_pipetransformer.token_slices import slice_choice
+from hf_pipetransformer.token_slices.kv_slices import attention_windows
+from hf_pipetransformer.token_slices.slice_choice import (
     SliceChooser,
     StepSeconds,
     TokenSlices,
@@ -25,9 +26,8 @@ from hf_pipetransformer.pipeline.slice_choice import (
     points_to_measure,
     shapes_of_slice,
 )
-from hf_pipetransformer.pipeline.stage import CarriedTensor, ShapeBook, StageModule, StageShapes
-from hf_pipetransformer.planning.slice_timeline import simulate_slices
-from hf_pipetransformer.planning.token_slicing import RowSlices
+from hf_pipetransformer.token_slices.slice_planning import RowSlices
+from hf_pipetransformer.token_slices.slice_timeline import simulate_slices
 
 BATCH = batch_for("right padding", rows=4)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_pipetransformer.planning.slice_timeline import (
+from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency, step_seconds, whole_rows
+from hf_pipetransformer.token_slices.slice_timeline import (
     LEAST_GAIN_OF_CUTS,
     SliceTask,
     StageLatency,
@@ -15,7 +16,6 @@ from hf_pipetransformer.planning.slice_timeline import (
     simulate_slices,
     tasks_of,
 )
-from hf_pipetransformer.planning.token_slicing import RowSlices, SliceLatency, step_seconds, whole_rows
 
 FORWARD, BACKWARD = SliceLatency(0.1, 1e-3, 1e-6, 1e-5), SliceLatency(0.1, 2e-3, 2e-6, 1e-5)
 NOTHING = SliceLatency(0.0, 0.0, 0.0, 0.0)

@@ -21,10 +21,10 @@ from transformers import (
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.model import kv_slices, slicing_study
-from hf_pipetransformer.model.kv_slices import attention_windows
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.model.slicing_study import study_slicing, telling_rows
-from hf_pipetransformer.model.token_slices import SlicedSequence
+from hf_pipetransformer.token_slices.kv_slices import attention_windows
+from hf_pipetransformer.token_slices.slices import SlicedSequence
+from hf_pipetransformer.token_slices.slicing_probe import study_slicing, telling_rows
 
 SMALL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
 

@@ -11,8 +11,8 @@ from distributed import run_ranks_expecting_error
 from test_auto_cache import EPOCH_START, trainer_of
 from training_runs import Run
 
-from hf_pipetransformer.auto_cache import publish
 from hf_pipetransformer.cache.activation_store import ActivationStore
+from hf_pipetransformer.run.cache_control import publish
 
 KEY = bytes(range(16))
 

@@ -33,9 +33,9 @@ from training_runs import (
 )
 from transformers import TrainerCallback
 
-from hf_pipetransformer import auto_cache
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import ActivationCache
+from hf_pipetransformer.run import cache_control
 from hf_pipetransformer.run.run import PipelineRun
 
 
@@ -48,7 +48,7 @@ def warnings_of_the_cache() -> list[str]:
             if record.levelno >= logging.WARNING:
                 messages.append(record.getMessage())
 
-    for name in (auto_cache.__name__, activation_cache.__name__):
+    for name in (cache_control.__name__, activation_cache.__name__):
         logging.getLogger(name).addHandler(Handler())
     return messages
 
@@ -117,7 +117,7 @@ def unreadable(rank: int, world_size: int) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger = logging.getLogger(auto_cache.__name__)
+    logger = logging.getLogger(cache_control.__name__)
     logger.setLevel(logging.INFO)
     logger.addHandler(Handler())
     trainer.train()
@@ -133,9 +133,8 @@ def test_a_layout_under_which_nothing_can_be_cached_is_told() -> None:
 class LeftPadded:
     """A Trainer's mixin whose rows all get padding on the left once the model has been examined."""
 
-    def _make_auto_cache(self, *positional: Any) -> Any:
-        cache = super()._make_auto_cache(*positional)  # type: ignore[misc]
-        batches = self._train_batches  # type: ignore[attr-defined]
+    def create_scheduler(self, *positional: Any, **keywords: Any) -> Any:
+        batches = self._pipeline_run.data  # type: ignore[attr-defined]
         inner = batches._keying_collate_fn.inner
 
         def collate(samples: list[Any]) -> dict[str, Any]:
@@ -144,7 +143,7 @@ class LeftPadded:
             return {**batch, **padded}
 
         batches._keying_collate_fn.inner = collate
-        return cache
+        return super().create_scheduler(*positional, **keywords)  # type: ignore[misc]
 
 
 def test_a_reason_is_given_where_nothing_can_be_kept() -> None:
@@ -223,7 +222,7 @@ def test_a_store_that_is_deleted_is_filled_anew(tmp_path: Path) -> None:
 
 def loading_slowly(rank: int, world_size: int, run: Run) -> tuple[Outcome, str | None, list[dict[str, Any]]]:
     """From a disk that takes a second for a row, though it was fast when it was tried."""
-    auto_cache.AutoCache._pays = lambda self: True  # type: ignore[method-assign]
+    cache_control.AutoCache._pays = lambda self: True  # type: ignore[method-assign]
     find = ActivationCache._find
 
     def find_slowly(self: ActivationCache, *positional: Any) -> Any:

@@ -29,11 +29,9 @@ from training_runs import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model import kv_slices
-from hf_pipetransformer.pipeline import slice_choice
-from hf_pipetransformer.pipeline.data import NumberedBatches
-from hf_pipetransformer.planning import slice_timeline
+from hf_pipetransformer.data.numbered_batches import NumberedBatches
 from hf_pipetransformer.run import setup
+from hf_pipetransformer.token_slices import kv_slices, slice_choice, slice_timeline
 
 RUN = Run("causal-lm", epochs=3)
 """Rows of 5 to 24 tokens, so each batch has another length; the last one of an epoch is odd."""

@@ -21,9 +21,9 @@ from sliced_models import (
 )
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model import kv_slices
-from hf_pipetransformer.model.kv_slices import SequenceStates, _LayerStates, attention_windows
-from hf_pipetransformer.model.token_slices import SlicedSequence, check_updates, first_tokens, running_slices
+from hf_pipetransformer.token_slices import kv_slices
+from hf_pipetransformer.token_slices.kv_slices import SequenceStates, _LayerStates, attention_windows
+from hf_pipetransformer.token_slices.slices import SlicedSequence, check_updates, first_tokens, running_slices
 
 ATTENTIONS = ("sdpa", "eager")
 PADDINGS = ("none", "right padding", "left padding")

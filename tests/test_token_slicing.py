@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning import token_slicing
-from hf_pipetransformer.planning.token_slicing import (
+from hf_pipetransformer.token_slices import slice_planning
+from hf_pipetransformer.token_slices.slice_planning import (
     MINIMAL_GAIN,
     TOLERANCE,
     RowSlices,
@@ -107,8 +107,8 @@ def test_slices_of_one_row_equal_brute_force(
     monkeypatch: pytest.MonkeyPatch, make: Callable[..., SliceLatency], is_exact: bool
 ) -> None:
     if is_exact:
-        monkeypatch.setattr(token_slicing, "MINIMAL_GAIN", 0.0)
-        monkeypatch.setattr(token_slicing, "TOLERANCE", 0.0)
+        monkeypatch.setattr(slice_planning, "MINIMAL_GAIN", 0.0)
+        monkeypatch.setattr(slice_planning, "TOLERANCE", 0.0)
     rng = np.random.default_rng(0)
     for _ in range(40):
         stages, length = random_stages(rng, make), int(rng.integers(1, 8))
@@ -125,8 +125,8 @@ def test_slices_of_one_row_equal_brute_force(
 def test_parts_and_slices_equal_brute_force(
     monkeypatch: pytest.MonkeyPatch, make: Callable[..., SliceLatency]
 ) -> None:
-    monkeypatch.setattr(token_slicing, "MINIMAL_GAIN", 0.0)
-    monkeypatch.setattr(token_slicing, "TOLERANCE", 0.0)
+    monkeypatch.setattr(slice_planning, "MINIMAL_GAIN", 0.0)
+    monkeypatch.setattr(slice_planning, "TOLERANCE", 0.0)
     rng = np.random.default_rng(1)
     for _ in range(30):
         stages = random_stages(rng, make)
@@ -234,7 +234,7 @@ def test_a_plan_is_found_after_few_runs_of_the_dynamic_program(
     """
     limits: list[int] = []
     looked_up: list[int] = []
-    cut_rows, seconds_of = token_slicing._cut_rows, SliceLatency.seconds
+    cut_rows, seconds_of = slice_planning._cut_rows, SliceLatency.seconds
 
     def cut(table: np.ndarray, some: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         limits.append(len(some))
@@ -244,7 +244,7 @@ def test_a_plan_is_found_after_few_runs_of_the_dynamic_program(
         looked_up.append(np.size(length))
         return seconds_of(self, rows, length, context)
 
-    monkeypatch.setattr(token_slicing, "_cut_rows", cut)
+    monkeypatch.setattr(slice_planning, "_cut_rows", cut)
     monkeypatch.setattr(SliceLatency, "seconds", seconds)
     stages = [USUAL if are_equal else replace(USUAL, fixed=(1 + k / 100) * USUAL.fixed) for k in range(num_stages)]
     plan_slices(stages, 1, 2048, granularity=16)

@@ -19,9 +19,9 @@ from training_data import ZOO_MODEL, Kind, PadCollator, StreamedData, TrainingDa
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.auto_cache import AutoCache
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.run import run as run_module
+from hf_pipetransformer.run.cache_control import AutoCache
 from hf_pipetransformer.run.planner import Planner
 from hf_pipetransformer.run.recording import RunLog
 from hf_pipetransformer.run.run import PipelineRun

@@ -22,9 +22,9 @@ from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_c
 from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
-from ..planning.slice_timeline import choose_slices, seconds_of_slices
-from ..planning.token_slicing import RowSlices, whole_rows
 from ..planning.unit_times import ModelTimes
+from ..token_slices.slice_planning import RowSlices, whole_rows
+from ..token_slices.slice_timeline import choose_slices, seconds_of_slices
 from .device_table import CacheHost, Device
 from .workload import Workload, frozen_latency, stage_latencies
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..planning.plan import align
 from ..planning.planner import largest_stage_bytes
-from ..planning.slice_timeline import LEAST_GAIN_OF_CUTS
-from ..planning.token_slicing import MINIMAL_GAIN, RowSlices
+from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
+from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start
 
 GIB = 2**30

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.dummy_inputs import dummy_batch
-from ..model.ghosts import ParameterTable, placeholder
 from ..model.layer_stack import LayerStack
+from ..model.placeholders import ParameterTable, placeholder
 from ..planning.costs import UnitCost, measure_costs
 from ..planning.plan import MIB, PipelinePlan, align
 from ..planning.planner import make_plan

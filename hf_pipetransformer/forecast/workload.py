@@ -23,9 +23,9 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..planning.costs import UnitCost, measure_costs
 from ..planning.plan import PipelinePlan
-from ..planning.slice_timeline import StageLatency
-from ..planning.token_slicing import SliceLatency
 from ..planning.unit_times import Seconds
+from ..token_slices.slice_planning import SliceLatency
+from ..token_slices.slice_timeline import StageLatency
 from .inspection import GhostProducts
 
 MEASURED_TOKENS = (16, 32, 64)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ghosts import evaluation_mode, reachable_leaves
 from .layer_range import Carry, Unit, tensors_of
 from .layer_stack import LayerStack, answers, output_tensors
+from .placeholders import evaluation_mode, reachable_leaves
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from .ghosts import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 from .layer_range import Carry, LayerRangeRunner, Unit, tensors_of
+from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 

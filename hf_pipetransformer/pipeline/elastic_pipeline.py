@@ -27,8 +27,7 @@ from ..resilience.progress import PROGRESS, phase
 from . import prediction
 from .holders import holders_under, source_of_buffers
 from .mesh import ProcessMesh
-from .placed import PlacedPipeline, WrapReplicas
-from .slice_choice import Slicing
+from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
 from .stage import LossFunction, StageModule
 from .state import Holders, OptimizerState, WeightState, WholeParameter, exchange, moves_between, synchronise_buffers
 
@@ -80,7 +79,7 @@ class ElasticPipeline(nn.Module):
         self.device = device
         self.weights = WeightState(stack.table, mesh)
         self.freezable = freezable
-        self.slicing: Slicing | None = None
+        self.slicing: SequenceSlicing | None = None
         """Cut sequences along their tokens as well, from the next plan on."""
         self.cache: ActivationCache | None = None
         self.parks = device.type != "cpu"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..model.ghosts import ParameterTable
 from ..model.layer_stack import LayerStack
+from ..model.placeholders import ParameterTable
 from ..planning.plan import PipelinePlan
 from .state import Holders
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,35 @@ from .messages import PipelineMessages
 from .microbatch_trials import WORTH_A_TRIAL, MicrobatchTrials
 from .schedule import PipelineScheduler
 from .shared_batch import BatchChannel
-from .slice_choice import SliceChooser, Slicing
 from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, LossFunction, ShapeBook, StageModule
-from .token_schedule import Neighbours, TokenScheduler
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
+
+
+class SliceSchedule(Protocol):
+    """Runs the steps of a plan by slices of sequences."""
+
+    def parts_of(self, batch: Batch) -> Any:
+        """Settle how a batch of a new shape is cut. Collective over the pipeline."""
+
+    def step(self, batch: Batch) -> None:
+        """Forward and backward of a batch. Collective over the pipeline."""
+
+
+class SequenceSlicing(Protocol):
+    """Makes such a schedule for a plan (`token_slices`, which builds on this package)."""
+
+    def schedule(
+        self,
+        plan: PipelinePlan,
+        stage: StageModule,
+        messages: PipelineMessages,
+        second_group: dist.ProcessGroup | None,
+        shape_book: ShapeBook,
+    ) -> SliceSchedule:
+        """Collective over the pipeline."""
 
 
 class PlacedPipeline:
@@ -55,7 +77,7 @@ class PlacedPipeline:
         is_trainable: Callable[[str], bool],
         mesh: ProcessMesh,
         wrap_replicas: WrapReplicas,
-        slicing: Slicing | None = None,
+        slicing: SequenceSlicing | None = None,
     ) -> None:
         groups = mesh.layout(plan.pipeline_parallel_size)
         ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
@@ -81,7 +103,7 @@ class PlacedPipeline:
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
         self._channel: BatchChannel | None = None
         self._sparse_embeddings: SparseEmbeddings | None = None
-        self._token_scheduler: TokenScheduler | None = None
+        self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
         if groups.pipeline is None:
@@ -92,7 +114,7 @@ class PlacedPipeline:
         shape_book = ShapeBook(stage, self.messages.receive_shapes, self.messages.send_shapes)
         if slicing is not None:
             second_group = mesh.second_pipeline_group(plan.pipeline_parallel_size)
-            self._token_scheduler = _token_scheduler(plan, stage, self.messages, second_group, shape_book, slicing)
+            self._token_scheduler = slicing.schedule(plan, stage, self.messages, second_group, shape_book)
             return
         module: nn.Module = self.wrapped if self.wrapped is not None else stage
         self._scheduler = PipelineScheduler(
@@ -223,31 +245,6 @@ def _shared_parameters(
         )
         for stages, names in by_stages.items()
     ]
-
-
-def _token_scheduler(
-    plan: PipelinePlan,
-    stage: StageModule,
-    messages: PipelineMessages,
-    second_group: dist.ProcessGroup | None,
-    shape_book: ShapeBook,
-    slicing: Slicing,
-) -> TokenScheduler:
-    """Collective over the pipeline."""
-    chooser = SliceChooser(
-        slicing.token_slices,
-        slicing.windows,
-        plan.num_microbatches_for,
-        messages.of_each_stage,
-        slicing.on_plan,
-        # the dynamic program chooses parts of rows as well, unless the user has
-        chooses_parts=slicing.token_slices == "auto" and plan.num_microbatches is None,
-    )
-    neighbours = Neighbours(messages.previous_rank, messages.next_rank, messages.group, second_group)
-    neighbours.connect(stage.device)
-    return TokenScheduler(
-        stage, messages.stage_index, messages.num_stages, neighbours, shape_book, slicing.windows, chooser
-    )
 
 
 def _synchronise(device: torch.device) -> None:

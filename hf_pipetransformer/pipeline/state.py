@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.ghosts import ParameterTable, placeholder
+from ..model.placeholders import ParameterTable, placeholder
 from .mesh import ProcessMesh, as_bytes
 
 Holders = Mapping[str, tuple[int, ...]]

@@ -22,10 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..planning.slice_timeline import StageLatency, simulate_slices
 from ..planning.timeline import Timeline
-from ..planning.token_slicing import RowSlices, SliceLatency
-from . import events, run_recorder
+from ..run import events, recorder
+from ..token_slices.slice_planning import RowSlices, SliceLatency
+from ..token_slices.slice_timeline import StageLatency, simulate_slices
 
 STATE_NAME = "trainer_state.json"
 BEGINNINGS = ("start", "resume")
@@ -198,16 +198,16 @@ def read_trainings(folder: Path) -> list[Training]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: give the output_dir of a training.")
     event_lines, bad_events = _read_lines(folder / events.FILE_NAME, ("event", "global_step"))
-    metric_lines, bad_metrics = _read_lines(folder / run_recorder.FILE_NAME, ("kind", "global_step", "run"))
+    metric_lines, bad_metrics = _read_lines(folder / recorder.FILE_NAME, ("kind", "global_step", "run"))
     state = _newest_state(folder)
     if not event_lines and not metric_lines and state is None:
         raise ValueError(
-            f"{folder} has none of {events.FILE_NAME}, {run_recorder.FILE_NAME} and {STATE_NAME} (nor a checkpoint"
+            f"{folder} has none of {events.FILE_NAME}, {recorder.FILE_NAME} and {STATE_NAME} (nor a checkpoint"
             " with one): give the output_dir of a training with PipeTransformerTrainer."
         )
     problems = [
         f"{name}: {number} {'line' if number == 1 else 'lines'} cannot be read and were left out."
-        for name, number in ((events.FILE_NAME, bad_events), (run_recorder.FILE_NAME, bad_metrics))
+        for name, number in ((events.FILE_NAME, bad_events), (recorder.FILE_NAME, bad_metrics))
         if number
     ]
     groups = _group_calls(_calls(event_lines, metric_lines)) or [[_Call("", [], [])]]
@@ -293,7 +293,7 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
     before = [(step, values) for step, values in history if is_of_this and (not logs or step < logs[0][0])]
     if not kept_lines:
         problems.append(
-            f"{run_recorder.FILE_NAME} has nothing of this training (it was made by an earlier version, or by another"
+            f"{recorder.FILE_NAME} has nothing of this training (it was made by an earlier version, or by another"
             " Trainer): time and memory are not known"
             + (f", and losses only up to the last {STATE_NAME}." if before else ".")
         )

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
+from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, tensors_in
-from ..pipeline.data import BatchSlice, GivenBatches, NumberedBatches
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..resilience.progress import PROGRESS
 from .job import TrainingJob

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from ..auto_cache import AutoCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..model.micro_batch import Batch
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
+from .cache_control import AutoCache
 from .job import TrainingJob
 from .setup import TrainingData
 

@@ -21,12 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KeyedInputs, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
-from ..model.ghosts import evaluation_mode
 from ..model.layer_stack import LayerStack, refuse_batch_statistics
 from ..model.left_as_found import left_as_found
-from ..model.loss_study import raise_for_exchanged_inputs
+from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows, slice_rows
-from ..pipeline.agreement import check_same_everywhere
+from ..model.placeholders import evaluation_mode
 from ..pipeline.devices import fits, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
@@ -35,6 +34,7 @@ from ..pipeline.state import synchronise_buffers, synchronise_weights
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, seeded
+from .agreement import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .samples import SampleCollator
 

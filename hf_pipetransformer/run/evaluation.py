@@ -15,14 +15,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..auto_cache import AutoCache
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
+from ..data.numbered_batches import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
-from ..pipeline.data import KeysApart
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.plan import PipelinePlan
 from ..resilience.progress import phase
 from .batches import prepared
+from .cache_control import AutoCache
 from .job import TrainingJob
 from .training_data import keying_collator
 

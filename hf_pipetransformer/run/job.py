@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from ..cache.content_keys import NOT_IN_KEYS
+from ..data.numbered_batches import first_samples
 from ..freezing.callback import LayerFreezeCallback
 from ..model.micro_batch import batch_rows, select_rows
-from ..pipeline.data import first_samples
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from ..cache.content_keys import KeyedInputs, named_inputs
-from ..model.kv_slices import SliceCache
+from ..data.numbered_batches import BatchSlice
 from ..model.loss_scaling import IGNORED, LossReduction
 from ..model.micro_batch import Batch, batch_rows
-from ..pipeline.data import BatchSlice
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
+from ..token_slices.kv_slices import SliceCache
 from .job import TrainingJob
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..auto_cache import AutoCache, EpochReport
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
-from ..planning.token_slicing import RowSlices
-from ..report import events
-from ..report.run_recorder import RunRecorder, facts_of_run
+from ..token_slices.slice_planning import RowSlices
+from . import events
+from .cache_control import AutoCache, EpochReport
 from .job import TrainingJob
+from .recorder import RunRecorder, facts_of_run
 
 logger = logging.getLogger(__name__)
 

@@ -24,30 +24,30 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import TrainerCallback, TrainerState
 
-from ..auto_cache import OTHER_INPUTS, AutoCache
 from ..cache.content_keys import KEYS_NAME, without_keys
 from ..freezing.callback import refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..model.frozen_prefix import FreezableLayers
+from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
-from ..model.loss_study import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows
-from ..pipeline.agreement import check_same_size
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
-from ..pipeline.optimizer_probe import probe_coupling
-from ..pipeline.slice_choice import Slicing
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
-from ..rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from ..resilience.progress import LEFT, PROGRESS, phase
 from ..resilience.watchdog import Watchdog
+from ..token_slices.token_schedule import Slicing
+from .agreement import check_same_size
 from .batches import GlobalBatch, prepared
+from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import make_cache
 from .cutting import CutModel, time_model
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .loss import BatchInFlight, TrainersLoss
+from .optimizer_probe import probe_coupling
 from .planner import Planner
 from .preemption import Moment, Preemption
+from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .recording import RunLog
 from .resuming import recall, refuse_best_model_that_some_lack
 from .samples import SampleCollator

@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
+from ..data.numbered_batches import GivenBatches, NumberedBatches
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..model.kv_slices import Windows
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
+from ..model.loss_probe import study_loss
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
-from ..model.loss_study import study_loss
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
-from ..model.slicing_study import study_slicing, telling_rows, without_autocast
-from ..model.token_slices import sequence_length
-from ..pipeline.data import GivenBatches, NumberedBatches
 from ..planning.plan import PipelinePlan
 from ..planning.unit_times import ModelTimes
 from ..randomness import generators_kept, seeded
+from ..token_slices.kv_slices import Windows
+from ..token_slices.slices import sequence_length
+from ..token_slices.slicing_probe import study_slicing, telling_rows, without_autocast
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .loss import TrainersLoss

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..auto_cache import ReadAhead, current_file, node_name, node_shares
 from ..cache.content_keys import KeyingCollator
-from ..pipeline.data import GivenBatches, KeysApart, NumberedBatches, NumberedLoader, refuse_empty
+from ..data.numbered_batches import GivenBatches, KeysApart, NumberedBatches, NumberedLoader, refuse_empty
 from ..resilience.preemption import WorkerStart
+from .cache_control import ReadAhead, current_file, node_name, node_shares
 from .job import TrainingJob, whole_stream
 
 CACHE_FOLDER = "_activation_cache"

@@ -14,9 +14,9 @@ from typing import Any
 from ..cache.activation_cache import CacheCounts
 from ..pipeline.elastic_pipeline import Transformation
 from ..pipeline.microbatch_trials import WORTH_A_TRIAL
-from ..pipeline.slice_choice import StepSeconds
 from ..planning.plan import PipelinePlan
-from ..planning.token_slicing import RowSlices
+from ..token_slices.slice_choice import StepSeconds
+from ..token_slices.slice_planning import RowSlices
 
 logger = logging.getLogger(__name__)
 

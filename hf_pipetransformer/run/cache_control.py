@@ -37,15 +37,15 @@ from torch import nn
 from torch.utils.data import get_worker_info
 from transformers import TrainerState
 
-from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
-from .cache.activation_files import open_private
-from .cache.activation_store import ActivationStore, GenerationReader
-from .cache.cache_probe import CacheVerdict
-from .cache.content_keys import NOT_IN_KEYS
+from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
+from ..cache.activation_files import open_private
+from ..cache.activation_store import ActivationStore, GenerationReader
+from ..cache.cache_probe import CacheVerdict
+from ..cache.content_keys import NOT_IN_KEYS
+from ..model.micro_batch import on_device
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from .frozen_function import FrozenFunction
-from .model.micro_batch import on_device
-from .pipeline.elastic_pipeline import ElasticPipeline
-from .planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 
 logger = logging.getLogger(__name__)
 

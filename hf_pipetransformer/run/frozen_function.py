@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch import nn
 
-from .cache.cache_probe import SAME
-from .model.micro_batch import on_device
-from .pipeline.elastic_pipeline import ElasticPipeline
+from ..cache.cache_probe import SAME
+from ..model.micro_batch import on_device
+from ..pipeline.elastic_pipeline import ElasticPipeline
 
 MOST_NUMBERS = 2**16
 """Of an output, evenly spaced, that are kept to be compared with."""

@@ -26,12 +26,12 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from .ghosts import evaluation_mode
+from ..model.layer_stack import LayerStack
+from ..model.loss_scaling import IGNORED
+from ..model.micro_batch import Batch, batch_rows
+from ..model.placeholders import evaluation_mode
 from .kv_slices import Windows, attention_windows
-from .layer_stack import LayerStack
-from .loss_scaling import IGNORED
-from .micro_batch import Batch, batch_rows
-from .token_slices import REMEDY, SlicedSequence, check_updates, padding_word, running_slices, sequence_length
+from .slices import REMEDY, SlicedSequence, check_updates, padding_word, running_slices, sequence_length
 
 LossOf = Callable[[Batch], torch.Tensor]
 

@@ -19,9 +19,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
+from ..model.loss_scaling import IGNORED
+from ..model.micro_batch import Batch
 from .kv_slices import CHUNKED, FULL, SLIDING, SequenceStates, SliceCache, Windows
-from .loss_scaling import IGNORED
-from .micro_batch import Batch
 
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 REMEDY = "Set token_slices='off'."

@@ -22,9 +22,8 @@ import torch
 from ..errors import is_out_of_memory
 from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
-from ..model.token_slices import SlicedSequence, Windows, first_tokens, running_slices, sequence_length
-from ..planning.slice_timeline import StageLatency, choose_slices
-from ..planning.token_slicing import (
+from ..pipeline.stage import FIRST, CarriedTensor, StageModule, StageShapes
+from .slice_planning import (
     FEWEST_POINTS,
     RowSlices,
     SliceLatency,
@@ -32,7 +31,8 @@ from ..planning.token_slicing import (
     uniform_slices,
     whole_rows,
 )
-from .stage import FIRST, CarriedTensor, StageModule, StageShapes
+from .slice_timeline import StageLatency, choose_slices
+from .slices import SlicedSequence, Windows, first_tokens, running_slices, sequence_length
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +73,6 @@ class StepSeconds(float):
         one = cls(seconds)
         one.stages = tuple(stages)
         return one
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """How sequences are cut along their tokens where there are several stages.
-
-    Attributes:
-        token_slices: as the user asked.
-        windows: of the model's layers, from `study_slicing`.
-        on_plan: told of each new shape of batch.
-    """
-
-    token_slices: TokenSlices
-    windows: Windows
-    on_plan: OnPlan
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Literal
 
-from .timeline import Span, Timeline
-from .token_slicing import (
+from ..planning.timeline import Span, Timeline
+from .slice_planning import (
     MINIMAL_GAIN,
     RowSlices,
     SliceLatency,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .mesh import ProcessMesh, as_bytes
+from ..pipeline.mesh import ProcessMesh, as_bytes
 
 TRIES = 16
 """To see what a collator draws, where samples differ: it may change few rows only."""

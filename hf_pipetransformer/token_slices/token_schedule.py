@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ..model.micro_batch import Batch, batch_rows, slice_rows
-from ..model.token_slices import SlicedSequence, Windows, check_updates, running_slices
-from ..planning.slice_timeline import SliceTask, tasks_of
-from ..planning.token_slicing import RowSlices
-from .slice_choice import SliceChooser, shapes_of_slice
-from .stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
+from ..pipeline.messages import PipelineMessages
+from ..pipeline.stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
+from ..planning.plan import PipelinePlan
+from .slice_choice import OnPlan, SliceChooser, TokenSlices, shapes_of_slice
+from .slice_planning import RowSlices
+from .slice_timeline import SliceTask, tasks_of
+from .slices import SlicedSequence, Windows, check_updates, running_slices
 
 RECEIVES_AHEAD = 2
 """Messages for which a buffer waits, in the order in which they are needed."""
@@ -238,3 +240,50 @@ class _Step:
 
 def _used(slots: Sequence[Any], carried: Sequence[CarriedTensor]) -> tuple[CarriedTensor, ...]:
     return tuple(one for slot, one in zip(slots, carried, strict=True) if slot.is_used)
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How sequences are cut along their tokens where there are several stages (`pipeline.placed.SequenceSlicing`).
+
+    Attributes:
+        token_slices: as the user asked.
+        windows: of the model's layers, from `probe_slicing`.
+        on_plan: told of each new shape of batch.
+    """
+
+    token_slices: TokenSlices
+    windows: Windows
+    on_plan: OnPlan
+
+    def schedule(
+        self,
+        plan: PipelinePlan,
+        stage: StageModule,
+        messages: PipelineMessages,
+        second_group: dist.ProcessGroup | None,
+        shape_book: ShapeBook,
+    ) -> TokenScheduler:
+        """What runs the steps of a plan. Collective over the pipeline.
+
+        Args:
+            plan: in force.
+            stage: of this process.
+            messages: inside this pipeline.
+            second_group: another group of its processes, for the backward direction.
+            shape_book: the shapes at the stage's boundaries.
+        """
+        chooser = SliceChooser(
+            self.token_slices,
+            self.windows,
+            plan.num_microbatches_for,
+            messages.of_each_stage,
+            self.on_plan,
+            # the dynamic program chooses parts of rows as well, unless the user has
+            chooses_parts=self.token_slices == "auto" and plan.num_microbatches is None,
+        )
+        neighbours = Neighbours(messages.previous_rank, messages.next_rank, messages.group, second_group)
+        neighbours.connect(stage.device)
+        return TokenScheduler(
+            stage, messages.stage_index, messages.num_stages, neighbours, shape_book, self.windows, chooser
+        )

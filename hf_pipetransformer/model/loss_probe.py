@@ -29,7 +29,6 @@ from torch import nn
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import parts_of_function, seed_all
 from .dropout import WithoutDropout
-from .ghosts import evaluation_mode, placeholder, reachable_leaves
 from .layer_range import Carry, Unit, tensors_of
 from .layer_stack import LayerStack
 from .left_as_found import left_as_found, with_parts
@@ -44,6 +43,7 @@ from .loss_scaling import (
     unexamined,
 )
 from .micro_batch import Batch, batch_rows
+from .placeholders import evaluation_mode, placeholder, reachable_leaves
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
 """The loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""

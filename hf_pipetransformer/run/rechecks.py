@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsupportedModelError, is_out_of_memory
-from .model.dropout import WithoutDropout
-from .model.ghosts import placeholder
-from .model.left_as_found import left_as_found
-from .model.loss_scaling import LossOutcome, Tolerance, difference
-from .model.micro_batch import Batch
-from .pipeline.elastic_pipeline import ElasticPipeline
-from .pipeline.stage import LossFunction
-from .randomness import seeded
+from ..errors import UnsupportedModelError, is_out_of_memory
+from ..model.dropout import WithoutDropout
+from ..model.left_as_found import left_as_found
+from ..model.loss_scaling import LossOutcome, Tolerance, difference
+from ..model.micro_batch import Batch
+from ..model.placeholders import placeholder
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.stage import LossFunction
+from ..randomness import seeded
 
 logger = logging.getLogger(__name__)
 
