@@ -24,12 +24,11 @@ from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.planner import make_plan
 
-ZOO_MODEL = MODELS["bert-classification"]
 ROWS = 4
 
 
 def loss_of(model: nn.Module, rows: Batch) -> torch.Tensor:
-    return model(**rows).loss * (rows["input_ids"].shape[0] / ROWS)
+    return model(**rows).logits.square().mean() * (rows["input_ids"].shape[0] / ROWS)
 
 
 def in_ddp(stage: nn.Module, group: dist.ProcessGroup, may_be_unused: bool) -> DistributedDataParallel:
@@ -39,14 +38,14 @@ def in_ddp(stage: nn.Module, group: dist.ProcessGroup, may_be_unused: bool) -> D
 class Case:
     """A model, its pipeline on two processes, and its plans of two stages and of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "bert-classification") -> None:
         dist.init_process_group("gloo")
         torch.manual_seed(0)
-        self.model = without_dropout(ZOO_MODEL.build())
-        sample = ZOO_MODEL.batch(2)
+        self.model = without_dropout(MODELS[name].build())
+        sample = MODELS[name].batch(2)
         self.stack = LayerStack.discover(self.model, sample)
         self.costs = measure_costs(self.stack, sample)
-        self.batch = ZOO_MODEL.batch(ROWS)
+        self.batch = MODELS[name].batch(ROWS)
         self.mesh = ProcessMesh(timedelta(seconds=60))
         self.pipeline = ElasticPipeline(self.stack, self.mesh, torch.device("cpu"), in_ddp)
 
@@ -62,17 +61,14 @@ class Case:
         return gradients
 
     def step(self) -> dict[str, torch.Tensor]:
-        """The gradients of this process's stage, taken away."""
-        pipeline = self.pipeline
+        """The gradients of this process's stage."""
+        pipeline, rows = self.pipeline, self.batch
         pipeline.train()
-        rows = self.batch
         if pipeline.num_replicas > 1:  # each has a half of the rows, and the replicas' gradients are averaged
             rows = slice_rows(rows, 2 * pipeline.replica_index, 2 * pipeline.replica_index + 2)
         pipeline.step(pipeline.share(rows))
         assert pipeline.stage is not None
-        gradients = {name: gradient * pipeline.num_replicas for name, gradient in pipeline.stage.gradients().items()}
-        pipeline.zero_grad()
-        return gradients
+        return {name: gradient * pipeline.num_replicas for name, gradient in pipeline.stage.gradients().items()}
 
 
 def assert_equal(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -90,6 +86,7 @@ def from_plan_to_plan(rank: int, world_size: int) -> None:
     assert dict(pipeline.named_children()) == {"stage": pipeline.stage}
     assert any(module.sparse for module in embeddings) == (pipeline.stage_index == 0)
     assert_equal(case.step(), expected)
+    pipeline.zero_grad()
     before = pipeline.placed
     old = [weakref.ref(part) for part in (before, before.messages, before.gradients)]
     del before
@@ -100,6 +97,7 @@ def from_plan_to_plan(rank: int, world_size: int) -> None:
     assert dict(pipeline.named_children()) == {"stage": pipeline.stage}
     assert not any(module.sparse for module in embeddings)
     assert_equal(case.step(), expected)
+    pipeline.zero_grad()
     pipeline.gather(torch.device("cpu"))
     assert pipeline.placed is pipeline.plan is pipeline.stage is None and not list(pipeline.children())
     assert_equal(case.expected(), expected)
@@ -107,6 +105,25 @@ def from_plan_to_plan(rank: int, world_size: int) -> None:
 
 def test_nothing_of_a_plan_outlives_it() -> None:
     run_ranks(from_plan_to_plan, 2)
+
+
+def sums_that_stay(rank: int, world_size: int) -> None:
+    """Shared parameters' gradients are sums over the stages, and go on accumulating when all is built anew."""
+    case = Case("llama-tied")
+    pipeline, once = case.pipeline, case.expected()
+    pipeline.place(case.plan(2), loss_of)
+    shared = set(case.stack.shared(pipeline.current_plan.stage_bounds))
+    gradients = case.step()
+    assert shared & set(gradients)
+    assert_equal(gradients, once)
+    pipeline.follow_flags()
+    assert_equal(case.step(), {name: 2 * gradient for name, gradient in once.items()})
+    whole = torch.stack([(2 * gradient).norm() for gradient in once.values()]).norm()
+    torch.testing.assert_close(pipeline.clip_grad_norm(float("inf")), whole, rtol=1e-5, atol=0)
+
+
+def test_sums_over_stages_count_once_when_flags_change_between_two_passes() -> None:
+    run_ranks(sums_that_stay, 2)
 
 
 def evaluation(rank: int, world_size: int) -> None:
