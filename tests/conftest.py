@@ -25,6 +25,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are imported: nothing of that is garbage
 
 
 def pytest_collection_modifyitems(items):
@@ -33,9 +34,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What has been imported by now stays: no collection shall walk through it again, which took up to half a second."""
-    gc.collect()
+    """What has been imported by now stays: no collection shall walk through it, which took up to half a second."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
