@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "K = 2": {"pipeline_parallel_size": 2, "num_microbatches": 4},
     "elastic with cache": {
         "pipeline_parallel_size": 2,
+        "num_microbatches": 4,
         "freeze_policy": "schedule",
         "freeze_schedule": {"1": 2, "3": 3},
         "activation_cache": "on",

@@ -14,6 +14,7 @@ os.environ.update(
     WANDB_DISABLED="true",
 )
 
+import gc
 import json
 import random
 import socket
@@ -24,11 +25,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are imported: nothing of that is garbage
 
 
 def pytest_collection_modifyitems(items):
     """Tests that may take the longest come first: at the end one of them would run alone, beside idle workers."""
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
+
+
+def pytest_collection_finish():
+    """What has been imported by now stays: no collection shall walk through it, which took up to half a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

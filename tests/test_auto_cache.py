@@ -17,6 +17,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from safetensors.torch import load_file
+from selection import few, slow
 from test_elastic import StopAfter, reference, stages_by_frozen
 from torch import nn
 from training_data import Kind, TrainingData
@@ -102,8 +103,8 @@ def hit_rates(epochs: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return [(round(e["cache_hit_rate"] * 20) / 20, round(e["cache_older_hit_rate"] * 20) / 20) for e in epochs]
 
 
-@pytest.mark.parametrize("stages", [SHRINK, {0: 1, 1: 1, 2: 1, 3: 1}], ids=["shrink", "replicas"])
-@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("stages", [SHRINK, *slow({0: 1, 1: 1, 2: 1, 3: 1})], ids=["shrink", "replicas"])
+@pytest.mark.parametrize("name", few(RUNS, "streamed"))
 def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -> None:
     """Epoch 2 fills the store, epoch 3 reads it and fills it anew, ..., epochs 5 and 6 only read."""
     run = RUNS[name]
@@ -124,12 +125,14 @@ def counted(rank: int, world_size: int, run: Run) -> int:
     return counts[-1]
 
 
+@pytest.mark.slow
 def test_a_streams_layers_count_as_cached() -> None:
     """Without a length, an epoch's begin is no whole number for the Trainer."""
     assert run_ranks(counted, WORLD, RUNS["streamed"]) == [3] * WORLD
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.slow
 def test_under_autocast(num_stages: int) -> None:
     # M is given: in bf16 another one, found by the clock, moves losses by more than the cache does
     run = RUNS["bert"].with_options(bf16=True, num_microbatches=2 if num_stages > 1 else 1)
@@ -150,6 +153,7 @@ def cached_and_changed(
 
 
 @pytest.mark.parametrize("stages", [SHRINK, {0: 2, 1: 2, 2: 2}], ids=["shrink", "same"])
+@pytest.mark.slow
 def test_frozen_in_the_middle_of_an_epoch(stages: dict[int, int]) -> None:
     """Half of an epoch is in the store when the next begins: rows are found at several places, or not at all."""
     run = RUNS["bert"]
@@ -163,6 +167,7 @@ def test_frozen_in_the_middle_of_an_epoch(stages: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("stages", [{0: 2, 4: 1}, {0: 2, 4: 2}], ids=["replicas", "pipeline"])
+@pytest.mark.slow
 def test_only_the_head_is_left(stages: dict[int, int]) -> None:
     """All four layers are frozen. Alone on its process the head goes on from what the last layer gave."""
     run = Run(epochs=5)
@@ -172,7 +177,7 @@ def test_only_the_head_is_left(stages: dict[int, int]) -> None:
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_loader_workers(method: str) -> None:
     """They compute the keys; persistent ones follow the generations. Compared with no workers and no cache."""
     options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
@@ -182,6 +187,7 @@ def test_loader_workers(method: str) -> None:
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_stream_that_a_worker_reads() -> None:
     """Its keys are made in the step's own process."""
     run = RUNS["streamed"].with_options(max_steps=36)  # six epochs of two processes
@@ -231,7 +237,7 @@ def augmented(
     return outcome, epochs, reasons[-1]
 
 
-@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}], ids=["training", "evaluated"])
+@pytest.mark.parametrize("options", [{}, *slow({"eval_strategy": "epoch"})], ids=["training", "evaluated"])
 def test_augmented_images_miss_and_the_cache_goes_off(options: dict[str, Any]) -> None:
     """An evaluation's images are the same each time: that they are found must not hide it."""
     with_cache = run_ranks(augmented, WORLD, "on", options)
@@ -297,7 +303,7 @@ def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int =
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
+@pytest.mark.parametrize("mixin", [Mirrored, *slow(Prepared)])
 def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
     run = Run("image-classification", epochs=4, trainer=mixin)
     with_cache = run_ranks(reason_of, 2, run, "on")
@@ -309,12 +315,9 @@ def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys
 @pytest.mark.parametrize(
     ("mixin", "num_stages"),
     [
-        (MirroredInTraining, 1),
-        (MirroredNowAndThen, 1),
+        *slow((MirroredInTraining, 1), (MirroredNowAndThen, 1)),
         (PreparedInTraining, 1),
-        (PreparedInTraining, 2),
-        (Stepped, 1),
-        (Stepped, 2),
+        *slow((PreparedInTraining, 2), (Stepped, 1), (Stepped, 2)),
     ],
 )
 def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixin: type, num_stages: int) -> None:
@@ -339,11 +342,13 @@ def looking_early(rank: int, world_size: int) -> list[dict[str, Any]]:
     return cached(rank, world_size, RUNS["bert"], {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START)[1]
 
 
+@pytest.mark.slow
 def test_rows_found_below_are_found() -> None:
     """An epoch that fills the store for more layers reads it for fewer: an early look must see that as hits."""
     assert [hit_rates(epochs)[-1] for epochs in run_ranks(looking_early, 2)] == [(1, 0)] * 2
 
 
+@pytest.mark.slow
 def test_a_refused_model_trains_uncached() -> None:
     """T5's layers hand on a position bias beside the hidden state."""
     run = Run("seq2seq", epochs=4)
@@ -362,6 +367,7 @@ def test_bf16_storage_costs_some_digits() -> None:
     assert 1e-5 < difference < 2e-3
 
 
+@pytest.mark.slow
 def test_storage_of_another_precision_is_not_believed(tmp_path: Path) -> None:
     """The same weights and samples in one folder, first in bf16: only its own states are exact."""
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
@@ -404,7 +410,7 @@ def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outco
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.parametrize("parks", [*slow(False), True])
 def test_other_weights_are_not_evaluated_from_the_cache(parks: bool) -> None:
     with_cache, without = (run_ranks(averaging, 2, mode, parks) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
@@ -457,7 +463,7 @@ def scaled(
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("stops_after", [5, None], ids=["in the same epoch", "later"])
+@pytest.mark.parametrize("stops_after", [*slow(5), None], ids=["in the same epoch", "later"])
 def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int | None, tmp_path: Path) -> None:
     """They were put under the name of the earlier weights, which another training may have."""
     run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
@@ -476,9 +482,9 @@ def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int
     ("world", "num_stages", "event", "factor"),
     [
         (1, 1, "on_step_end", 1.5),
-        (2, 1, "on_step_end", -1.0),  # of the same norms
-        (2, 1, "on_evaluate", 1.5),
-        (2, 2, "on_step_end", 1.5),  # which the second stage cannot see
+        *slow((2, 1, "on_step_end", -1.0)),  # of the same norms
+        *slow((2, 1, "on_evaluate", 1.5)),
+        *slow((2, 2, "on_step_end", 1.5)),  # which the second stage cannot see
     ],
 )
 def test_weights_that_change_while_they_are_read_are_noticed_at_once(
@@ -528,6 +534,7 @@ def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_that_changed_while_it_was_off_get_another_name() -> None:
     (found,) = run_ranks(changed_while_off, 1)
     assert found[9] and not all(found[11].values())  # changed, and nobody has looked yet
@@ -555,6 +562,7 @@ def slow_to_load(
     ("freezes_again", "is_on", "stored"),
     [(12, [True] * 6 + [False] * 6 + [True] * 9, [83, 83, 0]), (6, [True] * 21, [83, 83, 0, 0, 0])],
 )
+@pytest.mark.slow
 def test_it_waits_for_more_layers_where_loading_takes_longer(
     freezes_again: int, is_on: list[bool], stored: list[int]
 ) -> None:
@@ -595,6 +603,7 @@ def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest
     assert most_cached_layers(plan, 8, nodes) == highest
 
 
+@pytest.mark.slow
 def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:
     """With four stages of four layers that is one layer, also where three are frozen."""
     run = RUNS["bert"]
@@ -654,10 +663,10 @@ def evaluating(
     return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
 
 
-@pytest.mark.parametrize("stages", [{0: 2, 1: 2}, {0: 1, 1: 1}], ids=["pipeline", "replicas"])
+@pytest.mark.parametrize("stages", [{0: 2, 1: 2}, *slow({0: 1, 1: 1})], ids=["pipeline", "replicas"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}],
+    [{}, *slow({"dataloader_num_workers": 1, "dataloader_persistent_workers": True})],
     ids=["no-workers", "persistent"],
 )
 def test_evaluation_sets_are_cached_too(options: dict[str, Any], stages: dict[int, int], tmp_path: Path) -> None:
@@ -715,6 +724,7 @@ def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatc
     assert "004-d" not in asked
 
 
+@pytest.mark.slow
 def test_events_say_what_is_cached(tmp_path: Path) -> None:
     run_ranks(recorded, WORLD, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
@@ -749,6 +759,7 @@ def parked(
 
 
 @pytest.mark.parametrize("stages", [SHRINK, {0: 1, 1: 1, 2: 1, 3: 1}], ids=["shrink", "replicas"])
+@pytest.mark.slow
 def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_path: Path) -> None:
     results = run_ranks(parked, WORLD, stages, str(tmp_path))
     expected = expected_of(Run(epochs=6), EPOCH_START)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from distributed import RankDiedError, RankTimeoutError, launch_ranks, run_ranks
+from selection import slow
 from torch import nn
 from training_data import Kind, PadCollator, TrainingData
 from training_runs import Outcome, Run, outcome_of
@@ -187,6 +188,7 @@ def assert_one_failed(errors: list[BaseException], kind: type[BaseException], wo
 
 
 both = pytest.mark.parametrize("stages", [1, 2])
+pipeline_first = pytest.mark.parametrize("stages", [*slow(1), 2])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -194,32 +196,32 @@ both = pytest.mark.parametrize("stages", [1, 2])
 # ---------------------------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("order", ["random", "sequential"])
+@pipeline_first
+@pytest.mark.parametrize("order", ["random", *slow("sequential")])
 def test_no_sample(order: str, stages: int) -> None:
     errors = errors_of(Case(samples=0, options={"train_sampling_strategy": order}), stages)
     assert_same_error(errors, ValueError, "empty")
 
 
-@both
-@pytest.mark.parametrize("samples", [1, 2, 3])
+@pipeline_first
+@pytest.mark.parametrize("samples", [*slow(1, 2), 3])
 def test_hardly_a_sample(stages: int, samples: int) -> None:
     """Also fewer than one batch of one process."""
     assert assert_as_stock(Case(samples=samples, options={"num_train_epochs": 2}), stages).steps == 2
 
 
-@both
+@pipeline_first
 def test_fewer_samples_than_processes(stages: int) -> None:
     assert_as_stock(Case(samples=3, options={"num_train_epochs": 2}), stages, processes=4)
 
 
-@both
+@pipeline_first
 def test_one_sample_to_evaluate(stages: int) -> None:
     expected = assert_as_stock(Case(evaluated=1), stages)
     assert expected.notes["predictions"].shape[0] == 1
 
 
-@both
+@pipeline_first
 def test_less_than_a_batch_where_the_last_one_is_left_out(stages: int) -> None:
     """Refused as the stock Trainer does."""
     case = Case(samples=3, options={"dataloader_drop_last": True})
@@ -228,7 +230,7 @@ def test_less_than_a_batch_where_the_last_one_is_left_out(stages: int) -> None:
     assert_same_error(errors_of(case, stages), ValueError, "max_steps")
 
 
-@both
+@pipeline_first
 def test_less_than_a_batch_for_a_number_of_steps(stages: int) -> None:
     """Ends without a step, as the stock Trainer does."""
     case = Case(samples=3, evaluated=16, options={"dataloader_drop_last": True, "max_steps": 2})
@@ -240,7 +242,7 @@ def test_less_than_a_batch_for_a_number_of_steps(stages: int) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@both
+@pipeline_first
 def test_longer_than_the_model_allows_from_the_first_sample_on(stages: int) -> None:
     """Everybody sees it before the first step."""
     first, second = errors_of(Case(at=0, how="long"), stages)
@@ -263,19 +265,19 @@ def test_longer_than_the_model_allows_where_slices_are_timed_on_it() -> None:
 
 
 @both
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, *slow(1)])
 def test_unreadable_from_the_first_sample_on(stages: int, workers: int) -> None:
     case = Case(at=0, how="raises", options={"dataloader_num_workers": workers})
     assert_same_error(errors_of(case, stages), LookupError, "row 0 cannot be read")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [*slow(0), 1])
 def test_unreadable_on_one_process(workers: int) -> None:
     case = Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
     assert_one_failed(errors_of(case, 1), LookupError, f"row {LATE} cannot be read")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, *slow(1)])
 def test_unreadable_on_both_processes(workers: int) -> None:
     """The stages of one pipeline read the same rows."""
     case = Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
@@ -288,8 +290,8 @@ def test_unreadable_on_both_processes(workers: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-@pytest.mark.parametrize("at", [5, 9], ids=["then", "last"])
+@pytest.mark.parametrize("max_grad_norm", [1.0, *slow(0.0)])
+@pytest.mark.parametrize("at", [5, *slow(9)], ids=["then", "last"])
 @pytest.mark.parametrize("trainer", [NanLoss, InfiniteGradient])
 def test_not_finite_in_one_step(trainer: type, at: int, max_grad_norm: float, stages: int) -> None:
     """Training goes on, and in the same weights the same numbers are NaN."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from model_zoo import MODELS
+from selection import few, slow
 from torch.utils.data import DataLoader, IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
@@ -51,7 +52,7 @@ def labels_seen(rank: int, world_size: int, stages: int) -> set[int]:
     return seen
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [*slow(1), 2])
 def test_a_stream_around_a_stream_is_not_unwrapped(stages: int) -> None:
     assert run_ranks(labels_seen, 2, stages) == [{1}, {1}]
 
@@ -139,14 +140,14 @@ def train_with(rank: int, world_size: int, mixin: type, stages: int, sort: bool 
     return outcome_of(trainer)
 
 
-@pytest.mark.parametrize("mixin", [ReadsHiddenStates, ChangesInputs, CallsTwice])
+@pytest.mark.parametrize("mixin", [*slow(ReadsHiddenStates), ChangesInputs, *slow(CallsTwice)])
 def test_a_loss_that_needs_the_whole_model_is_refused_with_stages(mixin: type) -> None:
     for error in run_ranks_expecting_error(train_with, 2, mixin, 2, timeout=60):
         assert isinstance(error, UnsupportedModelError) and "pipeline_parallel_size=1" in str(error)
     run_ranks(train_with, 2, mixin, 1)  # and the remedy works
 
 
-@pytest.mark.parametrize("sort", [False, True])
+@pytest.mark.parametrize("sort", [*slow(False), True])
 def test_class_weights_are_refused_whatever_the_order_of_the_samples(sort: bool) -> None:
     for error in run_ranks_expecting_error(train_with, 2, WeighsClasses, 2, sort, timeout=60):
         assert isinstance(error, UnsupportedModelError) and "num_items_in_batch" in str(error)
@@ -194,7 +195,7 @@ def train_packed(rank: int, world_size: int) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [*slow(1), 2])
 def test_one_stage_trains_what_cannot_be_cut_by_rows(world_size: int) -> None:
     run_ranks(train_packed, world_size)
 
@@ -314,7 +315,7 @@ def freezes_after_evaluation(rank: int, world_size: int) -> int:
     return max(entry.get("num_frozen_layers", 0) for entry in trainer.state.log_history)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, *slow(2)])
 def test_freezing_may_be_asked_for_after_an_evaluation(world_size: int) -> None:
     assert run_ranks(freezes_after_evaluation, world_size) == [2] * world_size
 
@@ -326,7 +327,7 @@ def test_reentrant_checkpointing_is_refused_with_freezing() -> None:
 
 
 # ------------------------------------------------------------------------------------------ numerics
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_microbatches", few((1, 2, 4, 8), 4))
 def test_t5_is_exact_with_every_number_of_microbatches(num_microbatches: int) -> None:
     """In float32 four were off by 4e-4: a kink of its ReLU (docs/numerics.md), taken for a fault of the pipeline."""
     run = Run("seq2seq", samples=64)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from selection import slow
 from test_auto_cache import hit_rates, trainer_of
 from torch import nn
 from training_data import PadCollator
@@ -26,7 +27,7 @@ AT_EPOCH = {3: 1}
 """The first layer freezes before the fourth step; epoch 3 is the first that reads."""
 AT_ONCE = {1: 1}
 """After the one step of the warm-up that changes no weight: two functions have the same frozen weights."""
-LAYOUTS = pytest.mark.parametrize("stages", [1, 2], ids=["replicas", "pipeline"])
+LAYOUTS = pytest.mark.parametrize("stages", [*slow(1), 2], ids=["replicas", "pipeline"])
 
 
 class Scaled(nn.Module):

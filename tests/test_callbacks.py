@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from model_zoo import MODELS
+from selection import few, slow
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training_data import PadCollator, TrainingData
@@ -235,7 +236,9 @@ def test_a_layer_that_is_called_again_is_in_eval_mode_for_its_frozen_calls() -> 
     assert modes == [False, False, False, True]
 
 
-@pytest.mark.parametrize("name", ["bert-classification", "gpt2", "t5", "llava", "deberta-v2", "albert"])
+@pytest.mark.parametrize(
+    "name", few(("bert-classification", "gpt2", "t5", "llava", "deberta-v2", "albert"), "gpt2", "albert")
+)
 def test_every_number_of_frozen_layers_leaves_what_it_says(name: str) -> None:
     """For each f: gradients reach exactly the parameters that are not frozen (and were reached before)."""
     zoo = MODELS[name]
@@ -474,7 +477,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------ resuming
-@pytest.mark.parametrize("saved_at", [3, 4, 6, 7])
+@pytest.mark.parametrize("saved_at", few((3, 4, 6, 7), 3, 7))
 @pytest.mark.parametrize("restored_by", ["callback", "trainer"])
 def test_resume_goes_on_with_what_is_frozen(saved_at: int, restored_by: str) -> None:
     """At an epoch's end, where the decision is yet to come, and within an epoch, where it was made."""
@@ -565,8 +568,8 @@ def train_replicated(
     return losses_of(trainer), weights_of(trainer.model), reduced
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("find_unused", [False, *slow(True)])
+@pytest.mark.parametrize("accumulation", [*slow(1), 2])
 def test_replicas_train_as_one_process(find_unused: bool, accumulation: int) -> None:
     """No reduction error without `find_unused_parameters`, equal replicas, and frozen parameters are not sent."""
     options = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks
+from selection import slow
 from torch.utils.data import DataLoader
 from training_runs import (
     Outcome,
@@ -90,7 +91,7 @@ def made_before(rank: int, world_size: int, stages: int, mixin: type | None) -> 
     return outcome_of(trainer)
 
 
-@pytest.mark.parametrize("mixin", [None, MakesItsOptimizer])
+@pytest.mark.parametrize("mixin", [None, *slow(MakesItsOptimizer)])
 def test_stages_adopt_an_optimizer_over_the_whole_model(mixin: type | None) -> None:
     expected = reference(0, 1, replace(RUN, trainer=mixin))
     assert_same_training(run_ranks(made_before, 2, 2, mixin), expected)
@@ -126,7 +127,7 @@ class ListsBatches:
         return [self.data_collator(samples[start : start + 5]) for start in range(0, 40, 5)]
 
 
-@pytest.mark.parametrize("mixin", [ShufflesItself, ListsBatches])
+@pytest.mark.parametrize("mixin", [ShufflesItself, *slow(ListsBatches)])
 def test_a_training_loader_of_the_users_own_does_in_one_process(mixin: type) -> None:
     run = replace(ALONE, epochs=2, trainer=mixin).with_options(remove_unused_columns=False, max_steps=11)
     assert_same_training([outcome_of(alone(run))], reference(0, 1, run))
@@ -199,11 +200,9 @@ def test_callbacks_read_the_training_loader_as_accelerates() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"train_sampling_strategy": "group_by_length"},
+        *slow({"train_sampling_strategy": "group_by_length"}),
         {"per_device_train_batch_size": 7},
-        {"num_train_epochs": 2},
-        {"dataloader_drop_last": True},
-        {"seed": 5},
+        *slow({"num_train_epochs": 2}, {"dataloader_drop_last": True}, {"seed": 5}),
     ],
 )
 def test_arguments_that_are_set_later_do_what_they_do_in_the_stock_trainer(changed: dict[str, Any]) -> None:
@@ -223,7 +222,7 @@ def averaging_later(rank: int, world_size: int, stages: int) -> Outcome:
     return outcome_of(trainer)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [*slow(1), 2])
 def test_averaging_tokens_set_later_does_not_double_the_loss(stages: int) -> None:
     expected = reference(0, 1, Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=16))
     assert_same_training(run_ranks(averaging_later, 2, stages), expected)
@@ -265,7 +264,7 @@ def frozen_the_second_time(rank: int, world_size: int, run: Run, stages: int, ca
     return outcomes
 
 
-@pytest.mark.parametrize(("world_size", "stages", "cache"), [(1, 1, "on"), (2, 2, "off"), (4, 4, "on")])
+@pytest.mark.parametrize(("world_size", "stages", "cache"), [(1, 1, "on"), (2, 2, "off"), *slow((4, 4, "on"))])
 def test_a_freeze_callback_may_come_between_two_trainings(world_size: int, stages: int, cache: str) -> None:
     run = replace(RUN, samples=128, epochs=2)
     expected = train_twice(reference_trainer(run), FreezeByHand())
@@ -310,7 +309,7 @@ class HasSuchAModel:
         super().__init__(model=model, **keywords)
 
 
-@pytest.mark.parametrize("cache", ["off", "on"])
+@pytest.mark.parametrize("cache", [*slow("off"), "on"])
 @pytest.mark.parametrize("mixin", [CallsTwice, CallsAPart, HasSuchAModel])
 def test_what_surrounds_frozen_layers_does_what_it_does_in_the_stock_trainer(mixin: type, cache: str) -> None:
     run = replace(RUN, samples=128, epochs=3, trainer=mixin).with_options(activation_cache=cache)
@@ -321,7 +320,7 @@ def test_what_surrounds_frozen_layers_does_what_it_does_in_the_stock_trainer(mix
     assert_same_training([outcome_of(trainer)], outcome_of(expected))
 
 
-@pytest.mark.parametrize("mixin", [CallsTwice, HasSuchAModel])
+@pytest.mark.parametrize("mixin", [CallsTwice, *slow(HasSuchAModel)])
 def test_what_surrounds_frozen_layers_does_the_same_with_a_callback_in_the_stock_trainer(mixin: type) -> None:
     run = replace(RUN, samples=128, trainer=mixin)
     outcomes = []
@@ -357,7 +356,7 @@ def cut_anew(rank: int, world_size: int, run: Run, stages: int, then: int) -> li
     return [first, outcome_of(trainer)]
 
 
-@pytest.mark.parametrize(("stages", "then"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("stages", "then"), [(2, 1), *slow((1, 2))])
 def test_the_optimizers_state_goes_to_where_the_next_training_wants_it(stages: int, then: int) -> None:
     trainer = reference_trainer(RUN)
     expected = [outcome_of(trainer), outcome_of(trainer)]

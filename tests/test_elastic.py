@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
+from selection import few, slow
 from training_data import PadCollator
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, with_plans
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -127,8 +128,8 @@ def elastic(
 
 
 @pytest.mark.parametrize("stages", [SHRINK, GROW], ids=["shrink", "grow"])
-@pytest.mark.parametrize("mid_epoch", [False, True], ids=["epoch-start", "mid-epoch"])
-@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("mid_epoch", [*slow(False), True], ids=["epoch-start", "mid-epoch"])
+@pytest.mark.parametrize("name", few(RUNS, "bert"))
 def test_elastic_training_equals_one_process(name: str, mid_epoch: bool, stages: dict[int, int]) -> None:
     """(4,1) -> (2,2) -> (1,4) and back up, with decay groups, warm-up, clipping and accumulation."""
     schedule = MID_EPOCH if mid_epoch else EPOCH_START
@@ -269,7 +270,7 @@ def frozen_by(rank: int, world_size: int, policy: str, stages: int) -> list[int]
     return [e["num_frozen_layers"] for e in trainer.state.log_history if "transform_seconds" in e]
 
 
-@pytest.mark.parametrize("policy", ["alpha", "adaptive", "autofreeze"])
+@pytest.mark.parametrize("policy", ["alpha", *slow("adaptive", "autofreeze")])
 def test_policies_decide_alike_in_every_layout(policy: str) -> None:
     """Gradient norms are those of the whole model whatever holds its layers."""
     answers = {tuple(answer) for stages in (4, 2, 1) for answer in run_ranks(frozen_by, WORLD, policy, stages)}

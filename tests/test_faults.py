@@ -163,8 +163,12 @@ def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report
     return json.dumps(row)
 
 
+FEWEST = {Fault("kill", 2, "step", 4), Fault("terms", EVERYONE, "move", 5)}
+"""Those of `make test`."""
+
+
 def mark(fault: Fault) -> Any:
-    marks = [] if fault in FEW else [pytest.mark.faults]
+    marks = [] if fault in FEWEST else [pytest.mark.slow] if fault in FEW else [pytest.mark.faults]
     who = "all" if fault.rank == EVERYONE else f"rank{fault.rank}"
     again = f"-{fault.entry}" if fault.entry > 1 else ""
     cached = "-cached" if fault.caches else ""

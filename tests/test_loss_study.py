@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from distributed import run_ranks, run_ranks_expecting_error
+from selection import slow
 from torch import nn
 from training_runs import Run, assert_same_training, pipeline
 
@@ -43,7 +44,7 @@ class Harmless(InTraining):
         return {**inputs, "labels": inputs["labels"].flip(0), "pixel_values": inputs["pixel_values"].double().float()}
 
 
-@pytest.mark.parametrize("mixin", [Mixed, MixedInPlace])
+@pytest.mark.parametrize("mixin", [Mixed, *slow(MixedInPlace)])
 def test_a_loss_that_changes_the_inputs_in_training_alone_is_refused_by_all(mixin: type) -> None:
     run = Run("image-classification", trainer=mixin)
     errors = run_ranks_expecting_error(pipeline, 4, run, 2, timeout=60)

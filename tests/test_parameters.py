@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
+from selection import few, slow
 from torch import nn
 from training_data import PadCollator
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
@@ -92,8 +93,8 @@ def expected(case: str) -> Outcome:
 LAYOUTS = {"K=1": (1, 1), "K=2": (2, 2), "R=2": (2, 1), "K=2, R=2": (4, 2)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "K=1", "K=2, R=2"))
+@pytest.mark.parametrize("case", few(CASES, "freeze and unfreeze at steps"))
 def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer(case: str, layout: str) -> None:
     world, stages = LAYOUTS[layout]
     outcomes = run_ranks(gradual_pipeline, world, case, stages)
@@ -107,7 +108,7 @@ def thaw(rank: int, world_size: int, stages: int) -> None:
     ).train()
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [*slow(1), 2])
 def test_layers_of_the_freeze_policy_cannot_be_unfrozen(stages: int) -> None:
     for error in run_ranks_expecting_error(thaw, 2, stages, timeout=60):
         assert isinstance(error, ValueError) and "freeze policy has frozen" in str(error)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from selection import few, slow
 from test_elastic import FreezeAt, StopAfter
 from torch import nn
 from training_data import PadCollator
@@ -88,14 +89,14 @@ def in_pipeline(rank: int, world_size: int, name: str, stages: int, folder: str,
     return outcome
 
 
-@pytest.mark.parametrize("stages", [2, 1])
-@pytest.mark.parametrize("name", list(LORA))
+@pytest.mark.parametrize("stages", [2, *slow(1)])
+@pytest.mark.parametrize("name", few(LORA, "llama", "upper-layers"))
 def test_equals_one_process(name: str, stages: int, tmp_path: Path) -> None:
     outcomes = run_ranks(in_pipeline, WORLD, name, stages, str(tmp_path))
     assert_same_training(outcomes, expected(name))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", ["bert", *slow("llama")])
 def test_saves_an_adapter_that_peft_loads(name: str, tmp_path: Path) -> None:
     """The adapter's weights and nothing else are in the file; on the base model they are the trained model."""
     outcome = run_ranks(in_pipeline, WORLD, name, 2, str(tmp_path))[0]
@@ -117,7 +118,7 @@ def resumed(rank: int, world_size: int, name: str, stages: int, folder: str) -> 
     return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-2")
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", [*slow("bert"), "llama"])
 def test_resumes_from_an_adapter_checkpoint_in_another_layout(name: str, tmp_path: Path) -> None:
     run_ranks(interrupted, WORLD, name, 2, str(tmp_path))
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").is_file()
@@ -144,6 +145,7 @@ def with_best_model(rank: int, world_size: int, folder: str) -> tuple[str, dict[
     return trainer.state.best_model_checkpoint, weights_of(trainer.model)
 
 
+@pytest.mark.slow
 def test_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:
     for best, weights in run_ranks(with_best_model, WORLD, str(tmp_path)):
         loaded = peft.PeftModel.from_pretrained(LORA["bert"][0].build_model(), best, is_trainable=True)
@@ -177,7 +179,9 @@ def frozen_on_the_way(rank: int, world_size: int, name: str, cache: str) -> tupl
     return outcome, still_trained, trainer.state.log_history
 
 
-@pytest.mark.parametrize(("name", "cache"), [("bert", "off"), ("bert", "on"), ("llama", "on"), ("gpt2-tied", "off")])
+@pytest.mark.parametrize(
+    ("name", "cache"), [*slow(("bert", "off")), ("bert", "on"), *slow(("llama", "on"), ("gpt2-tied", "off"))]
+)
 def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
     """One layer after three steps, a second one after six; the pipeline shrinks, the weights are as expected."""
     results = run_ranks(frozen_on_the_way, WORLD, name, cache)

@@ -204,6 +204,7 @@ def cuts_of(folder: Path) -> list[dict[str, Any]]:
     return [event["slices"] for event in events if event["event"] == "slices"]
 
 
+@pytest.mark.slow
 def test_padded_lines_with_adapters_from_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     results, _ = run_ranks(run, 2, str(tmp_path), "--line_by_line", "--lora_rank", "2")

@@ -263,6 +263,7 @@ def reasons_off(folder: Path) -> list[str]:
     return [line["reason"] for line in lines if line["kind"] == "cache_off"]
 
 
+@pytest.mark.slow
 def test_fixed_transforms_hit_the_cache_and_random_ones_turn_it_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -672,6 +672,7 @@ def test_classes_from_end_to_end(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_numbers_from_end_to_end(tmp_path):
     """Likewise, with the mean squared error that is the loss."""
     results, _ = run_ranks(run, 2, str(tmp_path), True)
@@ -731,6 +732,7 @@ def apply_to_tasks(rank, world_size, folder):
     return asked, results
 
 
+@pytest.mark.slow
 def test_tasks_from_the_hub(tmp_path):
     """Each set of validation data has metrics of its own, and what is predicted for its sentences gives them, too."""
     ((asked, results),) = run_ranks(apply_to_tasks, 1, str(tmp_path))

@@ -141,6 +141,7 @@ def preempt(commands: Sequence[list[str]], folder: Path, timeout: float, record_
 @pytest.mark.parametrize(
     "launcher", [pytest.param(name, marks=[] if name == "accelerate" else [pytest.mark.faults]) for name in LAUNCHERS]
 )
+@pytest.mark.slow
 def test_a_launcher_restarts_the_job_once(
     launcher: str, tmp_path: Path, free_port: int, record_property: Recorder
 ) -> None:

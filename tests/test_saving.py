@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import RankDiedError, launch_ranks, run_ranks, run_ranks_expecting_error
+from selection import few, slow
 from training_runs import (
     Outcome,
     Run,
@@ -59,6 +60,7 @@ def resume(rank: int, world_size: int, folder: str, stages: int, wanted: str | b
     return outcome_of(trainer, resume_from_checkpoint=wanted)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_times_that_cannot_be_read_are_measured_again(tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=4)
     (tmp_path / "checkpoint-4" / cutting.TIMES).write_text('{"times": []}')
@@ -71,7 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_ranks(reference, 1, RUN, str(tmp_path_factory.mktemp("reference")))[0]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [*slow(1), 2])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     stages: int, tmp_path: Path, undisturbed: Outcome, capfd: Any
 ) -> None:
@@ -94,6 +96,7 @@ def test_what_is_left_of_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [f"checkpoint-4: {MANIFEST} is missing"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_weights_somebody_has_sharded_is_resumed_with_a_warning(
     tmp_path: Path, undisturbed: Outcome, capfd: Any
 ) -> None:
@@ -122,7 +125,7 @@ class Planted:
         return os.mkdir, (self._trace,)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state_1.pth"])
+@pytest.mark.parametrize("name", ["optimizer.pt", *slow("scheduler.pt", "rng_state_1.pth")])
 def test_code_in_a_checkpoint_is_not_run(name: str, tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
     torch.save({"state": Planted(str(tmp_path / "trace"))}, tmp_path / "checkpoint-2" / name)
@@ -220,7 +223,7 @@ def assert_told_and_resumed(errors: list[BaseException], folder: Path, undisturb
     assert newest_whole(folder) == (folder / "checkpoint-8", [])
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "scheduler", "rng_state_1"])
+@pytest.mark.parametrize("what", few(("model", "optimizer", "scheduler", "rng_state_1"), "optimizer"))
 def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
     what: str, tmp_path: Path, undisturbed: Outcome
 ) -> None:
@@ -270,7 +273,7 @@ def until_full(write: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(STATE, 1), (STATE, 2), (cutting.TIMES, 1), (MANIFEST, 1)],
+    [*slow((STATE, 1), (STATE, 2), (cutting.TIMES, 1)), (MANIFEST, 1)],
     ids=["state", "state-with-its-name", "times", "manifest"],
 )
 def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
@@ -291,6 +294,7 @@ def killed_on_a_full_disk(rank: int, world_size: int, folder: str) -> None:
     train_with_little_room(rank, world_size, folder, MANIFEST, 1)
 
 
+@pytest.mark.slow
 def test_half_a_manifest_is_not_taken_for_a_whole_one(tmp_path: Path, undisturbed: Outcome) -> None:
     outcomes = launch_ranks(killed_on_a_full_disk, 2, str(tmp_path), timeout=60)
     assert isinstance(outcomes[0].error, RankDiedError) and outcomes[1].error is not None
@@ -311,6 +315,7 @@ def fail_to_rotate(rank: int, world_size: int, folder: str) -> None:
     train_some(rank, world_size, folder, 2)
 
 
+@pytest.mark.slow
 def test_what_fails_behind_a_saved_checkpoint_is_told_apart(tmp_path: Path) -> None:
     for error in run_ranks_expecting_error(fail_to_rotate, 2, str(tmp_path), timeout=60):
         assert "checkpoint-2 is saved, but then" in str(error) and "rank 0: PermissionError" in str(error)
@@ -379,7 +384,9 @@ def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[i
     return int(str(leaving.value.code))
 
 
-@pytest.mark.parametrize(("world", "stages", "who"), [(1, 1, (0,)), (2, 1, (1,)), (2, 2, (0,)), (2, 2, (0, 1))])
+@pytest.mark.parametrize(
+    ("world", "stages", "who"), [(1, 1, (0,)), *slow((2, 1, (1,))), (2, 2, (0,)), *slow((2, 2, (0, 1)))]
+)
 def test_sigterm_saves_one_whole_checkpoint_and_leaves(
     world: int, stages: int, who: tuple[int, ...], tmp_path: Path, undisturbed: Outcome
 ) -> None:
@@ -477,8 +484,8 @@ def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at
     return outcome, evaluated, trainer.state.best_model_checkpoint
 
 
-@pytest.mark.parametrize("when", ["steps", "epoch"])
-@pytest.mark.parametrize("term_at", [3, 11])
+@pytest.mark.parametrize("when", ["steps", *slow("epoch")])
+@pytest.mark.parametrize("term_at", [3, *slow(11)])
 def test_an_evaluation_that_sigterm_left_out_is_made_up_for(when: str, term_at: int, tmp_path: Path) -> None:
     """At the end of the first epoch, and of the last: what comes after depends on it."""
     wanted, evaluated, best = run_ranks(train_evaluating, 2, str(tmp_path / "whole"), when)[0]
@@ -506,6 +513,7 @@ def resume_evaluating(rank: int, world_size: int, folder: str) -> list[int]:
     return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
+@pytest.mark.slow
 def test_an_epochs_evaluation_is_made_up_for_whatever_left_it_out(tmp_path: Path) -> None:
     launch_ranks(killed_before_evaluating, 2, str(tmp_path), timeout=60)
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
@@ -525,7 +533,9 @@ def ended(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> t
     return outcome_of(trainer, resume_from_checkpoint="last"), steps
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 6}, {"num_train_epochs": 1.5}, {}], ids=["max", "epochs", "whole"])
+@pytest.mark.parametrize(
+    "options", [{"max_steps": 6}, *slow({"num_train_epochs": 1.5}, {})], ids=["max", "epochs", "whole"]
+)
 def test_a_training_that_has_ended_does_no_step_more(options: dict[str, Any], tmp_path: Path) -> None:
     """Also where its last step lies inside an epoch (of four)."""
     first, again = (run_ranks(ended, 2, str(tmp_path), options) for _ in range(2))
@@ -554,6 +564,7 @@ def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
     return int(str(leaving.value.code))
 
 
+@pytest.mark.slow
 def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undisturbed: Outcome) -> None:
     assert run_ranks(preempted_at_the_end, 2, str(tmp_path)) == [EXIT_CODE] * 2
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-8", [])
@@ -600,6 +611,7 @@ def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
     assert trainer.args.save_only_model
 
 
+@pytest.mark.slow
 def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, undisturbed: Outcome, capfd: Any) -> None:
     run_ranks(preempted_with_models_only, 2, str(tmp_path))
     assert not (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
@@ -625,6 +637,7 @@ def owed_with_models_only(rank: int, world_size: int, folder: str, evaluates: bo
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.slow
 def test_what_sigterm_saved_stays_whole_when_its_evaluation_is_made_up_for(evaluates: bool, tmp_path: Path) -> None:
     assert run_ranks(owed_with_models_only, 2, str(tmp_path), evaluates) == [[5, 8] if evaluates else []] * 2
     assert (tmp_path / "checkpoint-5" / "optimizer.pt").exists()
@@ -641,6 +654,7 @@ def resume_with_more_callbacks(rank: int, world_size: int, folder: str) -> list[
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
+@pytest.mark.slow
 def test_callbacks_may_be_added_on_resuming(tmp_path: Path) -> None:
     """The checkpoint that is gone on with has nothing of them; the next ones have, of two alike in their order."""
     run_ranks(train_some, 2, str(tmp_path), 2, stop=2)

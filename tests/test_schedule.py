@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from model_zoo import MODELS
+from selection import slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -127,7 +128,7 @@ def changing_shapes(rank, world_size, schedule):
     return len(pipeline.scheduler._built)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", *slow("gpipe")])
 def test_shapes_that_change_between_steps(schedule):
     assert run_ranks(changing_shapes, 4, schedule) == [KEPT_SCHEDULES] * 4
 
@@ -142,7 +143,7 @@ def frozen_stages(rank, world_size, schedule, frozen_units):
     return any(gradient is not None for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", *slow("gpipe")])
 @pytest.mark.parametrize("frozen_units", [1, 3])
 def test_frozen_first_stages_take_part_without_a_backward(schedule, frozen_units):
     trained = run_ranks(frozen_stages, 4, schedule, frozen_units)
@@ -163,7 +164,7 @@ def accumulation(rank, world_size, schedule):
     assert_equal(pipeline.take_gradients(), uncut_gradients(first))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", *slow("gpipe")])
 def test_accumulation_reduces_over_the_replicas_at_the_last_step_only(schedule):
     run_ranks(accumulation, 4, schedule)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks_expecting_error
+from selection import few, slow
 from sliced_models import CONFIGURATIONS, LAYERS, Padding, batch_for, build, loss_of
 from torch import nn
 from training_runs import Run, pipeline_trainer
@@ -50,7 +51,7 @@ def sum_over_tokens(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("padding", "attention"), [("right padding", None), ("left padding", None), ("left padding", "eager")], ids=str
 )
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", few(CONFIGURATIONS, "llama", "gpt2", "gemma2"))
 def test_families_are_accepted_and_left_as_they_were(name: str, padding: Padding, attention: str | None) -> None:
     model, batch = build(name, attention), batch_for(padding)
     parameter = next(model.parameters())
@@ -286,7 +287,7 @@ def losing_small_gradients(rank: int, world_size: int, **options: Any) -> None:
     pipeline_trainer(run, "auto", model=model, token_slices=3, max_steps=1, **options).train()
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, *slow({"bf16": True})], ids=["float32", "bfloat16"])
 def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too(options: dict[str, Any]) -> None:
     (error,) = run_ranks_expecting_error(losing_small_gradients, 1, **options)
     assert isinstance(error, UnsupportedModelError) and "gradient of" in str(error)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from model_zoo import MODELS
+from selection import few, slow
 from torch import nn
 from transformers.optimization import Adafactor
 
@@ -215,8 +216,8 @@ def gather_and_restore(rank, world_size, stages, dtype, frozen):
     assert not spread.weights.is_whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
+@pytest.mark.parametrize("stages", [2, *slow(4)])
 def test_gathered_weights_are_the_original_ones_bit_for_bit(stages, dtype):
     run_ranks(gather_and_restore, stages, stages, dtype, stages == 2)
 
@@ -302,11 +303,12 @@ def train_spread(rank, world_size, kind, cut_first):
 
 
 @pytest.mark.parametrize("cut_first", [True, False], ids=["made for the stage", "made for the whole"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", few(OPTIMIZERS, "adamw"))
 def test_a_spread_optimizer_is_the_one_of_one_process(kind, cut_first):
     run_ranks(train_spread, 2, kind, cut_first)
 
 
+@pytest.mark.slow
 def test_a_spread_optimizer_over_four_stages():
     run_ranks(train_spread, 4, "adamw", True)
 

@@ -81,6 +81,7 @@ def gib_for_one_generation(tmp_path_factory: pytest.TempPathFactory) -> float:
     return 1.3 * float(unlimited[0][1][-1]["cache_bytes"]) / 2**30
 
 
+@pytest.mark.slow
 def test_a_store_for_one_generation_holds_the_latest(gib_for_one_generation: float) -> None:
     """While two layers fill it, there is no room beside what one layer gave: that makes way, and they fill it anew."""
     run, table, gib = Run(epochs=7), {3: 1, 9: 2}, gib_for_one_generation
@@ -92,6 +93,7 @@ def test_a_store_for_one_generation_holds_the_latest(gib_for_one_generation: flo
     assert all(entry["cache_bytes"] <= gib * 2**30 + (WORLD - 1) * batch for entry in results[0][1])
 
 
+@pytest.mark.slow
 def test_nothing_makes_way_where_nothing_more_is_put(gib_for_one_generation: float) -> None:
     """The last epoch only reads: what one layer gave is worth more than nothing."""
     run, table = Run(epochs=5), {3: 1, 9: 2}
@@ -124,6 +126,7 @@ def unreadable(rank: int, world_size: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_layout_under_which_nothing_can_be_cached_is_told() -> None:
     ((message,), *others) = run_ranks(unreadable, WORLD)
     assert "of 2 frozen layers the first 1 can be" in message and "fewer than 3" in message
@@ -146,6 +149,7 @@ class LeftPadded:
         return super().create_scheduler(*positional, **keywords)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_a_reason_is_given_where_nothing_can_be_kept() -> None:
     run = replace(RUNS["bert"], trainer=LeftPadded)
     results = run_ranks(warned, WORLD, run, {3: 1}, {})
@@ -153,6 +157,7 @@ def test_a_reason_is_given_where_nothing_can_be_kept() -> None:
     assert "none of an epoch's rows could be kept (padding on the left" in warning
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     run = RUNS["bert"]
@@ -164,6 +169,7 @@ def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:
     assert "takes nothing more" in warning and "Not a directory" in warning and others == [[], [], []]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
     run = RUNS["bert"]
     with small_disk(tmp_path / "disk"):
@@ -175,6 +181,7 @@ def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
     assert "takes nothing more" in warning and others == [[], [], []]
 
 
+@pytest.mark.slow
 def test_images_that_change_under_a_full_store() -> None:
     """A part of the rows is kept: that none of them is found again must end it, too."""
     options = {"activation_cache_max_gib": 60 / 2**20}
@@ -210,6 +217,7 @@ def losing(
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], messages
 
 
+@pytest.mark.slow
 def test_a_store_that_is_deleted_is_filled_anew(tmp_path: Path) -> None:
     """Filled in the second epoch, read in the third, deleted before the fourth."""
     run = Run(epochs=6)
@@ -247,6 +255,7 @@ def test_loading_that_turns_out_slow_ends() -> None:
     assert hit_rates(results[0][2]) == [(0, 0), (1, 0), (1, 0)]
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_training_is_not_believed(tmp_path: Path) -> None:
     """The same samples and layers, other weights when they freeze: nothing is found, and nothing is lost."""
     folder = str(tmp_path / "cache")
@@ -335,6 +344,7 @@ def test_resuming_finds_the_store_warm(tmp_path: Path) -> None:
     assert new and set(hit_rates(new)) == {(1, 0)}
 
 
+@pytest.mark.slow
 def test_a_warm_store_is_found_where_a_later_stage_fills_it(tmp_path: Path) -> None:
     """The first of two stages ends below the three frozen layers, and cannot see that their output is there."""
     stages, table = {0: 2, 3: 2}, {6: 3}  # of six steps an epoch

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
+from selection import slow
 from test_elastic import reference as freezing_reference
 from test_elastic import stages_by_frozen
 from torch import nn
@@ -59,11 +60,11 @@ def events_in(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("world", "stages", "options"),
     [
-        (2, 2, {"token_slices": 3}),
+        *slow((2, 2, {"token_slices": 3})),
         (2, 2, {"token_slices": [7, 1, 4], "num_microbatches": 1}),
-        (2, 2, {"token_slices": 2, "gradient_checkpointing": True}),
+        *slow((2, 2, {"token_slices": 2, "gradient_checkpointing": True})),
         (4, 2, {"token_slices": 3}),
-        (4, 4, {"token_slices": [3, 5], "num_microbatches": 2}),
+        *slow((4, 4, {"token_slices": [3, 5], "num_microbatches": 2})),
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
@@ -72,7 +73,7 @@ def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, op
     assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected())
 
 
-@pytest.mark.parametrize("model", ["bloom", "mistral", "gpt2"])
+@pytest.mark.parametrize("model", ["bloom", *slow("mistral", "gpt2")])
 def test_families_in_two_stages(model: str) -> None:
     """Bloom's layers also return attention weights, which nobody reads and which have no tokens to be cut along."""
     run = replace(RUN, model=model, per_device=8)
@@ -187,6 +188,7 @@ def on_long_rows(rank: int, world_size: int, folder: str, stages: int, **options
     return outcome_of(trainer)
 
 
+@pytest.mark.slow
 def test_slices_by_a_profile_of_the_stages(tmp_path: Path) -> None:
     """One part of two rows: without slices one of the stages is always idle."""
     whole = run_ranks(on_long_rows, 1, str(tmp_path / "whole"), 1)[0]
@@ -223,9 +225,7 @@ def expected_with_freezing() -> Outcome:
     ("stages", "asked", "options"),
     [
         ({0: 4, 1: 2}, 3, {"gradient_checkpointing": True}),
-        ({0: 4, 1: 2}, "auto", {}),
-        ({0: 4, 1: 4}, [3, 5], {}),
-        ({0: 2, 1: 4}, 2, {}),
+        *slow(({0: 4, 1: 2}, "auto", {}), ({0: 4, 1: 4}, [3, 5], {}), ({0: 2, 1: 4}, 2, {})),
     ],
     ids=["4x1-2x2", "4x1-2x2-auto", "4x1-4x1", "2x2-4x1"],
 )
@@ -252,6 +252,7 @@ def adapters_above_frozen_layers(rank: int, world_size: int, folder: str, token_
     return outcome_of(pipeline_trainer(run, 2, folder, model, token_slices=token_slices, elastic=False, **options))
 
 
+@pytest.mark.slow
 def test_adapters_above_frozen_layers_with_checkpointing(tmp_path: Path) -> None:
     whole = run_ranks(adapters_above_frozen_layers, 2, str(tmp_path / "whole"), "off")
     sliced = run_ranks(adapters_above_frozen_layers, 2, str(tmp_path / "sliced"), 3)
@@ -293,6 +294,7 @@ def distances(outcome: Outcome) -> tuple[float, float]:
     return max(abs(a - b) / b for a, b in pairs), largest_difference(outcome.weights, exact.weights)[0]
 
 
+@pytest.mark.slow
 def test_bfloat16_in_slices_is_no_further_from_float32_than_whole_rows() -> None:
     whole, sliced, wrong = (distances(run_ranks(in_bfloat16, 2, *how)[0]) for how in (("off",), (3,), (3, True)))
     for a, b, c in zip(whole, sliced, wrong, strict=True):
@@ -330,7 +332,7 @@ def test_other_rows_in_two_stages(how: str, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ one process
-@pytest.mark.parametrize("asked", [3, "auto"])
+@pytest.mark.parametrize("asked", [*slow(3), "auto"])
 def test_on_one_process_nothing_is_cut(asked: Any) -> None:
     run = replace(RUN, per_device=32, accumulation=1)
     assert_same_training(run_ranks(pipeline, 1, run, "auto", token_slices=asked), expected())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import few
 from sliced_models import (
     CONFIGURATIONS,
     LAYERS,
@@ -29,9 +30,12 @@ ATTENTIONS = ("sdpa", "eager")
 PADDINGS = ("none", "right padding", "left padding")
 NOT_PACKED = ("opt", "llama4_text")  # OPT gives its masks no positions; chunks have no mask of a whole row
 REENTRANT = ("llama", "gemma2")  # these with both kinds of gradient checkpointing
+WITH_ATTENTION = [(n, a) for n in CONFIGURATIONS for a in ATTENTIONS[n in NO_SDPA :]]
+IN_SHORT = (("llama", "sdpa"), ("gpt2", "eager"), ("gemma2", "eager"))
+"""Those of `make test`."""
 
 
-@pytest.mark.parametrize(("name", "attention"), [(n, a) for n in CONFIGURATIONS for a in ATTENTIONS[n in NO_SDPA :]])
+@pytest.mark.parametrize(("name", "attention"), few(WITH_ATTENTION, *IN_SHORT))
 def test_slices_give_the_loss_and_gradients_of_the_whole(name: str, attention: str) -> None:
     model = build(name, attention)
     for padding in PADDINGS:
@@ -41,15 +45,14 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(name: str, attention: s
             assert_same_step(step_in_slices(model, batch, lengths), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", few(("llama", "gpt2", "gemma2", "mistral"), "llama"))
 def test_slices_of_one_token_each(name: str) -> None:
     model, batch = build(name), batch_for("right padding")
     assert_same_step(step_in_slices(model, batch, (1,) * TOKENS), step(model, batch))
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"),
-    [(n, a) for n in CONFIGURATIONS if n not in NOT_PACKED for a in ATTENTIONS[n in NO_SDPA :]],
+    ("name", "attention"), few([pair for pair in WITH_ATTENTION if pair[0] not in NOT_PACKED], *IN_SHORT)
 )
 def test_documents_packed_into_a_row_do_not_see_each_other(name: str, attention: str) -> None:
     model, batch = build(name, attention), batch_for("packed")
@@ -76,12 +79,15 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "attention", "reentrant"),
-    [
-        (name, attention, reentrant)
-        for name in CONFIGURATIONS
-        for attention in ATTENTIONS[name in NO_SDPA :]
-        for reentrant in ((False, True) if name in REENTRANT else (False,))
-    ],
+    few(
+        [
+            (name, attention, reentrant)
+            for name, attention in WITH_ATTENTION
+            for reentrant in ((False, True) if name in REENTRANT else (False,))
+        ],
+        ("llama", "sdpa", True),
+        ("gpt2", "eager", False),
+    ),
 )
 def test_gradient_checkpointing_keeps_the_states(
     name: str, attention: str, reentrant: bool, updates: list[int]

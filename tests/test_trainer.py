@@ -15,6 +15,7 @@ import torch
 from distributed import run_ranks
 from model_zoo import MODELS
 from safetensors.torch import load_file
+from selection import few, slow
 from test_auto_cache import trainer_of
 from test_store_troubles import train_some as train_some_cached
 from training_data import PadCollator, TrainingData
@@ -82,8 +83,8 @@ def predict_plainly(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     return {"before": before.predictions, "labels": before.label_ids, "after": trainer.predict(data).predictions}
 
 
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm", "seq2seq"])
-@pytest.mark.parametrize("stages", LAYOUTS)
+@pytest.mark.parametrize("kind", few(("text-classification", "causal-lm", "seq2seq"), "seq2seq"))
+@pytest.mark.parametrize("stages", few(LAYOUTS, 2))
 def test_predictions_are_those_of_one_process(kind: Any, stages: int) -> None:
     """Before training (nothing was placed yet) and after; 29 rows over 4 processes in batches of 3, of any length."""
     run = Run(kind)
@@ -114,7 +115,7 @@ def evaluate_with_metrics(rank: int, world_size: int, run: Run, stages: int) -> 
     return pipeline_trainer(run, stages).evaluate()
 
 
-@pytest.mark.parametrize("stages", LAYOUTS)
+@pytest.mark.parametrize("stages", few(LAYOUTS, 2))
 def test_metrics_see_every_row_once(stages: int) -> None:
     run = Run(keywords={"compute_metrics": accuracy})
     outcomes = run_ranks(evaluate_with_metrics, WORLD, run, stages)
@@ -130,8 +131,8 @@ def train_and_save(rank: int, world_size: int, run: Run, stages: int, folder: st
     return weights_of(trainer.model)
 
 
-@pytest.mark.parametrize("stages", LAYOUTS)
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+@pytest.mark.parametrize("stages", few(LAYOUTS, 2))
+@pytest.mark.parametrize("kind", [*slow("text-classification"), "causal-lm"])
 def test_saved_models_load_bit_for_bit(kind: Any, stages: int, tmp_path: Path) -> None:
     """The last checkpoint was written while the model was spread, `final` after; both are the trained weights."""
     run = Run(kind)
@@ -172,8 +173,8 @@ def resume(rank: int, world_size: int, run: Run, stages: int, folder: str) -> Ou
     return outcome_of(pipeline_trainer(run, stages, folder), resume_from_checkpoint=f"{folder}/checkpoint-4")
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (2, 4), (2, 1), (1, 4)])
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+@pytest.mark.parametrize(("before", "after"), few([(4, 4), (4, 2), (2, 4), (2, 1), (1, 4)], (4, 2), (1, 4)))
+@pytest.mark.parametrize("kind", [*slow("text-classification"), "causal-lm"])
 def test_resumes_in_another_layout(kind: Any, before: int, after: int, tmp_path: Path) -> None:
     """Interrupted in the second epoch, between two batches; AdamW's state, schedule and data go on."""
     run = Run(kind)
@@ -341,7 +342,7 @@ def cached_at_the_first_step(
     return counted
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_there", [True, *slow(False)])
 def test_resuming_goes_on_with_cached_layers_where_the_store_is_there(is_there: bool, tmp_path: Path) -> None:
     """They count as cached since step 6, the third epoch's begin."""
     stages, table, cache = {0: 2, 1: 2}, {3: 1}, tmp_path / "cache"
@@ -381,7 +382,12 @@ def train_for_the_best(rank: int, world_size: int, run: Run, stages: int, folder
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages"), [*(("text-classification", stages) for stages in LAYOUTS), ("image-classification", 2)]
+    ("kind", "stages"),
+    [
+        *slow(("text-classification", 4)),
+        ("text-classification", 2),
+        *slow(("text-classification", 1), ("image-classification", 2)),
+    ],
 )
 def test_best_model_is_loaded_and_early_stopping_stops(kind: Any, stages: int, tmp_path: Path) -> None:
     outcomes = run_ranks(train_for_the_best, WORLD, Run(kind), stages, str(tmp_path))
@@ -485,7 +491,7 @@ def reference_after_setting_up(rank: int, world_size: int, how: str) -> Outcome:
     return outcome_of(trainer)
 
 
-@pytest.mark.parametrize("stages", LAYOUTS)
+@pytest.mark.parametrize("stages", few(LAYOUTS, 2))
 @pytest.mark.parametrize("how", ["own-optimizer", "train-twice", "frozen-below", "different-heads"])
 def test_equals_one_process_after(how: str, stages: int) -> None:
     expected = run_ranks(reference_after_setting_up, 1, how)[0]
@@ -519,7 +525,7 @@ def bf16(rank: int, world_size: int, stages: int) -> Outcome:
     return pipeline(rank, world_size, Run("causal-lm").with_options(bf16=True), stages)
 
 
-@pytest.mark.parametrize("stages", LAYOUTS)
+@pytest.mark.parametrize("stages", few(LAYOUTS, 2))
 def test_bf16_autocast_follows_one_process(stages: int) -> None:
     """The same autocast as under the stock Trainer; what remains is the rounding of other batch shapes."""
     expected = run_ranks(reference, 1, Run("causal-lm").with_options(bf16=True))[0]

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from distributed import run_ranks
+from selection import few, slow
 from training_runs import WORLD, Outcome, Run, assert_same_training, pipeline, reference
 
 MODELS_OF_KIND = {
@@ -24,8 +25,10 @@ def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS_OF_KIND[name])[0]
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(4, "1f1b"), (4, "gpipe"), (2, "1f1b"), (2, "gpipe"), (1, "1f1b")])
-@pytest.mark.parametrize("name", list(MODELS_OF_KIND))
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(4, "1f1b"), *slow((4, "gpipe"), (2, "1f1b")), (2, "gpipe"), (1, "1f1b")]
+)
+@pytest.mark.parametrize("name", few(MODELS_OF_KIND, "bert", "llama-tied", "t5"))
 def test_equals_one_process(name: str, stages: int, schedule: str) -> None:
     """Six steps in two epochs: accumulation, clipping, decay groups, warm-up, dynamic padding, an odd last batch."""
     outcomes = run_ranks(pipeline, WORLD, MODELS_OF_KIND[name], stages, pipeline_schedule=schedule)
@@ -75,8 +78,23 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("stages", [4, 2])
-@pytest.mark.parametrize("name", list(VARIANTS))
+IN_SHORT = (
+    "label-smoothing",
+    "compute-loss-func",
+    "own-compute-loss",
+    "gradient-checkpointing",
+    "three-micro-steps",
+    "iterable",
+    "drop-last",
+    "workers",
+    "adafactor",
+    "fewer-samples-than-pipelines",
+)
+"""Those of `make test`."""
+
+
+@pytest.mark.parametrize("stages", [*slow(4), 2])
+@pytest.mark.parametrize("name", few(VARIANTS, *IN_SHORT))
 def test_equals_one_process_with(name: str, stages: int) -> None:
     run = VARIANTS[name]
     assert_same_training(run_ranks(pipeline, WORLD, run, stages), expected_variant(name))

@@ -53,6 +53,7 @@ def test_equal_or_refused_in_other_layouts(group, part):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.slow
 def test_what_is_easily_missed(part):
     """The others of these tests take minutes; these cases are what the examination before the first step is for."""
     entries = [e for e in user_code.entries_of() if user_code_kit.CASES[e[0]].make.__module__ == "user_cases_unseen"]
