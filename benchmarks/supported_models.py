@@ -50,7 +50,7 @@ from transformers.utils import logging as hf_logging
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
 from hf_pipetransformer.model.layer_range import Carry
-from hf_pipetransformer.model.layer_stack import LayerStack, answers, output_tensors, refuse_batch_statistics
+from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors, refuse_batch_statistics
 from hf_pipetransformer.model.placeholders import placeholder
 
 from tiny_models import VARIANTS, Variant, build, tiny_config
@@ -248,7 +248,7 @@ def _loss(outputs: dict[str, Tensor]) -> Tensor:
     """A number that every value of the loss or logits has its own weight in."""
     parts = []
     generator = torch.Generator().manual_seed(SEED)
-    for tensor in answers(outputs):
+    for tensor in loss_outputs(outputs):
         if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
             weights = torch.randn(tensor.shape, generator=generator)
             finite = torch.isfinite(tensor)  # masked scores are -inf on purpose
@@ -260,7 +260,7 @@ def _loss(outputs: dict[str, Tensor]) -> Tensor:
 
 def _left_behind(model: PreTrainedModel, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The answers and gradients of a step; the model's gradients are then gone."""
-    kept = {f"output {i}": t.detach() for i, t in enumerate(answers(outputs))}
+    kept = {f"output {i}": t.detach() for i, t in enumerate(loss_outputs(outputs))}
     kept = {name: torch.nan_to_num(t, posinf=0.0, neginf=0.0, nan=float("nan")) for name, t in kept.items()}
     kept |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)

@@ -42,7 +42,7 @@ from hf_pipetransformer.planning.planner import make_plan
 from hf_pipetransformer.run.events import describe_slices
 from hf_pipetransformer.token_slices.slice_choice import Slicing
 from hf_pipetransformer.token_slices.slice_planning import RowSlices
-from hf_pipetransformer.token_slices.slicing_probe import study_slicing
+from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
 
 VOCABULARY = 1000
 LAYERS = 4
@@ -85,7 +85,7 @@ class Variant:
         self.pipeline = ElasticPipeline(stack, mesh, torch.device("cpu"), _no_replicas)
         token_slices: str | int = AUTO if name == AUTO else int(name.split()[0]) if "slices" in name else "off"
         if token_slices != "off":
-            windows = study_slicing(
+            windows = probe_slicing(
                 stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
             )
             self.pipeline.slicing = Slicing(token_slices, windows, self._note)

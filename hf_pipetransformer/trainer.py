@@ -140,7 +140,7 @@ class PipeTransformerTrainer(Trainer):
         job, cut = self._job, self._cut_model
         if cut is None or not cut.serves(job):
             if cut is not None:
-                cut.pipeline.release_optimizer()  # which may go on with the new one
+                cut.pipeline.detach_optimizer()  # which may go on with the new one
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
 

@@ -395,7 +395,7 @@ class Averaged(TrainerCallback):
 
 def parking(trainer: PipeTransformerTrainer) -> None:
     """As on a GPU: weights of cached layers leave the device."""
-    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "parks", True))
+    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
 
 
 def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
@@ -410,7 +410,7 @@ def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outco
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-@pytest.mark.parametrize("parks", [*slow(False), True])
+@pytest.mark.parametrize("offloads", [*slow(False), True])
 def test_other_weights_are_not_evaluated_from_the_cache(parks: bool) -> None:
     with_cache, without = (run_ranks(averaging, 2, mode, parks) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
@@ -524,7 +524,7 @@ def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
 
     def look(run: PipelineRun) -> None:
         assert run.cache is not None
-        run.pipeline.weights.unpark()
+        run.pipeline.weights.onload()
         table = run.pipeline.stack.table
         digests = run.cache._function._digests
         found.append({name: digest == digest_of(table[name]) for name, digest in digests.items()})
@@ -753,7 +753,7 @@ def parked(
         storages = [p.untyped_storage() for p in run.pipeline.parameters()]
         held.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
 
-    at_each_step(trainer, lambda run: setattr(run.pipeline, "parks", True), look)
+    at_each_step(trainer, lambda run: setattr(run.pipeline, "offloads", True), look)
     outcome = outcome_of(trainer)
     return outcome, held, load_file(Path(folder) / "checkpoint-15" / "model.safetensors")
 

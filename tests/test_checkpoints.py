@@ -16,12 +16,12 @@ from hf_pipetransformer.resilience.checkpoints import (
     REPLACED,
     SAVING,
     STATE,
-    damage_of,
-    forget_unfinished,
-    give_back,
-    newest_whole,
+    latest_valid,
     publish,
+    remove_incomplete,
+    restore_replaced,
     rotate,
+    validate,
 )
 
 
@@ -37,7 +37,7 @@ def write(folder: Path, step: int) -> Path:
 
 def test_what_is_published_is_whole(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 4)
-    assert damage_of(checkpoint) is None
+    assert validate(checkpoint) is None
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     assert set(manifest) == {"model.safetensors", "optimizer.pt", STATE, "adapter/weights.bin"}
     assert manifest[STATE][0] == 5000
@@ -53,7 +53,7 @@ def test_any_flipped_byte_or_shorter_file_is_found(tmp_path: Path, seed: int) ->
     else:
         del content[rng.randrange(len(content)) :]
     path.write_bytes(content)
-    assert path.name in str(damage_of(checkpoint))
+    assert path.name in str(validate(checkpoint))
 
 
 @pytest.mark.parametrize("what", ["missing", "manifest"])
@@ -63,15 +63,15 @@ def test_missing_files_and_broken_manifests_are_found(tmp_path: Path, what: str)
         (checkpoint / "optimizer.pt").unlink()
     else:
         (checkpoint / MANIFEST).write_text("{")
-    assert damage_of(checkpoint) is not None
+    assert validate(checkpoint) is not None
 
 
 def test_the_newest_whole_one_is_chosen_by_number(tmp_path: Path) -> None:
     for step in (8, 40, 120):
         write(tmp_path, step)
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-120", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-120", [])
     (tmp_path / "checkpoint-120" / "optimizer.pt").write_bytes(b"")
-    chosen, problems = newest_whole(tmp_path)
+    chosen, problems = latest_valid(tmp_path)
     assert chosen == tmp_path / "checkpoint-40"
     assert problems == ["checkpoint-120: optimizer.pt has 0 bytes of 5000"]
 
@@ -80,7 +80,7 @@ def test_a_folder_of_another_name_is_the_users_own(tmp_path: Path) -> None:
     for step in (4, 8, 12):
         write(tmp_path, step)
     (tmp_path / "checkpoint-12-merged").mkdir()
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-12", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-12", [])
     rotate(tmp_path, 2, tmp_path / "checkpoint-12", None)
     left = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert left == {"checkpoint-8", "checkpoint-12", "checkpoint-12-merged"}
@@ -90,9 +90,9 @@ def test_one_of_the_stock_trainer_counts_once_its_last_file_is_there(tmp_path: P
     stock = tmp_path / "checkpoint-4"
     stock.mkdir()
     (stock / "model.safetensors").write_bytes(b"weights")
-    assert newest_whole(tmp_path)[0] is None
+    assert latest_valid(tmp_path)[0] is None
     (stock / STATE).write_text("{}")
-    assert newest_whole(tmp_path)[0] == stock
+    assert latest_valid(tmp_path)[0] == stock
 
 
 @pytest.mark.parametrize(("saved_at", "is_half"), [(8, True), (4, False)])
@@ -102,18 +102,18 @@ def test_a_half_that_had_a_manifest_is_none_of_the_stock_trainer(saved_at: int, 
     checkpoint.mkdir()
     kept = {KEPT: {"args": {}, "attributes": {"memory": {"step": saved_at}}}}
     (checkpoint / STATE).write_text(json.dumps({"global_step": 8, "stateful_callbacks": kept}))
-    assert damage_of(checkpoint) == (f"{MANIFEST} is missing" if is_half else None)
+    assert validate(checkpoint) == (f"{MANIFEST} is missing" if is_half else None)
     (checkpoint / MANIFEST).write_text("{}")  # a user's who has changed files
-    assert damage_of(checkpoint) is None
+    assert validate(checkpoint) is None
     (checkpoint / MANIFEST).unlink()
     (checkpoint / STATE).write_text('{"global_step": 8, "sta')
-    assert f"{STATE} cannot be read" in str(damage_of(checkpoint))
+    assert f"{STATE} cannot be read" in str(validate(checkpoint))
 
 
 def test_what_was_about_to_be_replaced_is_given_back_alone(tmp_path: Path) -> None:
     for name, place in (("checkpoint-4", SAVING + "/" + REPLACED), ("checkpoint-8", SAVING)):
         (tmp_path / place / name).mkdir(parents=True)
-    give_back(tmp_path)
+    restore_replaced(tmp_path)
     assert (tmp_path / "checkpoint-4").is_dir() and (tmp_path / SAVING / "checkpoint-8").is_dir()
 
 
@@ -158,8 +158,8 @@ def test_what_was_not_finished_is_no_checkpoint(
         with suppress(Killed):
             write(folder, new)
         was_killed, dies_at = calls == number, 0
-        forget_unfinished(folder)
-        chosen, problems = newest_whole(folder)
+        remove_incomplete(folder)
+        chosen, problems = latest_valid(folder)
         assert chosen is not None and not problems and not (folder / SAVING).exists()
         if not was_killed:
             assert chosen.name == f"checkpoint-{new}" and chosen.stat().st_ino != before
@@ -175,7 +175,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     newest = write(tmp_path, 100)
     rotate(tmp_path, 2, newest, Path("elsewhere/checkpoint-40"))
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-40", "checkpoint-100", "checkpoint-120"}
-    assert newest_whole(tmp_path)[0] == newest
+    assert latest_valid(tmp_path)[0] == newest
     rotate(tmp_path, 1, newest, None)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-100", "checkpoint-120"}
     rotate(tmp_path, None, newest, None)
@@ -185,11 +185,11 @@ def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 4)
     for text in ("[]", '{"a": 1}', "3"):
         (checkpoint / MANIFEST).write_text(text)
-        assert "cannot be read" in str(damage_of(checkpoint))
+        assert "cannot be read" in str(validate(checkpoint))
 
 
 def test_a_name_that_is_taken_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "old").write_text("")
     checkpoint = write(tmp_path, 4)
-    assert damage_of(checkpoint) is None and not (checkpoint / "old").exists()
+    assert validate(checkpoint) is None and not (checkpoint / "old").exists()

@@ -15,7 +15,7 @@ from distributed import RankDiedError, RankTimeoutError, launch_ranks, run_ranks
 from torch.utils.data import DataLoader
 
 
-def give_back(rank, world_size, *args, **kwargs):
+def restore_replaced(rank, world_size, *args, **kwargs):
     return rank, world_size, args, kwargs
 
 
@@ -95,7 +95,7 @@ def is_alive(pid):
 
 
 def test_values_come_back_in_the_order_of_ranks():
-    assert run_ranks(give_back, 3, "a", b=[1]) == [(rank, 3, ("a",), {"b": [1]}) for rank in range(3)]
+    assert run_ranks(restore_replaced, 3, "a", b=[1]) == [(rank, 3, ("a",), {"b": [1]}) for rank in range(3)]
 
 
 def test_all_reduce_over_four_ranks():
@@ -149,7 +149,7 @@ def test_errors_of_all_ranks():
 
 def test_a_rank_that_raises_nothing_is_noticed():
     with pytest.raises(AssertionError, match="rank 0 raised nothing and returned"):
-        run_ranks_expecting_error(give_back, 2)
+        run_ranks_expecting_error(restore_replaced, 2)
 
 
 def test_a_hang_is_killed_in_time_and_shown(tmp_path):

@@ -20,7 +20,7 @@ def ends_its_groups(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     dist.init_process_group("gloo")
     mesh = ProcessMesh(timedelta(seconds=60))
     mesh.gather_objects(rank)
-    holder = SimpleNamespace(mesh=mesh, group=mesh.layout(2).pipeline)  # as a trainer that the script holds
+    holder = SimpleNamespace(mesh=mesh, group=mesh.groups(2).pipeline)  # as a trainer that the script holds
     HELD.append(holder)
     return process_exit.end(), dist.is_initialized(), holder.group is None and mesh.control is None
 

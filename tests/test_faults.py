@@ -37,7 +37,7 @@ from test_elastic import MID_EPOCH, reference
 from training_runs import WORLD, Outcome, assert_same_training
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.checkpoints import SAVING, newest_whole
+from hf_pipetransformer.resilience.checkpoints import SAVING, latest_valid
 from hf_pipetransformer.resilience.preemption import EXIT_CODE as PREEMPTED
 from hf_pipetransformer.resilience.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
 
@@ -208,7 +208,7 @@ def assert_left(outcomes: Sequence[RankOutcome], folder: Path) -> int:
     """All have left with the exit code of a preempted process, and one whole checkpoint; returns its step."""
     for outcome in outcomes:
         assert isinstance(outcome.error, SystemExit) and outcome.error.code == PREEMPTED, outcome.error
-    newest, problems = newest_whole(folder)
+    newest, problems = latest_valid(folder)
     assert newest is not None and not problems and not (folder / SAVING).exists()
     assert f"SIGTERM: {newest.name} is saved" in outcomes[0].log
     return int(newest.name.split("-")[1])
@@ -256,7 +256,7 @@ def test_a_training_that_has_ended_is_not_gone_on_with(
     reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90, **options)
     assert_nothing_lost(reports, wanted)
     assert reports[0].resumed_step == wanted.steps
-    assert newest_whole(tmp_path) == (tmp_path / f"checkpoint-{wanted.steps}", [])
+    assert latest_valid(tmp_path) == (tmp_path / f"checkpoint-{wanted.steps}", [])
     record_property("fault", row_of(fault, tmp_path, ended_at, reports, 0))
 
 

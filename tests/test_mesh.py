@@ -35,8 +35,8 @@ def describe_groups(rank, world_size):
     mesh = make_mesh()
     described = {}
     for stages in (1, 2, 4):
-        groups = mesh.layout(stages)
-        assert mesh.layout(stages) is groups, "made once"
+        groups = mesh.groups(stages)
+        assert mesh.groups(stages) is groups, "made once"
         assert members(groups.pipeline) == members(groups.pipeline_control)
         described[stages] = (members(groups.pipeline), members(groups.replicas))
     shared = mesh.subgroup([[0, 3], [1], [2]])
@@ -47,7 +47,7 @@ def timeouts(rank, world_size):
     """Of all groups but the default one, as each one's backend has it."""
     mesh = make_mesh()
     for stages in (1, 2, 4):
-        mesh.layout(stages)
+        mesh.groups(stages)
     mesh.subgroup([[0, 3], [1, 2]])
     return [
         group._get_backend(torch.device("cpu")).options._timeout
@@ -97,7 +97,7 @@ def test_tensors_of_every_dtype_travel():
 def test_one_process_needs_no_group():
     mesh = ProcessMesh(TIMEOUT)
     assert (mesh.world_size, mesh.rank, mesh.control) == (1, 0, None)
-    groups = mesh.layout(1)
+    groups = mesh.groups(1)
     assert (groups.pipeline, groups.pipeline_control, groups.replicas) == (None, None, None)
     tensor = torch.ones(2)
     assert mesh.broadcast_tensor(tensor, 0) is tensor

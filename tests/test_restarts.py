@@ -19,7 +19,7 @@ from faults import EVERYONE, Fault, Report
 from test_faults import Recorder, assert_nothing_lost, expected, steps_lost, when
 from training_runs import Outcome
 
-from hf_pipetransformer.resilience.checkpoints import SAVING, newest_whole
+from hf_pipetransformer.resilience.checkpoints import SAVING, latest_valid
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -130,7 +130,7 @@ def preempt(commands: Sequence[list[str]], folder: Path, timeout: float, record_
     """Let every launcher get SIGTERM, as from a scheduler, and start the job again."""
     fault = Fault("preempt", EVERYONE, "step", 4)
     output = run_job(commands, folder, fault, timeout, succeeds=False)
-    newest, problems = newest_whole(folder)
+    newest, problems = latest_valid(folder)
     assert newest is not None and not problems and not (folder / SAVING).exists()
     assert not (folder / "final.pt").exists()
     run_job(commands, folder, fault, timeout)

@@ -32,7 +32,7 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import checkpoints, watchdog
-from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, STATE, newest_whole
+from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, STATE, latest_valid
 from hf_pipetransformer.resilience.preemption import EXIT_CODE, StopSignal
 from hf_pipetransformer.resilience.progress import PROGRESS
 from hf_pipetransformer.run import checkpointing, cutting, resuming
@@ -93,7 +93,7 @@ def test_what_is_left_of_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     assert PipelineState.__name__ == KEPT
     run_ranks(train_some, 2, str(tmp_path), 2, stop=4)
     (tmp_path / "checkpoint-4" / MANIFEST).unlink()
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [f"checkpoint-4: {MANIFEST} is missing"])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [f"checkpoint-4: {MANIFEST} is missing"])
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_killed_while_saving(tmp_path: Path, undisturbed: Outcome) -> None:
     outcomes = launch_ranks(killed_while_saving, 2, str(tmp_path), timeout=60)
     assert isinstance(outcomes[0].error, RankDiedError) and outcomes[1].error is not None
     assert (tmp_path / SAVING / "checkpoint-4").exists()
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [])
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
     assert not (tmp_path / SAVING).exists()
 
@@ -218,9 +218,9 @@ def assert_told_and_resumed(errors: list[BaseException], folder: Path, undisturb
         assert isinstance(error, OSError)
         assert "checkpoint-4 could not be saved" in str(error) and "No space left" in str(error)
         assert "checkpoint-2 is the newest whole" in str(error)
-    assert newest_whole(folder) == (folder / "checkpoint-2", []) and not (folder / SAVING).exists()
+    assert latest_valid(folder) == (folder / "checkpoint-2", []) and not (folder / SAVING).exists()
     assert_same_training(run_ranks(resume, 2, str(folder), 2), undisturbed)
-    assert newest_whole(folder) == (folder / "checkpoint-8", [])
+    assert latest_valid(folder) == (folder / "checkpoint-8", [])
 
 
 @pytest.mark.parametrize("what", few(("model", "optimizer", "scheduler", "rng_state_1"), "optimizer"))
@@ -288,7 +288,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
 def killed_on_a_full_disk(rank: int, world_size: int, folder: str) -> None:
     """Before anybody has tidied up."""
     if rank == 0:
-        checkpointing.forget_unfinished = lambda folder: (  # type: ignore[attr-defined]
+        checkpointing.remove_incomplete = lambda folder: (  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL) if list(Path(folder, SAVING).glob("*/*.json")) else None
         )
     train_with_little_room(rank, world_size, folder, MANIFEST, 1)
@@ -300,9 +300,9 @@ def test_half_a_manifest_is_not_taken_for_a_whole_one(tmp_path: Path, undisturbe
     assert isinstance(outcomes[0].error, RankDiedError) and outcomes[1].error is not None
     unfinished = tmp_path / SAVING / "checkpoint-4"
     assert (unfinished / MANIFEST).stat().st_size == ROOM
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [])
     unfinished.rename(tmp_path / "checkpoint-4")  # as somebody might who looks for what is left
-    newest, (problem,) = newest_whole(tmp_path)
+    newest, (problem,) = latest_valid(tmp_path)
     assert newest == tmp_path / "checkpoint-2" and f"checkpoint-4: {MANIFEST} cannot be read" in problem
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
@@ -319,7 +319,7 @@ def fail_to_rotate(rank: int, world_size: int, folder: str) -> None:
 def test_what_fails_behind_a_saved_checkpoint_is_told_apart(tmp_path: Path) -> None:
     for error in run_ranks_expecting_error(fail_to_rotate, 2, str(tmp_path), timeout=60):
         assert "checkpoint-2 is saved, but then" in str(error) and "rank 0: PermissionError" in str(error)
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [])
 
 
 def looks_like_another_node(rank: int, world_size: int, folder: str) -> None:
@@ -332,7 +332,7 @@ def looks_like_another_node(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_node_does_not_take_a_shared_folder_for_its_own(tmp_path: Path) -> None:
     run_ranks(looks_like_another_node, 2, str(tmp_path))
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [])
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
@@ -357,7 +357,7 @@ def test_an_error_of_a_users_save_model_ends_all_processes(tmp_path: Path) -> No
     assert isinstance(second.error, PeerFailedError) or second.exitcode == watchdog.EXIT_CODE
     said = f"{second.log}\n{second.error}"
     assert "rank 0 failed in phase 'save' at step 3: FileNotFoundError: no template" in said
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [])
 
 
 class TermAt(TrainerCallback):
@@ -393,7 +393,7 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves(
     codes = run_ranks(preempted, world, str(tmp_path), stages, who)
     assert codes == [EXIT_CODE] * world
     (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", []) and checkpoint.name == "checkpoint-4"
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", []) and checkpoint.name == "checkpoint-4"
     assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed)
 
 
@@ -417,7 +417,7 @@ def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
 
 def test_sigterm_to_the_process_group_leaves_the_loaders_workers_alone(tmp_path: Path) -> None:
     assert run_ranks(preempted_with_a_worker, 1, str(tmp_path)) == [EXIT_CODE]
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", [])
 
 
 def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
@@ -439,7 +439,7 @@ def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
 
 def test_sigterm_comes_before_everything_else(tmp_path: Path) -> None:
     run_ranks(preempted_while_evaluating, 2, str(tmp_path))
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-4"
+    assert latest_valid(tmp_path)[0] == tmp_path / "checkpoint-4"
 
 
 def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
@@ -516,7 +516,7 @@ def resume_evaluating(rank: int, world_size: int, folder: str) -> list[int]:
 @pytest.mark.slow
 def test_an_epochs_evaluation_is_made_up_for_whatever_left_it_out(tmp_path: Path) -> None:
     launch_ranks(killed_before_evaluating, 2, str(tmp_path), timeout=60)
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", [])
     assert run_ranks(resume_evaluating, 2, str(tmp_path)) == [[4, 8]] * 2
 
 
@@ -544,7 +544,7 @@ def test_a_training_that_has_ended_does_no_step_more(options: dict[str, Any], tm
         assert steps == list(range(1, last + 1)) and further == []
         assert more.steps == last and more.losses == outcome.losses
         assert largest_difference(more.weights, outcome.weights)[0] == 0
-    assert newest_whole(tmp_path)[0] == tmp_path / f"checkpoint-{last}"
+    assert latest_valid(tmp_path)[0] == tmp_path / f"checkpoint-{last}"
 
 
 def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
@@ -567,7 +567,7 @@ def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
 @pytest.mark.slow
 def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undisturbed: Outcome) -> None:
     assert run_ranks(preempted_at_the_end, 2, str(tmp_path)) == [EXIT_CODE] * 2
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-8", [])
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-8", [])
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
 

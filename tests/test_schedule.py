@@ -30,7 +30,7 @@ class Pipeline:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         mesh = ProcessMesh(timedelta(seconds=60))
-        groups = mesh.layout(stages)
+        groups = mesh.groups(stages)
         self.model = ZOO_MODEL.build()
         stack = LayerStack.discover(self.model, ZOO_MODEL.batch(2))
         for name in stack.owned(0, frozen_units):

@@ -21,18 +21,18 @@ from transformers import (
 )
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model import kv_slices, slicing_study
+from hf_pipetransformer.model import kv_slices, slicing_probe
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slices import SlicedSequence
-from hf_pipetransformer.token_slices.slicing_probe import study_slicing, telling_rows
+from hf_pipetransformer.token_slices.slicing_probe import informative_samples, probe_slicing
 
 SMALL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
 
 
 def study(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any = None) -> Any:
     stack = LayerStack.discover(model, batch)
-    return study_slicing(
+    return probe_slicing(
         stack, batch, loss or (lambda part: loss_of(model, part, batch)), loss_tolerance=1e-3, gradient_tolerance=1e-3
     )
 
@@ -75,7 +75,7 @@ def test_experts_in_bfloat16_are_not_taken_to_look_ahead(rounding: float) -> Non
             return loss_of(model, part, batch) * (1 + rounding * float(part["input_ids"].sum() % 97) / 97)
 
     stack = LayerStack.discover(model, batch)
-    windows = study_slicing(stack, batch, loss, loss_tolerance=1e-2, gradient_tolerance=1e-1)
+    windows = probe_slicing(stack, batch, loss, loss_tolerance=1e-2, gradient_tolerance=1e-1)
     assert windows.separates_documents
 
 
@@ -94,9 +94,9 @@ def test_what_hardly_matters_is_noticed_in_bfloat16() -> None:
 
         return loss
 
-    assert slicing_study._looks_ahead(batch, loss_by(encoder))
-    assert not slicing_study._looks_ahead(batch, loss_by(decoder))
-    assert not slicing_study._separates_documents(batch, loss_by(decoder))
+    assert slicing_probe._looks_ahead(batch, loss_by(encoder))
+    assert not slicing_probe._looks_ahead(batch, loss_by(decoder))
+    assert not slicing_probe._separates_documents(batch, loss_by(decoder))
 
 
 def test_memory_that_runs_out_while_words_are_tried_says_nothing_of_the_model() -> None:
@@ -171,7 +171,7 @@ def test_a_causal_model_is_accepted_with_the_same_loss() -> None:
 
 
 def test_an_encoder_is_noticed_by_its_slices_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing_study, "_looks_ahead", lambda *_: False)
+    monkeypatch.setattr(slicing_probe, "_looks_ahead", lambda *_: False)
     model = bert().eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:  # large enough for all tokens to matter
@@ -191,12 +191,12 @@ def test_the_longest_and_the_shortest_row_tell_most() -> None:
     mask = (torch.arange(6) < torch.tensor([3, 6, 2, 4])[:, None]).long()
     labels = torch.where(mask.bool(), 1, -100)
     ids = torch.ones_like(mask)
-    assert telling_rows([{"input_ids": ids, "attention_mask": mask}]) == (1, 2)
-    assert telling_rows([{"input_ids": ids, "attention_mask": ids, "labels": labels}]) == (1, 2)
-    assert telling_rows([{"input_ids": ids}]) == (0, 1)
-    assert telling_rows([{"input_ids": ids[:1]}]) == (0,)
+    assert informative_samples([{"input_ids": ids, "attention_mask": mask}]) == (1, 2)
+    assert informative_samples([{"input_ids": ids, "attention_mask": ids, "labels": labels}]) == (1, 2)
+    assert informative_samples([{"input_ids": ids}]) == (0, 1)
+    assert informative_samples([{"input_ids": ids[:1]}]) == (0,)
     apart = [{"input_ids": ids[k : k + 2], "attention_mask": mask[k : k + 2]} for k in (0, 2)]
-    assert telling_rows(apart) == (1, 2)  # counted through
+    assert informative_samples(apart) == (1, 2)  # counted through
 
 
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-1])
@@ -211,7 +211,7 @@ def test_a_loss_that_shifts_labels_itself_is_refused(tolerance: float) -> None:
 
     stack = LayerStack.discover(model, batch)
     with pytest.raises(UnsupportedModelError, match="shifts labels itself"):
-        study_slicing(stack, batch, own_loss, loss_tolerance=tolerance, gradient_tolerance=tolerance)
+        probe_slicing(stack, batch, own_loss, loss_tolerance=tolerance, gradient_tolerance=tolerance)
 
 
 def test_rows_without_a_label_show_nothing() -> None:
@@ -251,7 +251,7 @@ def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.Monke
         return put(self, which, new * factor if times[key] == 2 else new, visible, start, stop)
 
     monkeypatch.setattr(kv_slices._LayerStates, "put", put_again)
-    monkeypatch.setattr(slicing_study, "_with_labels_at", lambda *_: None)  # no other slices than those compared
+    monkeypatch.setattr(slicing_probe, "_with_labels_at", lambda *_: None)  # no other slices than those compared
     model, batch = checkpointed("llama"), batch_for("none")
     if factor == 1.0:
         study(model, batch)
@@ -296,7 +296,7 @@ def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too(options
 def test_without_autocast_nobody_gets_it() -> None:
     cast = torch.autocast("cpu", torch.bfloat16)
     one = torch.ones(2, 2)
-    with slicing_study.without_autocast(), cast:
+    with slicing_probe.without_autocast(), cast:
         assert (one @ one).dtype == torch.float32
     with cast:
         assert (one @ one).dtype == torch.bfloat16

@@ -371,7 +371,7 @@ def test_parked_weights_come_back_when_they_are_saved_or_used() -> None:
 
     for use in (model.model.state_dict, lambda: model(**MODELS[NAME].batch(2))):
         whole = parked_bytes()
-        weights.park(names, needs_them=lambda: True)
+        weights.offload(names, needs_them=lambda: True)
         assert parked_bytes() < whole / 10
         use()
         assert parked_bytes() == whole

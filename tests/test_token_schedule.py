@@ -281,7 +281,7 @@ def test_adapters_of_peft_in_slices(tmp_path: Path) -> None:
 def in_bfloat16(rank: int, world_size: int, token_slices: Any, loses_gradients: bool = False) -> Outcome:
     if loses_gradients:
         kv_slices._LayerStates.take_up = lambda self, i, g, visible, start, stop: g[:, :, start - visible :]
-        setup.study_slicing = lambda stack, *_, **__: kv_slices.attention_windows(stack.model)
+        setup.probe_slicing = lambda stack, *_, **__: kv_slices.attention_windows(stack.model)
     run = replace(RUN, per_device=8).with_options(bf16=True)
     return outcome_of(pipeline_trainer(run, 2, token_slices=token_slices))
 
@@ -340,7 +340,7 @@ def test_on_one_process_nothing_is_cut(asked: Any) -> None:
 
 def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Tokens of the rows to choose from; of those that the check is made on."""
-    study, sample_rows = setup.study_slicing, NumberedBatches.sample_rows
+    study, sample_rows = setup.probe_slicing, NumberedBatches.sample_rows
     rows: list[int] = []
     chosen: list[int] = []
 
@@ -353,7 +353,7 @@ def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
         chosen.extend(sample["attention_mask"].sum(dim=1).tolist())
         return study(stack, sample, *rest, **options)
 
-    setup.study_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
+    setup.probe_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
     pipeline_trainer(RUN.with_options(max_steps=1), "auto", token_slices=3).train()
     return rows, chosen
 
@@ -383,7 +383,7 @@ def short_of_memory(rank: int, world_size: int, folder: str) -> None:
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
     if rank == 1:
-        setup.study_slicing = fail
+        setup.probe_slicing = fail
     pipeline_trainer(RUN, 2, folder, token_slices=3).train()
 
 
@@ -396,9 +396,9 @@ def test_all_hear_of_a_check_that_one_process_has_no_memory_for(tmp_path: Path) 
 
 def told_apart(rank: int, world_size: int, folder: str) -> bool:
     """Whether packed rows will be cut, where one process has found that documents see each other."""
-    study = setup.study_slicing
+    study = setup.probe_slicing
     if rank == 1:
-        setup.study_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
+        setup.probe_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
     trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2, folder, token_slices=3)
     trainer.train()
     assert trainer.pipeline is not None and trainer.pipeline.slicing is not None

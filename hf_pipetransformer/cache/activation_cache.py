@@ -167,7 +167,7 @@ class ActivationCache:
             reader = self._store.reader(num_frozen, fingerprint)
             self._generations.insert(0, _Generation(num_frozen, fingerprint, reader))
         self._writer.close_generation()
-        self.go_on_writing()
+        self.resume_writing()
 
     def forget(self, keep: int) -> list[tuple[int, str]]:
         """Look for the newest `keep` generations only; return the others, which may be deleted."""
@@ -251,7 +251,7 @@ class ActivationCache:
         found: dict[int, tuple[list[int], torch.Tensor]] = {}
         missing = list(range(len(keys)))
         for index, generation in enumerate(self._generations):
-            layout = _Layout.from_facts(generation.reader.facts)
+            layout = EntryFormat.from_facts(generation.reader.facts)
             if spans is None or layout is None or generation.num_frozen > stop or not missing:
                 continue
             if layout.has_mask != (_tokens(batch) is not None):
@@ -368,7 +368,7 @@ class ActivationCache:
         if state.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
-        layout = _Layout.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
+        layout = EntryFormat.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
         digests = [key.digest for key in keys]
         self._writer.put(_Entries(self._generations[0], digests, copy, spans, layout, copied, self.counts))
 
@@ -377,7 +377,7 @@ class ActivationCache:
         spans = [key.span for key in keys]
         return None if not self._padded_left and any(span.start for span in spans) else spans
 
-    def open_writer(self, generation: _Generation, layout: _Layout) -> GenerationWriter:
+    def open_writer(self, generation: _Generation, layout: EntryFormat) -> GenerationWriter:
         """The first one to write decides what the generation's facts say."""
         return self._store.writer(
             generation.num_frozen,
@@ -395,7 +395,7 @@ class ActivationCache:
         """What the store has is used, the rest is computed from here on."""
         self.failure = error
 
-    def go_on_writing(self) -> None:
+    def resume_writing(self) -> None:
         """There may be room again."""
         self.failure = None
 
@@ -439,7 +439,7 @@ class ActivationCache:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class EntryFormat:
     """How a row's bytes become a state.
 
     Attributes:
@@ -455,7 +455,7 @@ class _Layout:
     computed_dtype: torch.dtype
 
     @classmethod
-    def of(cls, state: torch.Tensor, computed_dtype: torch.dtype, has_mask: bool) -> _Layout:
+    def of(cls, state: torch.Tensor, computed_dtype: torch.dtype, has_mask: bool) -> EntryFormat:
         return cls(tuple(state.shape[2 if has_mask else 1 :]), has_mask, state.dtype, computed_dtype)
 
     def facts(self) -> dict[str, Any]:
@@ -467,7 +467,7 @@ class _Layout:
         }
 
     @classmethod
-    def from_facts(cls, facts: dict[str, Any] | None) -> _Layout | None:
+    def from_facts(cls, facts: dict[str, Any] | None) -> EntryFormat | None:
         """None where there are none, or they are damaged."""
         try:
             dtypes = [getattr(torch, facts[name]) for name in ("stored_dtype", "computed_dtype")]  # type: ignore[index]
@@ -491,7 +491,7 @@ class _Entries:
     keys: list[bytes]
     states: torch.Tensor
     spans: list[slice]
-    layout: _Layout
+    layout: EntryFormat
     copied: Any  # the event after which the states are here
     counts: CacheCounts  # to be told
 
@@ -554,7 +554,7 @@ class _Writer:
             self.close_generation()
             self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
         writer = self._open[1]
-        if _Layout.from_facts(writer.facts) != entries.layout:
+        if EntryFormat.from_facts(writer.facts) != entries.layout:
             return  # another batch had a mask where this one has none: one generation has one layout
         rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
         present = writer.num_present

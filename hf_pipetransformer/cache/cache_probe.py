@@ -37,7 +37,7 @@ from torch import nn
 from ..errors import is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import Carry, Unit, tensors_of
-from ..model.layer_stack import CarrySlot, LayerStack, answers, output_tensors
+from ..model.layer_stack import CarrySlot, LayerStack, loss_outputs, output_tensors
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, on_device
 from ..model.placeholders import evaluation_mode, reachable_leaves
@@ -260,7 +260,7 @@ class _Probe:
             output = self._above_all_units(
                 leaves, rows, lambda batch: self._stack.model(**self._stack.runner.arguments(batch))
             )
-            reached = {id(leaf) for leaf in reachable_leaves(answers(output_tensors(output)))}
+            reached = {id(leaf) for leaf in reachable_leaves(loss_outputs(output_tensors(output)))}
         return [
             CarrySlot(stack, position, id(leaf) in reached or not leaf.requires_grad, id(leaf) in reached)
             for stack, tensors in leaves.items()
@@ -594,7 +594,7 @@ def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Ten
     """What a loss is made of, at real tokens, and the model's own loss if it is to count or there is nothing else."""
     tensors = output_tensors(output)
     loss = tensors.pop("loss", None)
-    of_tokens = [tensor[mask] if tensor.shape[:2] == mask.shape else tensor for tensor in answers(tensors)]
+    of_tokens = [tensor[mask] if tensor.shape[:2] == mask.shape else tensor for tensor in loss_outputs(tensors)]
     return [loss, *of_tokens] if loss is not None and (with_loss or not of_tokens) else of_tokens
 
 

@@ -1,6 +1,6 @@
 """`hf-pipetransformer plan`: from a model's name and a few numbers to a forecast.
 
-configuration -> ghosts -> workload ─┐
+configuration -> placeholders -> workload ─┐
 device table, or this machine ───────┴-> machine -> forecast
 """
 
@@ -138,7 +138,7 @@ def answer(name: str, task: str, request: Request) -> Answer:
     job = request.job()
     config = inspection.load_config(name)
     cls = inspection.model_class(config, task)
-    model = inspection.build_ghost_model(config, cls)
+    model = inspection.build_placeholder_model(config, cls)
     if job.token_slices != "off":
         _refuse_slices_of_others(model)
     workload = measure_workload(model, request.seq)

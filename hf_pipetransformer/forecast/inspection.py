@@ -1,8 +1,8 @@
 """What a model would look like as a pipeline, from its configuration alone.
 
-    load_config -> model_class -> build_ghost_model -> measure -> make_report -> as_text
+    load_config -> model_class -> build_placeholder_model -> measure -> make_report -> as_text
 
-No weights are loaded or made: each parameter is a *ghost*, one element of memory in the shape of the real one, so a
+No weights are loaded or made: each parameter is a *placeholder*, one element of memory in the shape of the real one, so a
 laptop can look at a model of billions of parameters.
 """
 
@@ -27,7 +27,7 @@ from ..planning.costs import UnitCost, measure_costs
 from ..planning.plan import MIB, PipelinePlan, align
 from ..planning.planner import make_plan
 
-GHOST_VALUE = 0.01
+PLACEHOLDER_VALUE = 0.01
 """Not zero: CLIP divides by the norm of its embeddings."""
 
 LARGE_BYTES = 64 * MIB
@@ -141,7 +141,7 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
     raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
 
 
-def build_ghost_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
+def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
     """Build a model whose parameters take the memory of one element each.
 
     Buffers are real, because models compute with them; ties are kept; every parameter is trainable.
@@ -159,8 +159,8 @@ def build_ghost_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
     model.tie_weights()  # moving to the meta device gave each place a parameter of its own
     table = ParameterTable(model)
     for name in table.names:
-        ghost = placeholder(table[name], GHOST_VALUE, torch.device("cpu"))
-        table[name] = nn.Parameter(ghost, requires_grad=ghost.is_floating_point())
+        empty = placeholder(table[name], PLACEHOLDER_VALUE, torch.device("cpu"))
+        table[name] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
     return model
 
 
@@ -182,7 +182,7 @@ class _LargeTensorsOnMeta(TorchFunctionMode):
 
 
 class GhostProducts(TorchDispatchMode):
-    """Inside, a matrix product with a ghost is a sum of rows, so that the ghost is not expanded in memory.
+    """Inside, a matrix product with a placeholder is a sum of rows, so that the placeholder is not expanded in memory.
 
     The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results
     are those of the product but for rounding, and as large. To be entered before a `FlopCounterMode`, which then
@@ -193,23 +193,23 @@ class GhostProducts(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         aten = torch.ops.aten
-        if func is aten.mm.default and _is_ghost_matrix(args[1]):
-            return _times_ghost(*args)
-        if func is aten.addmm.default and not kwargs and len(args) == 3 and _is_ghost_matrix(args[2]):
-            return _times_ghost(args[1], args[2]).add_(args[0])
-        if func is aten.bmm.default and _is_ghost_matrix(args[1]):
-            return _times_ghost(*args)
+        if func is aten.mm.default and _is_placeholder_matrix(args[1]):
+            return _times_placeholder(*args)
+        if func is aten.addmm.default and not kwargs and len(args) == 3 and _is_placeholder_matrix(args[2]):
+            return _times_placeholder(args[1], args[2]).add_(args[0])
+        if func is aten.bmm.default and _is_placeholder_matrix(args[1]):
+            return _times_placeholder(*args)
         return func(*args, **(kwargs or {}))
 
 
-def _is_ghost_matrix(matrix: torch.Tensor) -> bool:
+def _is_placeholder_matrix(matrix: torch.Tensor) -> bool:
     return matrix.numel() > 1 and not any(matrix.stride())
 
 
-def _times_ghost(left: torch.Tensor, ghost: torch.Tensor) -> torch.Tensor:
-    """Return `left @ ghost` for a ghost of one value. `[..., N, K] @ [..., K, M]`"""
-    row_sums = left.sum(-1, keepdim=True) * ghost.as_strided((), ())
-    return row_sums.expand(*left.shape[:-1], ghost.shape[-1]).clone(memory_format=torch.contiguous_format)
+def _times_placeholder(left: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Return `left @ empty` for a placeholder of one value. `[..., N, K] @ [..., K, M]`"""
+    row_sums = left.sum(-1, keepdim=True) * empty.as_strided((), ())
+    return row_sums.expand(*left.shape[:-1], empty.shape[-1]).clone(memory_format=torch.contiguous_format)
 
 
 def make_report(

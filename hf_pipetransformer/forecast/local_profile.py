@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.activation_store import ActivationStore
 from ..model.dummy_inputs import dummy_batch
-from ..model.layer_stack import LayerStack, answers, output_tensors
+from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..pipeline.mesh import ProcessMesh
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 
@@ -124,7 +124,7 @@ def labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, 
         return batch
     try:
         with torch.no_grad():
-            has_loss = bool(answers(output_tensors(model(**batch, labels=labels))))
+            has_loss = bool(loss_outputs(output_tensors(model(**batch, labels=labels))))
     except (TypeError, ValueError, RuntimeError):
         return batch  # of another kind; the head's answer is timed
     return {**batch, "labels": labels} if has_loss else batch

@@ -1,7 +1,7 @@
 """What training a model on rows of a given length costs, from its configuration alone.
 
 FLOPs and bytes of a row are polynomials of degree 2 in its tokens T: products with weights are linear, attention
-quadratic. So a model of ghosts is run on three short rows, and long ones follow:
+quadratic. So a model of placeholders is run on three short rows, and long ones follow:
 
     T          16   32   64              2,048
     measured   ●    ●    ●      ->       the parabola through them
@@ -67,7 +67,7 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
     """Find a model's units and what a row of so many tokens costs.
 
     Args:
-        model: of ghosts, or with weights.
+        model: of placeholders, or with weights.
         tokens: of a text row; audio and images have the size that the configuration asks for.
 
     Raises:
@@ -105,7 +105,7 @@ def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...
     FLOPs are a T + b T^2 here, without a constant, so two short rows give a and b.
 
     Args:
-        model: of ghosts, or with weights.
+        model: of placeholders, or with weights.
         tokens: of a row, T.
     """
     many = max(min(tokens, MEASURED_TOKENS[-1]), 2)

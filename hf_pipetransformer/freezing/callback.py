@@ -104,7 +104,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._max_frozen = 0
         self._is_driven = False  # a PipeTransformerTrainer takes the proposals
         self._begins_within_epoch = False
-        self._alone: PlainTrainer | None = None
+        self._standalone: PlainTrainer | None = None
 
     # ------------------------------------------------------------------------------------ for whoever drives it
     def attach(self, num_layers: int, max_frozen: int, state: TrainerState) -> None:
@@ -217,7 +217,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         Raises:
             ValueError: this callback has not seen the training begin.
         """
-        if self._alone is None and self._num_layers is None:
+        if self._standalone is None and self._num_layers is None:
             raise ValueError(
                 "LayerFreezeCallback was added while the training was going on: add it before train() is called."
             )
@@ -241,7 +241,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self._release()
             self._begin(state)
             self._num_layers = None
-            self._alone = PlainTrainer(self, kwargs["model"], kwargs["optimizer"], state, args.world_size > 1)
+            self._standalone = PlainTrainer(self, kwargs["model"], kwargs["optimizer"], state, args.world_size > 1)
         elif state.global_step == 0:
             self.decide(state, 0.0)
 
@@ -256,8 +256,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return
         self._refuse_late()
         if self._num_layers is None:  # resumed at an epoch's begin: at the first forward
-            assert self._alone is not None
-            self._alone.decides_at_first_forward = True
+            assert self._standalone is not None
+            self._standalone.decides_at_first_forward = True
         else:
             # rounded up: without a length the epoch is not whole at its end
             self.decide(state, float(math.ceil(state.epoch)))
@@ -265,10 +265,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._alone is not None:
-            self._alone.check_that_it_sees_calls()
+        if self._standalone is not None:
+            self._standalone.check_that_it_sees_calls()
             if self.wants_gradient_norms:
-                self.observe(self._alone.squared_norms())
+                self.observe(self._standalone.squared_norms())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -287,9 +287,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._is_driven = False
 
     def _release(self) -> None:
-        if self._alone is not None:
-            self._alone.release()
-            self._alone = None
+        if self._standalone is not None:
+            self._standalone.release()
+            self._standalone = None
 
     # ------------------------------------------------------------------------------------ checkpoints
     @property

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .layer_range import Carry, Unit, tensors_of
-from .layer_stack import LayerStack, answers, output_tensors
+from .layer_stack import LayerStack, loss_outputs, output_tensors
 from .placeholders import evaluation_mode, reachable_leaves
 
 
@@ -200,7 +200,7 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
             with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
                 output = output_tensors(stack.model(**batch))
             # T5 also returns its encoder's output, LLaVA its projector's: nothing is learnt from them
-            reached = {id(leaf) for leaf in reachable_leaves(answers(output))}
+            reached = {id(leaf) for leaf in reachable_leaves(loss_outputs(output))}
             return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)
     finally:
         if not was_installed:

@@ -198,7 +198,7 @@ def output_tensors(output: Any) -> dict[str, torch.Tensor]:
     return {str(index): value for index, value in enumerate(tensors_of(output))}
 
 
-def answers(outputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def loss_outputs(outputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Of a model's outputs those that a loss can be made of: the loss and logits of any name, or else all."""
     return [value for key, value in outputs.items() if key == "loss" or "logits" in key] or list(outputs.values())
 
@@ -357,7 +357,7 @@ def _reached_by_each_unit(
                 with runner.to_the_end(k, carry):
                     outputs = output_tensors(runner.model(**batch))
                 roots = tuple(outputs.values())
-                trained = {id(leaf) for leaf in reachable_leaves(answers(outputs))}
+                trained = {id(leaf) for leaf in reachable_leaves(loss_outputs(outputs))}
             leaves = reachable_leaves(roots)
             owners.append({name_of[id(leaf)] for leaf in leaves if id(leaf) in name_of})
             used.append({slot_of[id(leaf)] for leaf in leaves if id(leaf) in slot_of})

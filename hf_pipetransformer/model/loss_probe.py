@@ -65,7 +65,7 @@ ONE_STAGE = "Or set pipeline_parallel_size=1."
 
 
 @dataclass(frozen=True)
-class LossStudy:
+class LossProbe:
     """What was found out about a loss.
 
     Attributes:
@@ -79,7 +79,7 @@ class LossStudy:
     is_random: bool
 
 
-def study_loss(
+def probe_loss(
     stack: LayerStack,
     batches: Sequence[Batch],
     compute_loss: ComputeLoss,
@@ -91,7 +91,7 @@ def study_loss(
     is_cut: bool,
     apart: Sequence[Batch] = (),
     tolerance: Tolerance,
-) -> LossStudy:
+) -> LossProbe:
     """Examine a loss. Model, weights, random numbers and `others` are as before when it returns.
 
     Args:
@@ -111,14 +111,14 @@ def study_loss(
             its last stage.
     """
     first = batches[0]
-    study = _Study(stack, compute_loss, tuple(others), items_passed(first, shifts_labels, passes_items))
+    study = _Probe(stack, compute_loss, tuple(others), items_passed(first, shifts_labels, passes_items))
     with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]):
         with study.mode(evaluates=False):
             reached = study.reached(first)
         try:
             for factor in FACTORS:
                 with study.moved(reached, factor):
-                    found = _study_moved(
+                    found = _probe_moved(
                         study,
                         batches,
                         reached,
@@ -144,11 +144,11 @@ def study_loss(
                     f"its loss computes gradients of its own (a gradient penalty?): {why}.",
                     "Set pipeline_parallel_size=1.",
                 ) from error
-            return LossStudy(unexamined(shifts_labels, why), study.names - frozenset(reached), False)
+            return LossProbe(unexamined(shifts_labels, why), study.names - frozenset(reached), False)
 
 
-def _study_moved(
-    study: _Study,
+def _probe_moved(
+    study: _Probe,
     batches: Sequence[Batch],
     reached: Sequence[str],
     *,
@@ -159,8 +159,8 @@ def _study_moved(
     apart: Sequence[Batch],
     tolerance: Tolerance,
     accepts_nothing: bool,
-) -> LossStudy | None:
-    """`study_loss` with weights that are moved; None where the loss is next to nothing, and that is asked for."""
+) -> LossProbe | None:
+    """`probe_loss` with weights that are moved; None where the loss is next to nothing, and that is asked for."""
     first = batches[0]
     with study.mode(evaluates=False):
         is_random, keeps_state = study.repeated(first)
@@ -198,10 +198,10 @@ def _study_moved(
         for evaluates in (True,) if is_random else (True, False):
             with study.mode(evaluates=evaluates):
                 study.check_last_stage(first, tolerance)
-    return LossStudy(reduction, study.names - frozenset(reached), is_random)
+    return LossProbe(reduction, study.names - frozenset(reached), is_random)
 
 
-class _Study:
+class _Probe:
     """Calls the loss in a repeatable way."""
 
     def __init__(
@@ -552,7 +552,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 
 
 def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
-    """What `study_loss` could not see: in a step of the training the last stage's inputs were others.
+    """What `probe_loss` could not see: in a step of the training the last stage's inputs were others.
 
     Raises:
         UnsupportedModelError: always.

@@ -82,7 +82,7 @@ class ElasticPipeline(nn.Module):
         self.slicing: SequenceSlicing | None = None
         """Cut sequences along their tokens as well, from the next plan on."""
         self.cache: ActivationCache | None = None
-        self.parks = device.type != "cpu"
+        self.offloads = device.type != "cpu"
         """Whether cached layers' weights leave the device; on the CPU they would gain nothing."""
         self.plan: PipelinePlan | None = None
         """By which the weights are spread; None: the model is whole."""
@@ -182,7 +182,7 @@ class ElasticPipeline(nn.Module):
             What it took, on this process.
         """
         before = self.current_plan
-        self.weights.unpark()
+        self.weights.onload()
         self.weights.follow_flags(self.holders())
         self.synchronise_buffers()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
@@ -203,7 +203,7 @@ class ElasticPipeline(nn.Module):
         PROGRESS.forget_pace()
         return Transformation(before, plan, seconds, moved)
 
-    def go_on_under(self, plan: PipelinePlan) -> None:
+    def replace_plan(self, plan: PipelinePlan) -> None:
         """Go over to a plan of one stage with the same frozen layers, which counts other ones as cached.
 
         Each process does the same work at the same place, or none in its stead: what is placed stays. Not collective.
@@ -220,7 +220,7 @@ class ElasticPipeline(nn.Module):
         Raises:
             ValueError: parameters that a freeze policy has frozen require a gradient again.
         """
-        self.weights.unpark()
+        self.weights.onload()
         self.weights.follow_flags(self.holders())
         shared_are_summed = self._current.gradients.shared_are_summed
         self._close()
@@ -257,7 +257,7 @@ class ElasticPipeline(nn.Module):
         )
         self.placed, self.stage = placed, stage
         self.train(self.training)
-        self.park_cached_layers()
+        self.offload_cached_layers()
         return placed
 
     def _close(self) -> None:
@@ -290,7 +290,7 @@ class ElasticPipeline(nn.Module):
         self.weights.restore(holders, device)
 
     def _leave_plan(self) -> None:
-        self.weights.unpark()
+        self.weights.onload()
         self.cache = None  # the weights may change from here on
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
@@ -311,27 +311,27 @@ class ElasticPipeline(nn.Module):
         if self.stage is not None:
             self.stage.cache = cache
 
-    def park_cached_layers(self) -> None:
+    def offload_cached_layers(self) -> None:
         """Free the device of the weights that only cached layers need.
 
         The first forward that runs a cached layer, whoever asks for it, brings them back.
         """
         plan, stage = self.current_plan, self.stage
-        if not self.parks or stage is None or stage.start or not plan.num_cached_layers:
+        if not self.offloads or stage is None or stage.start or not plan.num_cached_layers:
             return
         assert self.freezable is not None
         needed = self.stack.owned(plan.num_cached_layers, stage.stop)
         if stage.is_last:
             needed |= self.freezable.head
         runs_cached_layers = lambda: self.stack.runner.start_of_pass < plan.num_cached_layers  # noqa: E731
-        self.weights.park(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)
+        self.weights.offload(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)
 
     def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
         """What the first `boundary` units, all frozen, make of a few rows in training: `prediction.outputs_of_frozen`.
 
         Collective over the pipeline.
         """
-        self.weights.unpark()
+        self.weights.onload()
         return prediction.outputs_of_frozen(self._current.stage, self._current.messages, batch, boundary, seed)
 
     # ------------------------------------------------------------------------------------ the module's face
@@ -431,11 +431,11 @@ class ElasticPipeline(nn.Module):
         return self._current.gradients.squared_norms(self.freezable.inside, loss_scale)
 
     # ------------------------------------------------------------------------------------ the optimizer
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
         self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
 
-    def release_optimizer(self) -> None:
+    def detach_optimizer(self) -> None:
         """Give back the optimizer that was adopted, for another pipeline of the model to adopt. Not collective."""
         if self._optimizer is not None:
             self._optimizer.release()

@@ -24,7 +24,7 @@ REDUCTION_SAMPLE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
-class LayoutGroups:
+class PipelineGroups:
     """This process's two groups in one layout. None where the group has one member."""
 
     pipeline: dist.ProcessGroup | None
@@ -50,16 +50,16 @@ class ProcessMesh:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if is_distributed else 1
         self.rank = dist.get_rank() if is_distributed else 0
-        self._layouts: dict[int, LayoutGroups] = {}
+        self._layouts: dict[int, PipelineGroups] = {}
         self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
-    def layout(self, num_stages: int) -> LayoutGroups:
+    def groups(self, num_stages: int) -> PipelineGroups:
         """Groups for K = `num_stages`. Collective over all processes the first time K is asked for."""
         if num_stages not in self._layouts:
             rows = self._pipelines(num_stages)
             columns = [range(s, self.world_size, num_stages) for s in range(num_stages)]
-            self._layouts[num_stages] = LayoutGroups(
+            self._layouts[num_stages] = PipelineGroups(
                 self.subgroup(rows), self.subgroup(rows, backend="gloo"), self.subgroup(columns)
             )
         return self._layouts[num_stages]

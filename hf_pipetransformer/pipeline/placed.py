@@ -79,7 +79,7 @@ class PlacedPipeline:
         wrap_replicas: WrapReplicas,
         slicing: SequenceSlicing | None = None,
     ) -> None:
-        groups = mesh.layout(plan.pipeline_parallel_size)
+        groups = mesh.groups(plan.pipeline_parallel_size)
         ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
         self.stage = stage
         self.messages = PipelineMessages(

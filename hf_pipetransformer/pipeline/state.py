@@ -67,8 +67,8 @@ class WeightState:
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: frozenset[str] = frozenset()
         self._frozen: set[str] = set()
-        self._parked: dict[str, torch.Tensor] = {}
-        self._park_hooks: list[Any] = []
+        self._offloaded: dict[str, torch.Tensor] = {}
+        self._offload_hooks: list[Any] = []
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
@@ -148,7 +148,7 @@ class WeightState:
 
     def keep_only(self, names: Collection[str], device: torch.device) -> None:
         """Move these parameters to `device`; free the memory of the others, which become placeholders."""
-        self.unpark()
+        self.onload()
         model = self._table.model
         for name in self._table.names:
             parameter = self._table[name]
@@ -174,33 +174,33 @@ class WeightState:
                 model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
             ]
 
-    def park(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
+    def offload(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
         """Send frozen weights that nothing computes with at present to the CPU; the device keeps placeholders.
 
         They come back when their modules are saved, or run where `needs_them` says so.
         """
-        for name in set(names) - self._parked.keys():
+        for name in set(names) - self._offloaded.keys():
             parameter = self._table[name]
-            self._parked[name] = parameter.data.cpu()
+            self._offloaded[name] = parameter.data.cpu()
             parameter.data = placeholder(parameter)
 
             def bring_back_if_needed(*_: Any) -> None:
                 if needs_them():
-                    self.unpark()
+                    self.onload()
 
             for alias in self._table.aliases[name]:
                 module = self._table.model.get_submodule(alias.rpartition(".")[0])
-                self._park_hooks.append(module.register_state_dict_pre_hook(lambda *_: self.unpark()))
-                self._park_hooks.append(module.register_forward_pre_hook(bring_back_if_needed))
+                self._offload_hooks.append(module.register_state_dict_pre_hook(lambda *_: self.onload()))
+                self._offload_hooks.append(module.register_forward_pre_hook(bring_back_if_needed))
 
-    def unpark(self) -> None:
-        """Bring back what is parked."""
-        for name, value in self._parked.items():
+    def onload(self) -> None:
+        """Bring back what is offloaded."""
+        for name, value in self._offloaded.items():
             self._table[name].data = value.to(self._table[name].device)
-        self._parked.clear()
-        for hook in self._park_hooks:
+        self._offloaded.clear()
+        for hook in self._offload_hooks:
             hook.remove()
-        self._park_hooks.clear()
+        self._offload_hooks.clear()
 
     @contextmanager
     def as_on_one_process(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ class WeightState:
 
         Collective over all processes.
         """
-        self.unpark()
+        self.onload()
         self._gathered = self._gather(holders)
         try:
             yield
@@ -241,7 +241,7 @@ class WeightState:
 
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Bring every weight back to every process, on `device`. Collective over all processes."""
-        self.unpark()
+        self.onload()
         for name, flag in self._flags_of_first_holders(holders).items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
         for name, ranks in holders.items():
@@ -302,7 +302,7 @@ class WeightState:
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if module is not self._table.model:
             return
-        self.unpark()  # what is loaded is copied into them
+        self.onload()  # what is loaded is copied into them
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
 

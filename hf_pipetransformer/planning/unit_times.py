@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..model.layer_range import Carry, Unit, tensors_of
-from ..model.layer_stack import LayerStack, answers, output_tensors
+from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.placeholders import evaluation_mode
 from ..randomness import global_state_kept
@@ -227,7 +227,7 @@ class _Measurement:
                     outputs = list(stack.runner.run(k, k + 1, carry, self._batch)[stack.units[k].stack])
                 else:
                     with stack.runner.to_the_end(k, carry):
-                        outputs = answers(output_tensors(stack.model(**stack.runner.arguments(self._batch))))
+                        outputs = loss_outputs(output_tensors(stack.model(**stack.runner.arguments(self._batch))))
             # of the marks the second is the unit's entry
             begin = marks[1] if 0 < k < stack.num_units else marks[0]
             scalars = [output.float().sum() for output in outputs if output.requires_grad]

@@ -65,11 +65,11 @@ def publish(written: Path, final: Path) -> None:
     if final.exists():  # of an earlier training; a folder cannot be replaced in one step
         replaced.parent.mkdir(exist_ok=True)
         final.rename(replaced)
-    written.rename(final)  # where this fails, or never comes, `forget_unfinished` puts the old one back
+    written.rename(final)  # where this fails, or never comes, `remove_incomplete` puts the old one back
     _synchronise(final.parent)
 
 
-def damage_of(checkpoint: Path) -> str | None:
+def validate(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, in words; None: nothing.
 
     One without a manifest comes from the stock Trainer, or is what is left of one. Of the stock Trainer's it is only
@@ -149,24 +149,24 @@ def _damage_without_manifest(checkpoint: Path) -> str | None:
         return f"{STATE} cannot be read ({error})"
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in a folder that is not damaged, and what is wrong with those that are newer."""
     problems: list[str] = []
     for checkpoint in reversed(_checkpoints(folder)):
-        damage = damage_of(checkpoint)
+        damage = validate(checkpoint)
         if damage is None:
             return checkpoint, problems
         problems.append(f"{checkpoint.name}: {damage}")
     return None, problems
 
 
-def forget_unfinished(folder: Path) -> None:
+def remove_incomplete(folder: Path) -> None:
     """Remove what a killed process had not finished; what it was about to replace gets its name back."""
-    give_back(folder)
+    restore_replaced(folder)
     shutil.rmtree(folder / SAVING, ignore_errors=True)
 
 
-def give_back(folder: Path) -> None:
+def restore_replaced(folder: Path) -> None:
     """Give what a killed process was about to replace its name back."""
     for replaced in (folder / SAVING / REPLACED).glob("*"):
         if not (folder / replaced.name).exists():
@@ -191,7 +191,7 @@ def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> 
     for name in removable[: max(len(names) - max(limit, len(kept)), 0)]:
         (folder / SAVING).mkdir(exist_ok=True)
         (folder / name).rename(folder / SAVING / name)
-    forget_unfinished(folder)
+    remove_incomplete(folder)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -238,9 +238,9 @@ class AutoCache:
         # of what this process holds under the plan now in force
         self._function.note()
 
-    def go_on(self, num_cached: int) -> None:
+    def resume(self, num_cached: int) -> None:
         """Count layers as cached as the job did that is gone on with, where all nodes still have what they gave."""
-        self._pipeline.weights.unpark()  # their names in the store come from them
+        self._pipeline.weights.onload()  # their names in the store come from them
         self.freeze(num_cached)
         has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
         if all(self._mesh.gather_objects(has_all)):
@@ -292,7 +292,7 @@ class AutoCache:
         self.check_weights()
         if not self.is_on or not self._boundary:
             return None
-        report = self.look_back()
+        report = self.epoch_report()
         counts = report.counts
         if wrote_all and not (counts.found or counts.stored or counts.present or counts.dropped or report.failure):
             self._turn_off(NOTHING_KEPT)
@@ -312,8 +312,8 @@ class AutoCache:
             self.num_cached = self._in_store = 0
             older = self.cache.forget(keep=1)
             self._publish()
-            self._let_go(older)
-            self.cache.go_on_writing()
+            self._release_generations(older)
+            self.cache.resume_writing()
         self._had_rows |= counts.found >= HARDLY_ANY * counts.rows
         return report
 
@@ -329,7 +329,7 @@ class AutoCache:
             if counts.rows and not counts.found:
                 self._turn_off(_changing(counts))
 
-    def look_back(self) -> EpochReport:
+    def epoch_report(self) -> EpochReport:
         """What has been counted since the last call."""
         self.cache.flush()
         everyone = self._mesh.gather_objects((self.cache.take_counts(), self.cache.why_full, self.cache.is_full))
@@ -356,7 +356,7 @@ class AutoCache:
         self._reads_first = True
         older = self.cache.forget(keep=1)
         self._publish()
-        self._let_go(older)
+        self._release_generations(older)
 
     def _pays(self) -> bool:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
@@ -396,7 +396,7 @@ class AutoCache:
         self._had_rows = False  # if none is found again, inputs do change
         if not _is_filled(counts):
             self.num_cached = 0
-        self.cache.go_on_writing()
+        self.cache.resume_writing()
         if self._mesh.rank == 0:
             logger.warning(
                 "The activation cache has lost its rows: of %d in this epoch %d were found. It is filled anew.",
@@ -404,7 +404,7 @@ class AutoCache:
                 counts.found,
             )
 
-    def give_up(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Keep nothing from now on, if it is not off already."""
         if self.is_on:
             self._turn_off(reason)
@@ -439,7 +439,7 @@ class AutoCache:
         generations = self.cache.forget(keep=0)
         self._mesh.gather_objects(None)  # all have written, and closed their files
         self._publish()
-        self._let_go(generations, are_wrong)
+        self._release_generations(generations, are_wrong)
         self._pipeline.use_cache(None)
         if self._mesh.rank == 0:
             until = " until more layers are frozen" if may_pay_later else ""
@@ -452,7 +452,7 @@ class AutoCache:
         for generation in self.cache.generations:
             self._store.mark_used(*generation)
 
-    def _let_go(self, generations: Sequence[tuple[int, str]], are_wrong: bool = False) -> None:
+    def _release_generations(self, generations: Sequence[tuple[int, str]], are_wrong: bool = False) -> None:
         """This training needs them no more. Where others may, they go when there is need of room."""
         if not self._is_first_here:
             return
@@ -471,7 +471,7 @@ class AutoCache:
     def weights_look_same(self) -> bool:
         """Whether one number of each frozen tensor is as it was: cheap enough for each step, where callbacks have one.
 
-        Not collective. Weights must not be parked.
+        Not collective. Weights must not be offloaded.
         """
         return not self.is_on or self._function.looks_same()
 

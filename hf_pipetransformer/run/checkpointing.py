@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from ..resilience.checkpoints import MANIFEST, SAVING, STATE, forget_unfinished, newest_whole, publish, rotate
+from ..resilience.checkpoints import MANIFEST, SAVING, STATE, latest_valid, publish, remove_incomplete, rotate
 from ..resilience.progress import phase
 from .job import TrainingJob
 
@@ -103,7 +103,7 @@ class CheckpointWrite:
 
     def __enter__(self) -> CheckpointWrite:
         if self._job.args.should_save:
-            forget_unfinished(self._folder)
+            remove_incomplete(self._folder)
         memory = self._memory()  # behind it nobody writes into what is removed
         callbacks = self._job.trainer.callback_handler.callbacks
         # looked up each time: resuming may replace callback objects
@@ -176,7 +176,7 @@ class CheckpointWrite:
             self.phase = WritePhase.PUBLISHED
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
             rotate(self._folder, self._job.args.save_total_limit, self.final, best)
-            forget_unfinished(self._folder)
+            remove_incomplete(self._folder)
         elif is_nodes_own:
             shutil.rmtree(self.final, ignore_errors=True)
             written.rename(self.final)
@@ -192,8 +192,8 @@ class CheckpointWrite:
             return
         before = None
         if self._job.args.process_index == 0:
-            forget_unfinished(self._folder)
-            before, _ = newest_whole(self._folder)
+            remove_incomplete(self._folder)
+            before, _ = latest_valid(self._folder)
         before, reached = self._job.mesh.gather_objects((before, self.phase))[0]
         if reached is WritePhase.PUBLISHED:
             raise OSError(

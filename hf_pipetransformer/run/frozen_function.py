@@ -66,7 +66,7 @@ class FrozenFunction:
         pipeline = self._pipeline
         stage, table = pipeline.stage, pipeline.stack.table
         assert stage is not None
-        pipeline.weights.unpark()
+        pipeline.weights.onload()
         names = pipeline.stack.owned(0, boundary)
         mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
         buffers = [digest_of(buffer) for buffer in self._find_buffers()]
@@ -97,7 +97,7 @@ class FrozenFunction:
         # other random numbers each time: what is frozen draws none
         outputs = self._pipeline.outputs_of_frozen(self._rows, self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or _are_same([_some_numbers(output) for output in outputs], self._outputs)
-        self._pipeline.park_cached_layers()
+        self._pipeline.offload_cached_layers()
         votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
         if not all(weights for weights, _ in votes):
             return OTHER_WEIGHTS
@@ -109,7 +109,7 @@ class FrozenFunction:
         return None
 
     def looks_same(self) -> bool:
-        """Whether nothing has changed that can be seen at little cost. Not collective. Weights must not be parked."""
+        """Whether nothing has changed that can be seen at little cost. Not collective. Weights must not be offloaded."""
         attributes = self._attributes_here()
         return (
             self._numbers == self._numbers_here()
@@ -119,7 +119,7 @@ class FrozenFunction:
 
     # ------------------------------------------------------------------------------------ what is here
     def _norms_here(self) -> list[float]:
-        self._pipeline.weights.unpark()
+        self._pipeline.weights.onload()
         # of 16-bit numbers, in which norms of weights that are alike would be equal, in float32
         norms = [
             torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)).double()

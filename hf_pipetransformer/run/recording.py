@@ -108,7 +108,7 @@ class RunLog:
         if cache is not None and cache.reason_off is not None:
             self.recorder.record_cache_off(cache.reason_off, state.global_step)
         elif cache is not None:
-            report = cache.look_back()
+            report = cache.epoch_report()
             if report.counts.rows:
                 self.recorder.record_log(events.cache_metrics(report.counts, report.nbytes), state)
 

@@ -31,11 +31,11 @@ from transformers.utils import (
 from ..resilience.checkpoints import (
     KEPT,
     MANIFEST,
-    damage_of,
-    forget_unfinished,
-    give_back,
-    newest_whole,
+    latest_valid,
+    remove_incomplete,
     replaced_weights,
+    restore_replaced,
+    validate,
 )
 from .job import TrainingJob
 
@@ -130,13 +130,13 @@ def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
     if wanted is True or wanted == LAST:
         if not folder.is_dir():
             return None, []
-        forget_unfinished(folder)  # which may give one its name back
-        newest, problems = newest_whole(folder)
+        remove_incomplete(folder)  # which may give one its name back
+        newest, problems = latest_valid(folder)
         return (None if newest is None else str(newest)), problems
     path = Path(str(wanted))
     if not path.is_dir():
-        give_back(path.parent)  # it was about to be replaced
-    damage = damage_of(path) if path.is_dir() else None  # the stock Trainer says that it is not there
+        restore_replaced(path.parent)  # it was about to be replaced
+    damage = validate(path) if path.is_dir() else None  # the stock Trainer says that it is not there
     return (str(wanted), []) if damage is None else (None, [f"{path.name}: {damage}"])
 
 

@@ -51,7 +51,7 @@ from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_
 from .recording import RunLog
 from .resuming import recall, refuse_best_model_that_some_lack
 from .samples import SampleCollator
-from .setup import Setup, TrainingData, check_loss_allows, may_replicate, probe_loss, probe_slicing
+from .setup import Setup, TrainingData, check_loss_allows, find_reduction, find_windows, may_replicate
 from .votes import StepVotes
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class PipelineRun(TrainerCallback):
                 optimizer = make_optimizer()
             if pipeline.num_stages > 1:
                 self._refuse_coupling(self._coupling_of(optimizer))
-            pipeline.adopt(optimizer)
+            pipeline.attach_optimizer(optimizer)
         assert trainer.optimizer is not None
         return trainer.optimizer
 
@@ -224,7 +224,7 @@ class PipelineRun(TrainerCallback):
                     " which knows the stages: make yours over the whole model and do not call super(), or pass it as"
                     " optimizers=(optimizer, None)."
                 )
-            pipeline.adopt(optimizer)
+            pipeline.attach_optimizer(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
             pipeline.optimizer_state.refuse_added()
         return pipeline
@@ -255,7 +255,7 @@ class PipelineRun(TrainerCallback):
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
             coupling = self._coupling_of(trainer.optimizer)
-            pipeline.adopt(trainer.optimizer)
+            pipeline.attach_optimizer(trainer.optimizer)
         # 2
         self._planner = planner = Planner(
             job.args,
@@ -280,7 +280,7 @@ class PipelineRun(TrainerCallback):
             plan = planner.next(plan, num_frozen, planner.num_cached)
         # 5
         self._watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
-        pipeline.parks = job.device.type != "cpu" and not self._watches_steps
+        pipeline.offloads = job.device.type != "cpu" and not self._watches_steps
         if plan.pipeline_parallel_size > 1:
             self._refuse_coupling(coupling)
         pipeline.place(plan, self.loss_of)
@@ -294,18 +294,18 @@ class PipelineRun(TrainerCallback):
             data.keep_order(int(trainer.state.epoch), **kept["order"])
         if self.cache is not None and plan.num_frozen_layers:
             if planner.num_cached:
-                self.cache.go_on(planner.num_cached)
+                self.cache.resume(planner.num_cached)
             self.cache.freeze(plan.num_frozen_layers)
         return pipeline
 
     def _set_up(self, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None) -> Setup:
         job, pipeline, data = self._job, cut.pipeline, self.data
         assert data is not None
-        reduction, is_random = probe_loss(self._loss, pipeline.stack, data, collate)
+        reduction, is_random = find_reduction(self._loss, pipeline.stack, data, collate)
         windows, pipeline.slicing = None, None
         if job.args.slices_tokens:
             assert collate is not None
-            windows = probe_slicing(self._loss, reduction, pipeline.stack, rows, collate)
+            windows = find_windows(self._loss, reduction, pipeline.stack, rows, collate)
             pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
         times = time_model(job, cut, rows, collate, self._checkpoint)
         return Setup(reduction, is_random, times, windows)
@@ -396,7 +396,7 @@ class PipelineRun(TrainerCallback):
             self._transform(plan, num_frozen, num_cached)
             if cache is not None:
                 cache.freeze(num_frozen)
-            pipeline.park_cached_layers()
+            pipeline.offload_cached_layers()
         if proposal is not None:
             assert callback is not None
             callback.confirm(num_frozen)
@@ -406,7 +406,7 @@ class PipelineRun(TrainerCallback):
         assert data is not None
         new = self.planner.next(plan, num_frozen, num_cached)
         if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
-            pipeline.go_on_under(new)  # the same work at the same place, or none
+            pipeline.replace_plan(new)  # the same work at the same place, or none
             self.log.record("cache", new)
             return
         change = pipeline.transform(new)
@@ -417,7 +417,7 @@ class PipelineRun(TrainerCallback):
         """Tell the cache what has been seen since the last step. Collective over all processes."""
         doubts, self._doubts = self._doubts, self._doubts & Doubt.FLAGS
         if Doubt.INPUTS in doubts:
-            cache.give_up(OTHER_INPUTS)
+            cache.disable(OTHER_INPUTS)
         assert self.data is not None
         report = cache.follow(
             self.num_epochs_begun,
@@ -681,7 +681,7 @@ class PipelineRun(TrainerCallback):
     def _show_weights(self) -> None:
         """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
         if self._cut is not None and self.pipeline.is_placed:
-            self.pipeline.weights.unpark()
+            self.pipeline.weights.onload()
             self._doubts |= Doubt.WEIGHTS | Doubt.FLAGS
 
 

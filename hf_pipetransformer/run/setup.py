@@ -1,8 +1,8 @@
 """What a training finds out before its first step, on a few rows of its data, with the user's own collator and loss.
 
     1. units    cutting.find_units     what the model can be cut into; weights alike on all processes
-    2. loss     probe_loss             how the loss of a batch is made of those of its parts
-    3. slices   probe_slicing          whether the model can be cut along its tokens, where that is asked for
+    2. loss     find_reduction             how the loss of a batch is made of those of its parts
+    3. slices   find_windows          whether the model can be cut along its tokens, where that is asked for
     4. times    cutting.time_model     seconds of each unit, where they decide something
 
 `PipelineRun.place` goes on from there: plan, cache, stages.
@@ -22,7 +22,7 @@ from ..data.numbered_batches import GivenBatches, NumberedBatches
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
-from ..model.loss_probe import study_loss
+from ..model.loss_probe import probe_loss
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from ..planning.plan import PipelinePlan
@@ -30,7 +30,7 @@ from ..planning.unit_times import ModelTimes
 from ..randomness import generators_kept, seeded
 from ..token_slices.kv_slices import Windows
 from ..token_slices.slices import sequence_length
-from ..token_slices.slicing_probe import study_slicing, telling_rows, without_autocast
+from ..token_slices.slicing_probe import informative_samples, probe_slicing, without_autocast
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .loss import TrainersLoss
@@ -70,7 +70,7 @@ class Setup:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def probe_loss(
+def find_reduction(
     loss: TrainersLoss, stack: LayerStack, data: TrainingData, collate: SampleCollator | None
 ) -> tuple[LossReduction, bool]:
     """Try the loss, the user's own included, on a few rows of the whole model. Collective over all processes.
@@ -99,7 +99,7 @@ def probe_loss(
     )
     exactly = without_autocast() if loss.is_exact else nullcontext()
     with job.mesh.failing_together(), exactly, naming_long_rows(job.model, sample):
-        mine = study_loss(
+        mine = probe_loss(
             stack,
             variants,
             loss.of_batch,
@@ -183,7 +183,7 @@ def _prepared(job: TrainingJob, *batches: Batch) -> tuple[Batch, ...]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def probe_slicing(
+def find_windows(
     loss: TrainersLoss, reduction: LossReduction, stack: LayerStack, rows: Sequence[Any], collate: SampleCollator
 ) -> Windows:
     """Try whether the model can be cut along its tokens, before it is cut by layers. Collective over all processes.
@@ -201,7 +201,7 @@ def probe_slicing(
     batches = collate.apart(rows)
     # a collator may also have packed them into fewer
     were_packed = sum(map(batch_rows, batches)) != len(rows)
-    few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in telling_rows(batches)]
+    few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
     plain = collate(few[: job.rows_at_once])
     *_, sample = label_variants(plain, ("labels",), (), may_ignore=True)
     num_items = max(reduction.count(sample), 1)
@@ -210,7 +210,7 @@ def probe_slicing(
     failure: Exception | None = None
     try:
         with without_autocast() if is_exact else nullcontext():
-            windows = study_slicing(
+            windows = probe_slicing(
                 stack,
                 sample,
                 lambda part: loss.of_part(reduction, job.model, part, num_items),

@@ -34,7 +34,7 @@ class Windows:
     Attributes:
         layers: for each layer the kind of its attention and the width of its window.
         separates_documents: whether documents that are packed into one row do not see each other. Found by trying
-            (`study_slicing`); no configuration says it.
+            (`probe_slicing`); no configuration says it.
         allows_left_padding: whether a slice gives the same with padding before it. Found likewise: not where a model
             computes positions from the padding that it sees (RoBERTa).
     """

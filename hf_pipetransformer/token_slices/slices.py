@@ -51,7 +51,7 @@ class SlicedSequence:
         model: a causal model that `prepare_for_slices` has accepted.
         batch: keyword arguments of its forward, rows x tokens.
         lengths: of the slices; they add up to the tokens.
-        windows: of the model, from `study_slicing`.
+        windows: of the model, from `probe_slicing`.
         num_frozen: layers at the bottom that run without a graph.
     """
 

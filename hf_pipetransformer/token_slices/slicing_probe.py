@@ -41,7 +41,7 @@ FAR_FROM_ROUNDING = 100
 """Times what rounding makes of a loss: of two draws one is hardly ever so much larger than the other."""
 
 
-def telling_rows(batches: Sequence[Batch]) -> tuple[int, ...]:
+def informative_samples(batches: Sequence[Batch]) -> tuple[int, ...]:
     """Numbers of two rows that show most: on the longest one windows act, and the shortest one is padded to it.
 
     Args:
@@ -59,7 +59,7 @@ def telling_rows(batches: Sequence[Batch]) -> tuple[int, ...]:
     return tuple(range(min(sum(map(batch_rows, batches)), 2)))
 
 
-def study_slicing(
+def probe_slicing(
     stack: LayerStack, sample: Batch, loss_of: LossOf, *, loss_tolerance: float, gradient_tolerance: float
 ) -> Windows:
     """Check that a model's sequences can be run slice by slice, and return the windows of its layers.

@@ -76,7 +76,7 @@ class TokenScheduler:
         num_stages: K > 1.
         neighbours: the stages before and after this one.
         shape_book: shapes at the stage's boundaries for whole rows.
-        windows: of the model's layers, from `study_slicing`.
+        windows: of the model's layers, from `probe_slicing`.
         chooser: says how batches are cut.
     """
 
@@ -155,7 +155,7 @@ class _Step:
             else:
                 self._backward(task)
         for task in list(self._leaving):
-            self._see_off(task)
+            self._wait_sends(task)
 
     # ------------------------------------------------------------------------------------ computing
     def _forward(self, task: SliceTask) -> None:
@@ -183,7 +183,7 @@ class _Step:
         inputs, outputs = self._graphs.pop((task.part, task.slice))
         gradients = None if self._stage.is_last else self._take(task)
         if gradients:
-            self._see_off(replace(task, is_forward=True))  # it has come: here is its gradient
+            self._wait_sends(replace(task, is_forward=True))  # it has come: here is its gradient
         if outputs:
             torch.autograd.backward(outputs, gradients)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -232,7 +232,7 @@ class _Step:
         sent = [tensor.detach().contiguous() for tensor in tensors]
         self._leaving[task] = [(tensor, dist.isend(tensor, to, group=group)) for tensor in sent]
 
-    def _see_off(self, task: SliceTask) -> None:
+    def _wait_sends(self, task: SliceTask) -> None:
         """Wait until what a task has sent is gone; gloo does not tell without waiting."""
         for _, work in self._leaving.pop(task, []):
             work.wait()
