@@ -73,7 +73,7 @@ def inspect(
     except inspection.UnknownModelError as error:
         _fail(2, str(error))
     try:
-        model = inspection.build_ghost_model(config, cls)
+        model = inspection.build_placeholder_model(config, cls)
         batch, units = inspection.measure(model)
     except UnsupportedModelError as error:
         _fail(1, str(error))

@@ -143,13 +143,13 @@ def test_version() -> None:
     assert result.stdout.strip() == __version__
 
 
-# -- ghosts --------------------------------------------------------------------------------------------------
+# -- placeholders --------------------------------------------------------------------------------------------------
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
 
 
-def test_ghosts_stay_tied_and_take_one_element() -> None:
-    model = inspection.build_ghost_model(
+def test_placeholders_stay_tied_and_take_one_element() -> None:
+    model = inspection.build_placeholder_model(
         LlamaConfig(**TINY, tie_word_embeddings=True), inspection.transformers.LlamaForCausalLM
     )
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -160,28 +160,28 @@ def test_ghosts_stay_tied_and_take_one_element() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ghost_products_equal_products(dtype: torch.dtype) -> None:
+def test_placeholder_products_equal_products(dtype: torch.dtype) -> None:
     left = torch.randn(2, 3, 5, dtype=dtype)
-    ghost = torch.full((), 0.3, dtype=dtype).expand(7, 5)
+    placeholder = torch.full((), 0.3, dtype=dtype).expand(7, 5)
     bias = torch.randn(7, dtype=dtype)
-    expected = torch.nn.functional.linear(left, ghost.contiguous(), bias)
-    batched = left @ ghost.t().contiguous()
+    expected = torch.nn.functional.linear(left, placeholder.contiguous(), bias)
+    batched = left @ placeholder.t().contiguous()
     with inspection.GhostProducts(), FlopCounterMode(display=False) as counter:
-        result = torch.nn.functional.linear(left, ghost, bias)
+        result = torch.nn.functional.linear(left, placeholder, bias)
         flops = counter.get_total_flops()
-        torch.testing.assert_close(left @ ghost.t(), batched)
-        torch.testing.assert_close(torch.bmm(left, ghost.t().expand(2, 5, 7)), batched)
+        torch.testing.assert_close(left @ placeholder.t(), batched)
+        torch.testing.assert_close(torch.bmm(left, placeholder.t().expand(2, 5, 7)), batched)
     torch.testing.assert_close(result, expected)
     assert result.is_contiguous()
     assert flops == 2 * 6 * 5 * 7
 
 
-def test_costs_of_ghosts_equal_those_of_real_weights() -> None:
+def test_costs_of_placeholders_equal_those_of_real_weights() -> None:
     config = AutoConfig.for_model("bert", **TINY)
     cls = inspection.model_class(config)
-    ghosts = inspection.measure(inspection.build_ghost_model(config, cls))[1]
+    placeholders = inspection.measure(inspection.build_placeholder_model(config, cls))[1]
     real = inspection.measure(cls.from_config(config))[1]
-    assert ghosts == real
+    assert placeholders == real
 
 
 @pytest.mark.parametrize(

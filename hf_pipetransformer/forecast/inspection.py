@@ -2,8 +2,8 @@
 
     load_config -> model_class -> build_placeholder_model -> measure -> make_report -> as_text
 
-No weights are loaded or made: each parameter is a *placeholder*, one element of memory in the shape of the real one, so a
-laptop can look at a model of billions of parameters.
+No weights are loaded or made: each parameter is a *placeholder*, one element of memory in the shape of the real one,
+so a laptop can look at a model of billions of parameters.
 """
 
 from __future__ import annotations

@@ -109,7 +109,10 @@ class FrozenFunction:
         return None
 
     def looks_same(self) -> bool:
-        """Whether nothing has changed that can be seen at little cost. Not collective. Weights must not be offloaded."""
+        """Whether nothing has changed that can be seen at little cost. Not collective.
+
+        Weights must not be offloaded.
+        """
         attributes = self._attributes_here()
         return (
             self._numbers == self._numbers_here()
