@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_pipetransformer.forecast.inspection import TASKS, build_ghost_model, model_class
+from hf_pipetransformer.forecast.inspection import TASKS, build_placeholder_model, model_class
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
 
 # model type, task -> shape of each input for 2 rows of 4 tokens
@@ -36,18 +36,18 @@ SHAPES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
 }
 
 
-def ghost(model_type: str, task: str, **changes: Any) -> PreTrainedModel:
+def placeholder_model(model_type: str, task: str, **changes: Any) -> PreTrainedModel:
     layers = dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer"), 1)
     config = AutoConfig.for_model(model_type, **changes)
     for name, value in layers.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, value)
-    return build_ghost_model(config, model_class(config, task)).eval()
+    return build_placeholder_model(config, model_class(config, task)).eval()
 
 
 @pytest.mark.parametrize(("model_type", "task"), SHAPES)
 def test_model_accepts_its_batch(model_type: str, task: str) -> None:
-    model = ghost(model_type, task)
+    model = placeholder_model(model_type, task)
     batch = dummy_batch(model, rows=2, tokens=4)
     assert {name: tuple(value.shape) for name, value in batch.items()} == SHAPES[model_type, task]
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_model_accepts_its_batch(model_type: str, task: str) -> None:
 
 
 def test_videos_under_a_name_of_their_own() -> None:
-    model = ghost("vjepa2", "video-classification", frames_per_clip=4, crop_size=32)
+    model = placeholder_model("vjepa2", "video-classification", frames_per_clip=4, crop_size=32)
     batch = dummy_batch(model)
     assert {name: tuple(value.shape) for name, value in batch.items()} == {"pixel_values_videos": (2, 4, 3, 32, 32)}
     with torch.no_grad():
@@ -64,14 +64,14 @@ def test_videos_under_a_name_of_their_own() -> None:
 
 
 def test_batch_is_the_same_at_every_call() -> None:
-    model = ghost("bart", "auto")
+    model = placeholder_model("bart", "auto")
     first, second = dummy_batch(model), dummy_batch(model)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_tokens_are_ordinary_but_for_the_last() -> None:
-    model = ghost("bart", "auto")  # 0, 1, 2, 3 have special meanings
+    model = placeholder_model("bart", "auto")  # 0, 1, 2, 3 have special meanings
     ids = dummy_batch(model, rows=2, tokens=4)["input_ids"]
     assert ids[:, -1].tolist() == [model.config.eos_token_id] * 2
     assert ids[:, :-1].min() > 2
@@ -79,32 +79,32 @@ def test_tokens_are_ordinary_but_for_the_last() -> None:
 
 
 def test_tiny_vocabulary() -> None:
-    ids = dummy_batch(ghost("bert", "auto", vocab_size=3), rows=3)["input_ids"]
+    ids = dummy_batch(placeholder_model("bert", "auto", vocab_size=3), rows=3)["input_ids"]
     assert int(ids.max()) < 3
 
 
 @pytest.mark.parametrize("size", [[32, 48], (32, 48)])
 def test_images_need_not_be_square(size: Any) -> None:
-    model = ghost("vit", "auto", image_size=32)
+    model = placeholder_model("vit", "auto", image_size=32)
     model.config.image_size = size
     model.config.num_channels = 1
     assert dummy_batch(model)["pixel_values"].shape == (2, 1, 32, 48)
 
 
 def test_floating_point_inputs_have_the_dtype_of_the_model() -> None:
-    model = ghost("vit", "auto", dtype="bfloat16")
+    model = placeholder_model("vit", "auto", dtype="bfloat16")
     assert dummy_batch(model)["pixel_values"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("arguments", [{"rows": 0}, {"tokens": 0}])
 def test_refuses_an_empty_batch(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1 of each"):
-        dummy_batch(ghost("bert", "auto"), **arguments)
+        dummy_batch(placeholder_model("bert", "auto"), **arguments)
 
 
 def test_refuses_an_unknown_kind_of_input() -> None:
     with pytest.raises(ValueError, match=r"main input is 'past_values'.*Give a batch of your own"):
-        dummy_batch(ghost("patchtst", "base"))
+        dummy_batch(placeholder_model("patchtst", "base"))
 
 
 def test_every_task_names_an_auto_class() -> None:
