@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -164,11 +165,11 @@ def test_only_the_head_is_left(stages: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_loader_workers(method: str) -> None:
-    """They compute the keys; persistent ones follow the generations. Compared with no workers and no cache."""
+    """They compute the keys; persistent ones follow the generations."""
     options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     results = run_ranks(with_workers, 2, RUNS["bert"], method, options, timeout=180)
-    uncached = run_ranks(with_workers, 2, RUNS["bert"], method, {"activation_cache": "off"})
-    assert_same_training([outcome for outcome, _ in results], uncached[0][0])
+    expected = expected_of(replace(RUNS["bert"], per_device=2), EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
@@ -294,7 +295,8 @@ def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int =
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("mixin", [Mirrored, *slow(Prepared)])
+@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
+@pytest.mark.slow
 def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
     run = Run("image-classification", epochs=4, trainer=mixin)
     with_cache = run_ranks(reason_of, 2, run, "on")
@@ -506,6 +508,7 @@ def test_weights_that_change_while_they_are_read_are_noticed_at_once(
     assert {reason for _, reason in changed} == {OTHER_WEIGHTS}
 
 
+@pytest.mark.slow
 def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
     """In one epoch: at its end they would be taken for what they were all the time."""
     run, table = Run(epochs=4, per_device=4 * WORLD), {3: 1, 5: 2}
@@ -622,6 +625,7 @@ def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:
     assert hit_rates(results[0][1]) == [(0, 0), (1, 0), (1, 0), (1, 0)]
 
 
+@pytest.mark.slow
 def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
     """The order is another than on one node, so it is compared with a training whose store cannot be made."""
     (tmp_path / "file").write_text("not a folder")

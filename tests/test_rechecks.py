@@ -57,6 +57,7 @@ def test_a_term_that_begins_later_stops_the_training() -> None:
     assert len({str(error) for error in errors}) == 1
 
 
+@pytest.mark.slow
 def test_a_factor_that_changes_does_not() -> None:
     outcomes = run_ranks(trained, 2, Steady)
     expected = run_ranks(alone, 1, Steady)[0]

@@ -570,6 +570,7 @@ def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undistur
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
 
+@pytest.mark.slow
 def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_path: Path) -> None:
     """With `save_total_limit=1` all other checkpoints would go then, the last one, too."""
     options = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_loss"}
@@ -705,6 +706,7 @@ def train_with_the_best(rank: int, world_size: int, folder: str) -> str | None:
     return trainer.state.best_model_checkpoint
 
 
+@pytest.mark.slow
 def test_the_best_is_found_again_and_kept(tmp_path: Path) -> None:
     (best,) = run_ranks(train_with_the_best, 1, str(tmp_path))
     assert best == str(tmp_path / "checkpoint-2")
