@@ -410,7 +410,8 @@ def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outco
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-@pytest.mark.parametrize("parks", [*slow(False), True])
+@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.slow
 def test_other_weights_are_not_evaluated_from_the_cache(parks: bool) -> None:
     with_cache, without = (run_ranks(averaging, 2, mode, parks) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
@@ -469,7 +470,8 @@ def scaled(
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("stops_after", [*slow(5), None], ids=["in the same epoch", "later"])
+@pytest.mark.parametrize("stops_after", [5, None], ids=["in the same epoch", "later"])
+@pytest.mark.slow
 def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int | None, tmp_path: Path) -> None:
     """They were put under the name of the earlier weights, which another training may have."""
     run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))

@@ -147,6 +147,7 @@ def resume_noting_loads(rank: int, world_size: int, folder: str) -> list[dict[st
     return noted
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_the_whole_model_is_never_on_a_device(tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
     expected = [{"map_location": "cpu", "mmap": True, "weights_only": True}]
@@ -272,9 +273,10 @@ def until_full(write: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [*slow((STATE, 1), (STATE, 2), (preparation.TIMES, 1)), (MANIFEST, 1)],
+    [(STATE, 1), (STATE, 2), (preparation.TIMES, 1), (MANIFEST, 1)],
     ids=["state", "state-with-its-name", "times", "manifest"],
 )
+@pytest.mark.slow
 def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
     name: str, count: int, tmp_path: Path, undisturbed: Outcome
 ) -> None:
@@ -685,6 +687,7 @@ def resume_differently(rank: int, world_size: int, folder: str) -> int:
     return trainer.state.global_step
 
 
+@pytest.mark.slow
 def test_the_first_process_says_where_to_go_on(tmp_path: Path) -> None:
     """The others may not see the checkpoints, or not yet."""
     run_ranks(train_some, 2, str(tmp_path), 2)
