@@ -45,7 +45,7 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 from hf_pipetransformer.forecast.command import ROWS_TO_TIME
 from hf_pipetransformer.forecast.device_table import CacheHost
 from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
-from hf_pipetransformer.forecast.inspection import build_ghost_model
+from hf_pipetransformer.forecast.inspection import build_placeholder_model
 from hf_pipetransformer.forecast.local_profile import profile_here
 from hf_pipetransformer.forecast.workload import Workload, measure_workload
 from hf_pipetransformer.freezing.policies import FreezePolicy, NeverFreeze, SchedulePolicy
@@ -171,8 +171,8 @@ def main() -> None:
         raise SystemExit("Start at least two processes, by accelerate launch (see the top of this file).")
     config = pipeline_step.load_config(arguments.model)
     console = Console(quiet=not state.is_main_process)
-    ghosts = build_ghost_model(config, AutoModelForSequenceClassification)
-    workload = measure_workload(ghosts, arguments.tokens)
+    placeholders = build_placeholder_model(config, AutoModelForSequenceClassification)
+    workload = measure_workload(placeholders, arguments.tokens)
     rounds: list[dict[str, Row]] = []
     for number in range(arguments.rounds):
         everyone = [predict(arguments, config, workload) if state.is_main_process else None]

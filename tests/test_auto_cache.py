@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -179,11 +180,11 @@ def test_only_the_head_is_left(stages: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_loader_workers(method: str) -> None:
-    """They compute the keys; persistent ones follow the generations. Compared with no workers and no cache."""
+    """They compute the keys; persistent ones follow the generations."""
     options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     results = run_ranks(with_workers, 2, RUNS["bert"], method, options, timeout=180)
-    uncached = run_ranks(with_workers, 2, RUNS["bert"], method, {"activation_cache": "off"})
-    assert_same_training([outcome for outcome, _ in results], uncached[0][0])
+    expected = expected_of(replace(RUNS["bert"], per_device=2), EPOCH_START)
+    assert_same_training([outcome for outcome, _ in results], expected)
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
@@ -303,7 +304,8 @@ def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int =
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("mixin", [Mirrored, *slow(Prepared)])
+@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
+@pytest.mark.slow
 def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
     run = Run("image-classification", epochs=4, trainer=mixin)
     with_cache = run_ranks(reason_of, 2, run, "on")
@@ -393,26 +395,29 @@ class Averaged(TrainerCallback):
                 self.losses.append(self.trainer.evaluate()["eval_loss"])
 
 
-def parking(trainer: PipeTransformerTrainer) -> None:
+def offloading(trainer: PipeTransformerTrainer) -> None:
     """As on a GPU: weights of cached layers leave the device."""
     at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
 
 
-def averaging(rank: int, world_size: int, mode: str, parks: bool) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
+def averaging(
+    rank: int, world_size: int, mode: str, offloads: bool
+) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
     callback = Averaged()
     run = Run(epochs=5)
     trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
     trainer.add_callback(callback)
-    if parks:
-        parking(trainer)
+    if offloads:
+        offloading(trainer)
     callback.trainer = trainer
     outcome = outcome_of(trainer)
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-@pytest.mark.parametrize("offloads", [*slow(False), True])
-def test_other_weights_are_not_evaluated_from_the_cache(parks: bool) -> None:
-    with_cache, without = (run_ranks(averaging, 2, mode, parks) for mode in ("on", "off"))
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.slow
+def test_other_weights_are_not_evaluated_from_the_cache(offloads: bool) -> None:
+    with_cache, without = (run_ranks(averaging, 2, mode, offloads) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
@@ -463,7 +468,8 @@ def scaled(
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("stops_after", [*slow(5), None], ids=["in the same epoch", "later"])
+@pytest.mark.parametrize("stops_after", [5, None], ids=["in the same epoch", "later"])
+@pytest.mark.slow
 def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int | None, tmp_path: Path) -> None:
     """They were put under the name of the earlier weights, which another training may have."""
     run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
@@ -502,6 +508,7 @@ def test_weights_that_change_while_they_are_read_are_noticed_at_once(
     assert {reason for _, reason in changed} == {OTHER_WEIGHTS}
 
 
+@pytest.mark.slow
 def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
     """In one epoch: at its end they would be taken for what they were all the time."""
     run, table = Run(epochs=4, per_device=4 * WORLD), {3: 1, 5: 2}
@@ -613,6 +620,7 @@ def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:
     assert hit_rates(results[0][1]) == [(0, 0), (1, 0), (1, 0), (1, 0)]
 
 
+@pytest.mark.slow
 def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
     """The order is another than on one node, so it is compared with a training whose store cannot be made."""
     (tmp_path / "file").write_text("not a folder")

@@ -143,6 +143,7 @@ def shared_folder(rank: int, world_size: int, stages: int, folder: Path) -> list
 
 
 @LAYOUTS
+@pytest.mark.slow
 def test_another_function_finds_nothing_in_a_shared_folder(stages: int, tmp_path: Path) -> None:
     (first, again), *others = run_ranks(shared_folder, 2, stages, tmp_path / "store")[0]
     assert again.rates[0][0] == 1

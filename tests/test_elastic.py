@@ -127,11 +127,16 @@ def elastic(
     return outcome, seen, changes
 
 
-@pytest.mark.parametrize("stages", [SHRINK, GROW], ids=["shrink", "grow"])
-@pytest.mark.parametrize("mid_epoch", [*slow(False), True], ids=["epoch-start", "mid-epoch"])
-@pytest.mark.parametrize("name", few(RUNS, "bert"))
-def test_elastic_training_equals_one_process(name: str, mid_epoch: bool, stages: dict[int, int]) -> None:
+CHANGES = {"shrink": SHRINK, "grow": GROW}
+MOMENTS = ("epoch-start", "mid-epoch")
+BERT = [("bert", moment, change) for moment in MOMENTS for change in CHANGES]
+OTHERS = [(name, *case) for name in RUNS for case in zip(MOMENTS, ("grow", "shrink"), strict=True) if name != "bert"]
+
+
+@pytest.mark.parametrize(("name", "moment", "change"), [*few(BERT, ("bert", "mid-epoch", "shrink")), *slow(*OTHERS)])
+def test_elastic_training_equals_one_process(name: str, moment: str, change: str) -> None:
     """(4,1) -> (2,2) -> (1,4) and back up, with decay groups, warm-up, clipping and accumulation."""
+    stages, mid_epoch = CHANGES[change], moment == "mid-epoch"
     schedule = MID_EPOCH if mid_epoch else EPOCH_START
     results = run_ranks(elastic, WORLD, RUNS[name], schedule, stages)
     assert_same_training([outcome for outcome, *_ in results], expected(name, mid_epoch))
@@ -270,7 +275,8 @@ def frozen_by(rank: int, world_size: int, policy: str, stages: int) -> list[int]
     return [e["num_frozen_layers"] for e in trainer.state.log_history if "transform_seconds" in e]
 
 
-@pytest.mark.parametrize("policy", ["alpha", *slow("adaptive", "autofreeze")])
+@pytest.mark.parametrize("policy", ["alpha", "adaptive", "autofreeze"])
+@pytest.mark.slow
 def test_policies_decide_alike_in_every_layout(policy: str) -> None:
     """Gradient norms are those of the whole model whatever holds its layers."""
     answers = {tuple(answer) for stages in (4, 2, 1) for answer in run_ranks(frozen_by, WORLD, policy, stages)}

@@ -153,6 +153,7 @@ def test_unknown_and_unsupported_models() -> None:
 
 
 # ------------------------------------------------------------------------------------------ on this machine
+@pytest.mark.slow
 def test_plan_by_times_measured_here(tiny: str) -> None:
     """Two processes time the parts at once; what they find is what the forecast goes by."""
     answer = values(

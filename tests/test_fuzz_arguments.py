@@ -19,7 +19,6 @@ import torch
 from distributed import RankOutcome, launch_ranks, run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selection import slow
 from test_elastic import FreezeAt
 from training_data import Kind, PadCollator, TrainingData
 from training_runs import Outcome, Run, largest_difference, outcome_of
@@ -199,6 +198,7 @@ def combinations(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("four_processes")
+@pytest.mark.slow
 def test_combinations_are_accepted_or_refused_by_name(record_property: Callable[[str, object], None]) -> None:
     """Accepted ones survive the way to a file and back."""
     counts: Counter[str] = Counter()
@@ -441,7 +441,8 @@ def check_cases(seeds: range, processes: int, record_property: Callable[[str, ob
     assert counts["trained"] + counts["froze"] >= LEAST_TRAINED * len(seeds)
 
 
-@pytest.mark.parametrize(("processes", "seeds"), [(1, range(103, 110)), *slow((2, range(100, 106)))], ids=["1", "2"])
+@pytest.mark.parametrize(("processes", "seeds"), [(1, range(103, 110)), (2, range(100, 106))], ids=["1", "2"])
+@pytest.mark.slow
 def test_what_is_accepted_trains(processes: int, seeds: range, record_property: Callable[[str, object], None]) -> None:
     check_cases(seeds, processes, record_property)
 

@@ -53,6 +53,7 @@ def test_a_loss_that_changes_the_inputs_in_training_alone_is_refused_by_all(mixi
     assert "compute_loss has called the model on other inputs" in message and "data collator" in message
 
 
+@pytest.mark.slow
 def test_what_is_the_last_stages_own_may_change() -> None:
     run = Run("image-classification", accumulation=1, trainer=Harmless).with_options(num_microbatches=1)
     results = run_ranks(pipeline, 2, run, 2)

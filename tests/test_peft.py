@@ -90,7 +90,7 @@ def in_pipeline(rank: int, world_size: int, name: str, stages: int, folder: str,
 
 
 @pytest.mark.parametrize("stages", [2, *slow(1)])
-@pytest.mark.parametrize("name", few(LORA, "llama", "upper-layers"))
+@pytest.mark.parametrize("name", few(LORA, "llama"))
 def test_equals_one_process(name: str, stages: int, tmp_path: Path) -> None:
     outcomes = run_ranks(in_pipeline, WORLD, name, stages, str(tmp_path))
     assert_same_training(outcomes, expected(name))

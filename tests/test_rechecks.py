@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.run.rechecks import Rechecks, keeper_of_placeholders
-from hf_pipetransformer.trainer import WRITTEN_TO_PLACEHOLDER
+from hf_pipetransformer.run.run import WRITTEN_TO_PLACEHOLDER
 
 
 def test_when_it_is_looked_again() -> None:
@@ -57,6 +57,7 @@ def test_a_term_that_begins_later_stops_the_training() -> None:
     assert len({str(error) for error in errors}) == 1
 
 
+@pytest.mark.slow
 def test_a_factor_that_changes_does_not() -> None:
     outcomes = run_ranks(trained, 2, Steady)
     expected = run_ranks(alone, 1, Steady)[0]

@@ -179,6 +179,7 @@ def in_slices(rank: int, world_size: int, folder: str) -> None:
     pipeline_trainer(run, 2, folder, token_slices=3, num_microbatches=2).train()
 
 
+@pytest.mark.slow
 def test_slices_of_tokens_are_no_micro_batches(tmp_path: Path) -> None:
     run_ranks(in_slices, 2, str(tmp_path))
     assert [usage["num_microbatches"] for usage in lines_of(tmp_path, "usage")] == [2]

@@ -148,6 +148,7 @@ def resume_noting_loads(rank: int, world_size: int, folder: str) -> list[dict[st
     return noted
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_the_whole_model_is_never_on_a_device(tmp_path: Path) -> None:
     run_ranks(train_some, 2, str(tmp_path), 2, stop=2)
     expected = [{"map_location": "cpu", "mmap": True, "weights_only": True}]
@@ -273,9 +274,10 @@ def until_full(write: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [*slow((STATE, 1), (STATE, 2), (cutting.TIMES, 1)), (MANIFEST, 1)],
+    [(STATE, 1), (STATE, 2), (cutting.TIMES, 1), (MANIFEST, 1)],
     ids=["state", "state-with-its-name", "times", "manifest"],
 )
+@pytest.mark.slow
 def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(
     name: str, count: int, tmp_path: Path, undisturbed: Outcome
 ) -> None:
@@ -571,6 +573,7 @@ def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path, undistur
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)
 
 
+@pytest.mark.slow
 def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_path: Path) -> None:
     """With `save_total_limit=1` all other checkpoints would go then, the last one, too."""
     options = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_loss"}
@@ -685,6 +688,7 @@ def resume_differently(rank: int, world_size: int, folder: str) -> int:
     return trainer.state.global_step
 
 
+@pytest.mark.slow
 def test_the_first_process_says_where_to_go_on(tmp_path: Path) -> None:
     """The others may not see the checkpoints, or not yet."""
     run_ranks(train_some, 2, str(tmp_path), 2)
@@ -706,6 +710,7 @@ def train_with_the_best(rank: int, world_size: int, folder: str) -> str | None:
     return trainer.state.best_model_checkpoint
 
 
+@pytest.mark.slow
 def test_the_best_is_found_again_and_kept(tmp_path: Path) -> None:
     (best,) = run_ranks(train_with_the_best, 1, str(tmp_path))
     assert best == str(tmp_path / "checkpoint-2")

@@ -128,6 +128,7 @@ def test_all_stages_train_on_one_batch_whatever_draws(mixin, evaluates, tmp_path
     torch.testing.assert_close(losses, stock(first, tmp_path / "stock"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_evaluation_prepares_is_prepared_once(tmp_path):
     _, _, (once, *_) = run_ranks(train, 2, FlippingOnce, True, str(tmp_path), learning_rate=0.0)[0]
     _, _, (alone, *_) = run_ranks(train, 1, FlippingOnce, True, str(tmp_path / "alone"), 1, learning_rate=0.0)[0]

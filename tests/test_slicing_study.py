@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.model import kv_slices, slicing_probe
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.token_slices import kv_slices, slicing_probe
 from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slices import SlicedSequence
 from hf_pipetransformer.token_slices.slicing_probe import informative_samples, probe_slicing

@@ -79,15 +79,12 @@ VARIANTS = {
 
 
 IN_SHORT = (
-    "label-smoothing",
     "compute-loss-func",
     "own-compute-loss",
     "gradient-checkpointing",
     "three-micro-steps",
     "iterable",
-    "drop-last",
     "workers",
-    "adafactor",
     "fewer-samples-than-pipelines",
 )
 """Those of `make test`."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankDiedError, RankOutcome, launch_ranks, run_ranks
+from selection import slow
 
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
@@ -71,7 +72,7 @@ def assert_all_say(outcomes: list[RankOutcome], culprit: int, words: str) -> Non
             assert words in str(outcome.error) and f"This is rank {outcome.rank}." in str(outcome.error)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [*slow(0), 1])
 def test_a_death_is_told_by_name(culprit: int) -> None:
     outcomes = launch_ranks(watched, 3, "kill", culprit)
     assert isinstance(outcomes[culprit].error, RankDiedError)
@@ -79,14 +80,14 @@ def test_a_death_is_told_by_name(culprit: int) -> None:
     assert all(f"rank {culprit} (process " in said(o) for o in outcomes if o.rank != culprit)
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [*slow(0), 2])
 def test_a_stopped_process_is_killed(culprit: int) -> None:
     outcomes = launch_ranks(watched, 3, "stop", culprit)
     assert outcomes[culprit].exitcode == -signal.SIGKILL
     assert_all_say(outcomes, culprit, f"has been stopped for {TIMEOUT:g} s in phase 'step' at step 1")
 
 
-@pytest.mark.parametrize("kind", ["hang", "busy"])
+@pytest.mark.parametrize("kind", ["hang", *slow("busy")])
 def test_a_stuck_process_is_found_among_those_that_wait(kind: str) -> None:
     outcomes = launch_ranks(watched, 3, kind, 1)
     assert_all_say(outcomes, 1, "rank 1 has been stuck for ")
@@ -180,7 +181,9 @@ def test_processes_that_wait_for_one_another() -> None:
         )
 
 
-@pytest.mark.parametrize(("kind", "culprit"), [("kill", 3), ("kill", 0), ("stop", 2), ("hang", 1), ("raise", 0)])
+@pytest.mark.parametrize(
+    ("kind", "culprit"), [("kill", 3), *slow(("kill", 0), ("stop", 2)), ("hang", 1), *slow(("raise", 0))]
+)
 def test_other_hosts_hear_of_it(kind: str, culprit: int) -> None:
     outcomes = launch_ranks(watched, 4, kind, culprit, hosts=2)
     for outcome in outcomes:

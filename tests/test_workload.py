@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_pipetransformer.forecast.inspection import build_ghost_model, model_class
+from hf_pipetransformer.forecast.inspection import build_placeholder_model, model_class
 from hf_pipetransformer.forecast.workload import measure_workload
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
@@ -19,7 +19,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num
 def tiny(model_type: str, **changes: Any) -> Any:
     changes = {"num_key_value_heads": 2, **changes} if model_type == "qwen2" else changes
     config = AutoConfig.for_model(model_type, **{**TINY, **changes})
-    return build_ghost_model(config, model_class(config))
+    return build_placeholder_model(config, model_class(config))
 
 
 @pytest.mark.parametrize("model_type", ["bert", "llama", "gpt_neox", "qwen2"])
@@ -55,7 +55,7 @@ def test_what_can_be_frozen_and_kept() -> None:
     tied = measure_workload(tiny("llama", num_hidden_layers=3, tie_word_embeddings=True), 16)
     assert tied.max_frozen == 3  # the last norm is left
     config = AutoConfig.for_model("t5", d_model=32, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=2, d_kv=16)
-    t5 = measure_workload(build_ghost_model(config, model_class(config)), 16)
+    t5 = measure_workload(build_placeholder_model(config, model_class(config)), 16)
     assert 1 not in t5.cacheable  # the relative bias travels along
 
 
@@ -63,7 +63,7 @@ def test_images_have_one_size() -> None:
     config = AutoConfig.for_model(
         "vit", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32
     )
-    model = build_ghost_model(config, model_class(config))
+    model = build_placeholder_model(config, model_class(config))
     short, long = measure_workload(model, 8), measure_workload(model, 4096)
     assert short == long and not short.tokens_matter
     assert torch.Size([1, 3, 32, 32]) == dummy_batch(model, 1)["pixel_values"].shape
