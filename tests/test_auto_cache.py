@@ -37,14 +37,14 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import activation_cache, sharing
 from hf_pipetransformer.cache.activation_cache import CacheCounts
 from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
 from hf_pipetransformer.planning.cached_layers import most_cached_layers
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.planner import make_plan
-from hf_pipetransformer.run import cache_control
+from hf_pipetransformer.run import cache_control, cache_setup
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
@@ -706,28 +706,28 @@ def test_a_disk_that_is_full_keeps_no_half_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", replace_nothing)
     with suppress(OSError):
-        cache_control.publish(tmp_path / "current-a.json", [(2, "b")])
+        sharing.publish(tmp_path / "current-a.json", [(2, "b")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(cache_control, "get_worker_info", lambda: "a worker")
+    monkeypatch.setattr(sharing, "get_worker_info", lambda: "a worker")
     monkeypatch.setattr(GenerationReader, "prefetch", lambda self, keys: asked.append(self._path.name))
     current = tmp_path / "store" / "current-a.json"
-    ahead = cache_control.ReadAhead(current)
+    ahead = sharing.ReadAhead(current)
     ahead([bytes(16)])  # before there is anything
     assert asked == []
-    cache_control.publish(current, [(2, "b"), (1, "a")])
+    sharing.publish(current, [(2, "b"), (1, "a")])
     ahead([bytes(16)])
-    cache_control.publish(current, [(3, "c")])
+    sharing.publish(current, [(3, "c")])
     ahead([bytes(16)])
     assert asked == ["002-b", "001-a", "003-c"]
     for damaged in ("", "[3]", "{}"):
         current.write_text(damaged)
         ahead([bytes(16)])  # the step reads for itself
-    monkeypatch.setattr(cache_control, "get_worker_info", lambda: None)
-    cache_control.publish(current, [(4, "d")])
+    monkeypatch.setattr(sharing, "get_worker_info", lambda: None)
+    sharing.publish(current, [(4, "d")])
     ahead([bytes(16)])
     assert "004-d" not in asked
 
@@ -782,10 +782,10 @@ def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_p
 
 def test_what_a_model_depends_on_is_described_whatever_its_configuration_is() -> None:
     model = nn.Linear(2, 2)
-    plain = cache_control.describe_model(model, "no")
+    plain = cache_setup.describe_model(model, "no")
     model.config = {"width": 2}  # type: ignore[assignment]
-    assert cache_control.describe_model(model, "no") != plain
-    assert cache_control.describe_model(model, "no") != cache_control.describe_model(model, "bf16")
+    assert cache_setup.describe_model(model, "no") != plain
+    assert cache_setup.describe_model(model, "no") != cache_setup.describe_model(model, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -802,4 +802,4 @@ def test_nodes_are_told_by_their_names(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as launchers give it, or leave it, that start one process each
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert cache_control.node_shares(nodes) == shares
+    assert sharing.node_shares(nodes) == shares

@@ -117,7 +117,7 @@ def elastic(
         first = next(iter(inputs.values()))
         run = trainer._pipeline_run
         assert run is not None
-        counts = run.batch.waiting[0].rows > 0 and run.pipeline.stage_index == 0
+        counts = run.steps.batch.waiting[0].rows > 0 and run.pipeline.stage_index == 0
         seen.append([hash(tuple(row.flatten().tolist())) for row in first] if counts else [])
         return step(model, inputs, *rest)
 

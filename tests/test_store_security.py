@@ -12,7 +12,7 @@ from test_auto_cache import EPOCH_START, trainer_of
 from training_runs import Run
 
 from hf_pipetransformer.cache.activation_store import ActivationStore
-from hf_pipetransformer.run.cache_control import publish
+from hf_pipetransformer.cache.sharing import publish
 
 KEY = bytes(range(16))
 

@@ -17,9 +17,9 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
+from ..cache.sharing import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
-from ..run.cache_control import USABLE_DISK
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
 from .device_table import GIB, CacheHost, device_named

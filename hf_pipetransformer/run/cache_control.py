@@ -13,36 +13,25 @@ between two steps, over the control group, from the numbers of all processes.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import shutil
-import socket
-import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import reduce
-from itertools import groupby
 from operator import add
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 import xxhash
-from torch import nn
-from torch.utils.data import get_worker_info
 from transformers import TrainerState
 
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
-from ..cache.activation_files import open_private
-from ..cache.activation_store import ActivationStore, GenerationReader
-from ..cache.cache_probe import CacheVerdict
-from ..cache.content_keys import NOT_IN_KEYS
-from ..model.micro_batch import on_device
+from ..cache.activation_store import ActivationStore
+from ..cache.sharing import node_name, publish
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from .frozen_function import FrozenFunction
@@ -57,8 +46,6 @@ EARLY_STEPS = 16
 """After so many steps of the first epoch that reads, it is looked whether anything is found at all."""
 SLOW_EPOCHS = 2
 """So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
-LEAST_CAPACITY = 4096
-"""In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
 OTHER_INPUTS = (
     "compute_loss, _prepare_inputs, training_step or a forward pre-hook has changed the inputs before the model sees"
     " them, or calls a part of the model; what is kept belongs to what the data collator returns: change them there"
@@ -67,8 +54,32 @@ NOTHING_KEPT = (
     "none of an epoch's rows could be kept (padding on the left, where the examined rows had none; an attention mask"
     " that is not [rows, tokens] of 0 and 1; inputs other than tensors)"
 )
-USABLE_DISK = 0.8
-"""Share of the free disk that the store may fill, where no limit is given."""
+
+
+class CacheState(Enum):
+    """Whether outputs are cached."""
+
+    ON = "on"
+    FIRST_READ = "first read"
+    """On, and the epoch under way is the first one that reads the newest layers: it is looked at early."""
+    PAUSED = "paused"
+    """Off until more layers are frozen: loading takes longer than computing."""
+    OFF = "off"
+
+
+@dataclass
+class _Epoch:
+    """What is known of the epoch under way.
+
+    Attributes:
+        writes: what is put in it will be read in a later one.
+        is_whole: the store that is being filled has seen all of its samples, from the first batch on.
+        steps: that have been begun in it.
+    """
+
+    writes: bool = False
+    is_whole: bool = True
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class AutoCache:
         """Layers that count as cached."""
         self.reason_off: str | None = None
         """Why nothing is kept; None: it is."""
-        self._may_pay_later = False  # it is off until more layers are frozen
+        self._state = CacheState.ON
         self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
         self._allowed = [f for f, reason in reasons.items() if reason is None]
         self._reasons = reasons
@@ -136,86 +147,21 @@ class AutoCache:
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._boundary = 0  # that is filled
         self._num_epochs = 0  # begun in this `train()`
-        self._steps = 0  # of this epoch
-        self._began_late = False  # to fill the store, in the middle of this epoch: not all of its rows were seen
-        self._writes = False  # what is put in this epoch will be read
+        self._epoch = _Epoch()
         self._marked = time.monotonic()
-        self._reads_first = False  # this epoch is the first one that reads
         self._in_store = 0  # rows, when the last epoch ended
         self._had_rows = False  # an earlier epoch has found what it looked for
         self._slow_epochs = 0  # in a row
-        self._has_said_full = self._has_said_damaged = False
-
-    @classmethod
-    def make(
-        cls,
-        pipeline: ElasticPipeline,
-        verdicts: Sequence[CacheVerdict],
-        *,
-        current: Path,
-        is_shared: bool,
-        max_gib: float | None,
-        storage_dtype: torch.dtype | None,
-        capacity: int,
-        is_forced: bool,
-        seconds_per_row: Sequence[float] | None,
-        precision: str,
-        rows: Mapping[str, Any],
-        ignored: Collection[str] = NOT_IN_KEYS,
-    ) -> AutoCache:
-        """The cache of a training that begins. Collective over all processes.
-
-        Args:
-            pipeline: the model, complete.
-            verdicts: of this process, on which boundaries may be cached.
-            current: file in the folder of the store that names the generations which are read now.
-            is_shared: with other trainings.
-            max_gib: limit on its size.
-            storage_dtype: None: as computed.
-            capacity: samples that are expected.
-            is_forced: do not ask whether it pays.
-            seconds_per_row: of computing, for each unit; None: not known.
-            precision: name of the mixed precision.
-            rows: a few of the data set, collated; the first process's are used.
-            ignored: inputs that are no part of a key.
-        """
-        slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
-        reasons: dict[int, str | None] = {}
-        for reason in pipeline.mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
-            reasons = {f: reasons.get(f) or reason[f] for f in reason}
-        store = ActivationStore(current.parent, user=current.stem)
-        refusal = next(filter(None, pipeline.mesh.gather_objects(store.why_refused())), None)
-        if refusal is not None and is_shared:
-            raise ValueError(
-                f"activation_cache_dir: the folder {store.folder} cannot hold activations: {refusal}. Give a folder of"
-                " your own that only you can write to (chmod go-w), or one that does not exist yet."
-            )
-        if refusal is not None:
-            why = f"the folder {store.folder} is not this user's alone to write: {refusal}"
-            reasons = {f: reasons[f] or why for f in reasons}
-        store.max_bytes = size_limit(store, max_gib)
-        rank = pipeline.mesh.rank
-        capacity = max(capacity, LEAST_CAPACITY)
-        padded_left = any(verdict.padded_left for verdict in verdicts)
-        cache = ActivationCache(
-            pipeline.stack, slots, store, rank, capacity, storage_dtype, pipeline.device, padded_left, ignored
-        )
-        description = f"{describe_model(pipeline.model, precision)} {storage_dtype}"
-        description = pipeline.mesh.gather_objects(description)[0]  # what has no fixed text differs between processes
-        on_cpu = on_device(rows, torch.device("cpu"))
-        everyone = pipeline.mesh.gather_objects(on_cpu if rank == 0 else {})
-        return cls(
-            pipeline, cache, store, reasons, is_forced, seconds_per_row, description, current, is_shared, everyone[0]
-        )
+        self._warned: set[str] = set()  # formats of the warnings that were given
 
     @property
     def is_on(self) -> bool:
-        return self.reason_off is None
+        return self._state in (CacheState.ON, CacheState.FIRST_READ)
 
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int) -> None:
         """The first layers have been frozen: fill the store with what they give from now on."""
-        if not self.is_on and not self._may_pay_later:
+        if self._state is CacheState.OFF:
             return
         highest = most_cached_layers(self._pipeline.current_plan, num_frozen, self._nodes)
         boundary = boundary_to_cache(self._allowed, highest)
@@ -225,11 +171,11 @@ class AutoCache:
             self._say_why_not(num_frozen, highest)
         elif boundary > self._boundary:
             self._boundary = boundary
-            self._began_late |= self._steps > 0
-            if not self.is_on:  # while it was off nobody has looked at the weights
-                self.reason_off = None
+            self._epoch.is_whole &= not self._epoch.steps
+            if self._state is CacheState.PAUSED:  # nobody has looked at the weights since
+                self._state, self.reason_off = CacheState.ON, None
                 self._function.forget_weights()
-            self.cache.write(self._writes)  # it may have been off
+            self.cache.write(self._epoch.writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
             self.cache.advance(boundary, fingerprint)
             self._mark_used()  # an earlier training may have made it
@@ -284,17 +230,20 @@ class AutoCache:
         Returns:
             What the last epoch brought; None where the cache was not in use.
         """
-        self._steps = 0
-        began_late, self._began_late = self._began_late, not is_whole
-        self._reads_first = False
-        wrote_all, self._writes = self._writes and not began_late, writes
+        last, self._epoch = self._epoch, _Epoch(writes, is_whole)
+        if self._state is CacheState.FIRST_READ:
+            self._state = CacheState.ON
         self.cache.write(writes)
         self.check_weights()
         if not self.is_on or not self._boundary:
             return None
         report = self.epoch_report()
         counts = report.counts
-        if wrote_all and not (counts.found or counts.stored or counts.present or counts.dropped or report.failure):
+        if (
+            last.writes
+            and last.is_whole
+            and not (counts.found or counts.stored or counts.present or counts.dropped or report.failure)
+        ):
             self._turn_off(NOTHING_KEPT)
         if not counts.rows:
             return None
@@ -305,7 +254,7 @@ class AutoCache:
             self._miss_all(counts)
         elif self._slow_epochs >= SLOW_EPOCHS:
             self._turn_off_as_slow(counts.load_seconds / counts.found)
-        elif self.num_cached < self._boundary and not began_late and _is_filled(counts):
+        elif self.num_cached < self._boundary and last.is_whole and _is_filled(counts):
             self._count_as_cached()
         elif writes and report.is_full and len(self.cache.generations) > 1:
             # no room for two: what fewer layers gave makes way, and the next epoch fills the store from the start
@@ -319,11 +268,11 @@ class AutoCache:
 
     def begin_step(self) -> None:
         """Look early whether the first epoch that reads finds anything."""
-        self._steps += 1
+        self._epoch.steps += 1
         if time.monotonic() - self._marked > SECONDS_BETWEEN_MARKS:
             self._mark_used()
-        if self._reads_first and self._steps == EARLY_STEPS + 1:
-            self._reads_first = False
+        if self._state is CacheState.FIRST_READ and self._epoch.steps == EARLY_STEPS + 1:
+            self._state = CacheState.ON
             everyone = self._mesh.gather_objects(self.cache.counts)
             counts = reduce(add, everyone)
             if counts.rows and not counts.found:
@@ -334,26 +283,30 @@ class AutoCache:
         self.cache.flush()
         everyone = self._mesh.gather_objects((self.cache.take_counts(), self.cache.why_full, self.cache.is_full))
         failure = next((why for _, why, _ in everyone if why is not None), None)
-        if failure is not None and not self._has_said_full and self._mesh.rank == 0:
-            self._has_said_full = True
-            logger.warning(
+        if failure is not None:
+            self._warn_once(
                 "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", failure
             )
         counts = reduce(add, (counts for counts, *_ in everyone))
-        if counts.damaged and not self._has_said_damaged and self._mesh.rank == 0:
-            self._has_said_damaged = True
-            logger.warning(
+        if counts.damaged:
+            self._warn_once(
                 "%d rows in the activation cache are damaged (its files have been changed or cut short): they are"
                 " computed again.",
                 counts.damaged,
             )
         return EpochReport(counts, self._store.nbytes(), failure, any(is_full for *_, is_full in everyone))
 
+    def _warn_once(self, message: str, *values: Any) -> None:
+        """On the first process."""
+        if self._mesh.rank == 0 and message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
+
     def _count_as_cached(self) -> None:
         if not self._is_forced and not self._pays():
             return
         self.num_cached = self._boundary
-        self._reads_first = True
+        self._state = CacheState.FIRST_READ
         older = self.cache.forget(keep=1)
         self._publish()
         self._release_generations(older)
@@ -432,7 +385,7 @@ class AutoCache:
     def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
         """Keep nothing from now on, or until more layers are frozen; delete it whoever uses it if it is wrong."""
         self.reason_off = reason
-        self._may_pay_later = may_pay_later
+        self._state = CacheState.PAUSED if may_pay_later else CacheState.OFF
         self.num_cached = self._in_store = 0
         self.cache.write(False)
         self.cache.flush()
@@ -499,115 +452,6 @@ class AutoCache:
             if folder.name == node_name():
                 with suppress(OSError):  # the last node's
                     folder.parent.rmdir()
-
-
-class ReadAhead:
-    """In a loader's worker: asks the kernel to read what the step will need. Follows the generations in use.
-
-    Args:
-        current: file in the folder of the store that names them.
-    """
-
-    def __init__(self, current: Path) -> None:
-        self._current = current
-        self._stamp: tuple[int, int] | None = None
-        self._readers: list[GenerationReader] = []
-
-    def __call__(self, keys: list[bytes]) -> None:
-        if get_worker_info() is None:
-            return  # the step comes at once
-        with suppress(OSError, ValueError, TypeError):  # whatever the file says, the step reads for itself
-            self._follow()
-        for reader in self._readers:
-            reader.prefetch(keys)
-
-    def _follow(self) -> None:
-        status = os.stat(self._current)
-        if self._stamp != (status.st_mtime_ns, status.st_ino):
-            store = ActivationStore(self._current.parent)
-            for reader in self._readers:
-                reader.close()
-            with open(open_private(self._current, os.O_RDONLY), encoding="utf-8") as file:
-                self._readers = [store.reader(*generation) for generation in json.load(file)]
-            self._stamp = (status.st_mtime_ns, status.st_ino)
-
-
-def publish(current: Path, generations: Sequence[tuple[int, str]]) -> None:
-    """Tell the loaders' workers which generations are read now."""
-    current.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = current.with_name(f"{current.name}.{os.getpid()}")
-    try:
-        new.unlink(missing_ok=True)
-        with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-            json.dump(generations, file)
-        os.replace(new, current)
-    finally:
-        new.unlink(missing_ok=True)  # of a full disk
-
-
-def current_file(folder: str | os.PathLike[str], output_dir: str, nodes: Sequence[str]) -> Path:
-    """Where a training names the generations that it reads: of several in one folder each has a file of its own.
-
-    Args:
-        folder: of the stores.
-        output_dir: of the training.
-        nodes: name of each rank's node.
-    """
-    return (
-        store_folder(folder, nodes) / f"current-{xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())}.json"
-    )
-
-
-def store_folder(folder: str | os.PathLike[str], nodes: Sequence[str]) -> Path:
-    """Each node has a folder of its own: nodes may share a file system, but they do not share a page cache."""
-    return Path(folder, node_name()).absolute() if len(set(nodes)) > 1 else Path(folder).absolute()
-
-
-def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Processes on each node, in the order of ranks.
-
-    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the rows of
-    a batch are not divided by node then.
-
-    Args:
-        nodes: name of each rank's node (`node_name`). Launchers other than `torchrun` may give no number of processes.
-    """
-    shares = tuple(len(list(ranks)) for _, ranks in groupby(nodes))
-    return shares if len(shares) == len(set(nodes)) and len(set(shares)) == 1 else (len(nodes),)
-
-
-def node_name() -> str:
-    """Of this process's node: the host, and the launcher's number of it, as several may be one host in a test."""
-    return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"
-
-
-def size_limit(store: ActivationStore, max_gib: float | None) -> int:
-    """Bytes that the store may take: as given, and not more than the disk has, where that can be found out."""
-    try:
-        folder = store.folder
-        while not folder.exists():
-            folder = folder.parent
-        most = store.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
-    except OSError:
-        most = sys.maxsize  # who writes will be told what is wrong with the folder
-    return most if max_gib is None else int(min(max_gib * 2**30, most))
-
-
-def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
-    """What a model's states depend on besides its weights and buffers, as far as it can be named."""
-    config: Any = getattr(model, "config", None)
-    values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
-    return json.dumps(
-        {
-            "class": type(model).__qualname__,
-            "config": {key: value for key, value in values.items() if key not in ignored},
-            "attention": getattr(config, "_attn_implementation", None),
-            "precision": precision,
-            "versions": [torch.__version__, transformers.__version__],
-        },
-        sort_keys=True,
-        default=str,
-    )
 
 
 def _is_filled(counts: CacheCounts) -> bool:

@@ -14,45 +14,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from enum import Flag, auto
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache
-from torch import nn
 from transformers import TrainerCallback, TrainerState
 
-from ..cache.content_keys import KEYS_NAME, without_keys
 from ..freezing.callback import refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..model.frozen_prefix import FreezableLayers
-from ..model.loss_probe import raise_for_exchanged_inputs
-from ..model.loss_scaling import EXACT, HALF_PRECISION
-from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
-from ..resilience.progress import LEFT, PROGRESS, phase
+from ..resilience.progress import LEFT, PROGRESS
 from ..resilience.watchdog import Watchdog
 from ..token_slices.token_schedule import Slicing
 from .agreement import check_same_size
-from .batches import GlobalBatch, prepared
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import make_cache
 from .cutting import CutModel, time_model
 from .job import COST_SAMPLE_ROWS, TrainingJob
-from .loss import BatchInFlight, TrainersLoss
+from .loss import TrainersLoss
 from .optimizer_probe import probe_coupling
 from .planner import Planner
 from .preemption import Moment, Preemption
-from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .recording import RunLog
 from .resuming import recall, refuse_best_model_that_some_lack
 from .samples import SampleCollator
 from .setup import Setup, TrainingData, check_loss_allows, find_reduction, find_windows, may_replicate
-from .votes import StepVotes
+from .steps import Doubt, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +61,6 @@ STEP_EVENTS = (
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
 """Finds what the trainer's model is made of, or returns what was found before. Collective over all processes."""
-
-
-class Doubt(Flag):
-    """What may not be as it was, on some process: it is looked at before the next step."""
-
-    NONE = 0
-    INPUTS = auto()
-    """The model was called on other inputs than those that the cache's keys are of."""
-    WEIGHTS = auto()
-    """A callback may have changed frozen weights: it seems so, or it may have got hold of them."""
-    FLAGS = auto()
-    """A callback may have set `requires_grad`."""
 
 
 class PipelineRun(TrainerCallback):
@@ -110,12 +89,7 @@ class PipelineRun(TrainerCallback):
         self._setup: Setup | None = None
         self._planner: Planner | None = None
         self._cut: CutModel | None = None
-        self.batch = GlobalBatch()
-        self._in_flight: BatchInFlight | None = None
-        self._votes = StepVotes()
-        self._doubts = Doubt.NONE
-        self._rechecks = Rechecks()
-        self._watches_steps = False  # a callback of the user's, on some process
+        self._steps: Steps | None = None
         self._entered = ExitStack()
 
     # ------------------------------------------------------------------------------------ begin and end
@@ -179,6 +153,12 @@ class PipelineRun(TrainerCallback):
         """What was found out before the first step."""
         assert self._setup is not None, "place() first"
         return self._setup
+
+    @property
+    def steps(self) -> Steps:
+        """Runs the steps."""
+        assert self._steps is not None, "place() first"
+        return self._steps
 
     @property
     def planner(self) -> Planner:
@@ -279,11 +259,12 @@ class PipelineRun(TrainerCallback):
         if plan.num_frozen_layers < num_frozen:
             plan = planner.next(plan, num_frozen, planner.num_cached)
         # 5
-        self._watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
-        pipeline.offloads = job.device.type != "cpu" and not self._watches_steps
+        watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
+        pipeline.offloads = job.device.type != "cpu" and not watches_steps
         if plan.pipeline_parallel_size > 1:
             self._refuse_coupling(coupling)
-        pipeline.place(plan, self.loss_of)
+        self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
+        pipeline.place(plan, self._steps.loss_of)
         logger.info("%s", plan)
         self.log.begin(plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
@@ -368,16 +349,13 @@ class PipelineRun(TrainerCallback):
 
         This is the one safe point: no gradient is alive, no batch is under way.
         """
-        assert self.data is not None
         PROGRESS.enter("adapt", self._job.trainer.state.global_step)
         with self.log.recorder.doing("adapting"):
             self.adapt()
         PROGRESS.enter("data")
-        self.batch = GlobalBatch()
-        taken = self.batch.read(batches, num_batches, self.data, self.setup.reduction)
-        self.batch.count_over_replicas(self.pipeline, self.setup.reduction)
+        taken = self.steps.take(batches, num_batches)
         PROGRESS.enter("callbacks")
-        return taken, self.batch.num_items
+        return taken
 
     def adapt(self) -> None:
         """Carry out what the freeze policy and the cache have decided. Collective where a decision is made."""
@@ -415,7 +393,7 @@ class PipelineRun(TrainerCallback):
 
     def _update(self, cache: AutoCache) -> None:
         """Tell the cache what has been seen since the last step. Collective over all processes."""
-        doubts, self._doubts = self._doubts, self._doubts & Doubt.FLAGS
+        doubts, self.steps.doubts = self.steps.doubts, self.steps.doubts & Doubt.FLAGS
         if Doubt.INPUTS in doubts:
             cache.disable(OTHER_INPUTS)
         assert self.data is not None
@@ -430,171 +408,12 @@ class PipelineRun(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ a step
     def step(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
-
-        1. What callbacks have frozen or unfrozen.
-        2. The batch, prepared, with its rows' keys; on all stages that of the first one.
-        3. The pipeline's step: the last stage computes the loss.
-        4. All processes hear of one another: the loss, and what somebody has seen.
-
-        Returns:
-            The loss of the global batch, the same on every process.
-        """
-        pipeline, state = self.pipeline, self._job.trainer.state
-        PROGRESS.enter("step")
-        # 1
-        self._follow_flags()
-        is_rechecked = pipeline.num_stages > 1 and self._rechecks.is_due(state.global_step, state.epoch or 0.0)
-        if is_rechecked:
-            self._refuse_copied_placeholders()
-        self._switch_to_training()
-        # 2
-        self.batch.begin(inputs, pipeline)
-        # a callback may have changed frozen weights since the last step: then what is in the store is no longer theirs
-        other_weights = self._watches_steps and self.cache is not None and not self.cache.weights_look_same()
-        batch, other_inputs = self._prepare(inputs, other_weights)
-        # 3
-        current = self._in_flight = BatchInFlight(
-            self._loss, self.setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
-        )
-        with naming_long_rows(self._job.model, batch):
-            pipeline.prepare(batch)
-            with _as_the_user_raised_it():
-                received = pipeline.step(batch, keeps_received=is_rechecked)
-        other_loss = self._recheck_loss(current, batch, received) if received else None
-        self.log.recorder.count_rows(current.part.global_rows, len(current.losses))
-        empty_every = self._job.args.torch_empty_cache_steps
-        if empty_every is not None and state.global_step % empty_every == 0:
-            clear_device_cache()
-        # 4
-        mine = StepVotes(
-            stop=self.preemption.signal.is_asked,
-            other_inputs=other_inputs or (pipeline.cache is not None and pipeline.cache.met_other_inputs),
-            other_weights=other_weights,
-            exchanged_inputs=current.exchanges_inputs,
-            other_flags=pipeline.weights.flags_changed,
-            other_loss=other_loss is not None,
-        )
-        loss = self._agree(current.total(self._job.device), mine, other_loss)
-        PROGRESS.enter("callbacks")
-        return loss
-
-    def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """On the last stage: a micro-batch's part of the global batch's loss."""
-        assert self._in_flight is not None
-        return self._in_flight.loss_of(self.pipeline, micro_batch)
+        """`Steps.step`."""
+        return self.steps.step(inputs)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all stages, which the freeze policy may see first. Collective over the pipeline."""
-        callback, accelerator, scale = self._job.freeze_callback, self._job.trainer.accelerator, self._loss.scale
-        if callback is not None and callback.wants_gradient_norms:
-            callback.observe(self.pipeline.squared_gradient_norms(scale))
-        unscale = accelerator.unscale_gradients if accelerator.scaler is not None else None
-        with phase("update"):
-            return self.pipeline.clip_grad_norm(max_norm, unscale, scale)
-
-    def _switch_to_training(self) -> None:
-        trainer = self._job.trainer
-        self.pipeline.train()
-        switch = getattr(trainer.optimizer, "train", None)  # of schedule-free optimizers
-        if callable(switch):
-            switch()
-        scaler = trainer.accelerator.scaler
-        if scaler is not None:
-            # it is set up by its first use, and the stages without the loss would not use it
-            scaler.scale(torch.zeros((), device=self._job.device))
-
-    def _prepare(self, inputs: dict[str, Any], other_weights: bool) -> tuple[Batch, bool]:
-        """The batch that the model gets; whether its keys are of other inputs. Collective over the pipeline."""
-        pipeline, part = self.pipeline, self.batch.current
-        keys = part.keys if part.rows and pipeline.cache is not None else None
-        if keys is not None and other_weights:
-            keys = keys.blank()  # other stages may have no doubt
-        batch = prepared(self._job, inputs, keys)
-        other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
-        if pipeline.num_stages > 1:
-            batch = self.batch.share(pipeline, batch)
-            other_inputs &= pipeline.stage_index == 0
-            if other_weights and KEYS_NAME in batch:
-                batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
-        return batch, other_inputs
-
-    def _agree(self, loss: torch.Tensor, mine: StepVotes, other_loss: str | None) -> torch.Tensor:
-        """Over all processes, where there are several.
-
-        Raises:
-            ValueError: somebody has seen what must not be.
-        """
-        votes, mesh, model = mine, self._job.mesh, self._job.model
-        if mesh.world_size > 1:
-            PROGRESS.enter("all-reduce")
-            loss, votes = mine.agree(loss)
-            if votes.exchanged_inputs:
-                raise_for_exchanged_inputs(model)
-            if votes.other_loss:
-                found = next(filter(None, mesh.gather_objects(other_loss)))
-                raise_for_changed_loss(model, self._job.trainer.state.global_step + 1, found)
-            if votes.other_flags:
-                raise ValueError(
-                    "requires_grad of parameters was changed by something else than a callback (in compute_loss,"
-                    " training_step or another method): where several processes train one model, all have to know of"
-                    " it before the step. Change it in a TrainerCallback, at on_step_begin for one."
-                )
-        self.preemption.is_agreed = votes.stop
-        if votes.other_inputs:
-            self._doubts |= Doubt.INPUTS
-        if votes.other_weights:
-            self._doubts |= Doubt.WEIGHTS
-        return loss
-
-    def _follow_flags(self) -> None:
-        """Train what the user's callbacks have made trainable since the last step, and not what they have frozen.
-
-        Collective over all processes where a callback may have done so: only the processes that hold a parameter
-        can tell.
-        """
-        pipeline = self.pipeline
-        has_changed = pipeline.weights.flags_changed
-        if pipeline.mesh.world_size > 1:
-            may_have_changed = self._watches_steps or Doubt.FLAGS in self._doubts
-            has_changed = may_have_changed and pipeline.mesh.any(has_changed)
-        self._doubts &= ~Doubt.FLAGS
-        if has_changed:
-            pipeline.follow_flags()
-
-    def _recheck_loss(
-        self, current: BatchInFlight, batch: Batch, received: Sequence[Sequence[torch.Tensor]]
-    ) -> str | None:
-        """On a last stage, after a step: what speaks against adding up the parts' losses. Not collective."""
-        setup = self.setup
-        if len(received) < 2 or setup.loss_is_random or setup.reduction.kind == "whole" or not current.part.rows:
-            return None
-        is_exact = self._loss.is_exact and self._job.mixed_precision == "no"
-        return loss_has_changed(
-            self.pipeline,
-            batch,
-            received,
-            lambda _, part: current.again(self.pipeline, part),
-            (self._job.trainer,),
-            EXACT if is_exact else HALF_PRECISION,
-        )
-
-    def _refuse_copied_placeholders(self) -> None:
-        """Collective over all processes.
-
-        Raises:
-            ValueError: a callback, or the trainer, keeps copies of parameters that are not here.
-        """
-        pipeline = self.pipeline
-        owners = [*self._job.users_callbacks, self._job.trainer]
-        mine = keeper_of_placeholders(owners, pipeline.model, list(pipeline.missing_parameters.values()))
-        name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
-        if name is not None:
-            raise ValueError(
-                f"{name} keeps copies of the model's parameters (a running average, for one), and each of"
-                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN"
-                " while it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
-            )
+        """`Steps.clip`."""
+        return self.steps.clip(max_norm)
 
     # ------------------------------------------------------------------------------------ checkpoints
     def memory(self) -> dict[str, Any]:
@@ -649,7 +468,7 @@ class PipelineRun(TrainerCallback):
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.num_epochs_begun += 1
-        self._doubts |= Doubt.FLAGS
+        self.steps.doubts |= Doubt.FLAGS
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.preemption.evaluate_what_is_owed()  # here the random states are those of the checkpoint
@@ -680,9 +499,9 @@ class PipelineRun(TrainerCallback):
 
     def _show_weights(self) -> None:
         """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
-        if self._cut is not None and self.pipeline.is_placed:
+        if self._steps is not None and self.pipeline.is_placed:
             self.pipeline.weights.onload()
-            self._doubts |= Doubt.WEIGHTS | Doubt.FLAGS
+            self._steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
 
 
 @contextmanager
@@ -715,17 +534,3 @@ def watch_steps(callbacks: Sequence[Any]) -> bool:
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in callbacks for n, method in stock.items()
     )
-
-
-@contextmanager
-def _as_the_user_raised_it() -> Iterator[None]:
-    """Inside, an error that torch's schedule has wrapped into another one comes out as it was, if it is a sentence."""
-    inner: ValueError | None = None
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error.__cause__, ValueError):
-            raise
-        inner = error.__cause__
-    if inner is not None:
-        raise inner

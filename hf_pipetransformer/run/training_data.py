@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
+from ..cache.sharing import ReadAhead, current_file, node_name, node_shares
 from ..data.numbered_batches import GivenBatches, KeysApart, NumberedBatches, NumberedLoader, refuse_empty
 from ..resilience.preemption import WorkerStart
-from .cache_control import ReadAhead, current_file, node_name, node_shares
 from .job import TrainingJob, whole_stream
 
 CACHE_FOLDER = "_activation_cache"

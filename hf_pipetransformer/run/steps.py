@@ -1,0 +1,273 @@
+"""The steps of a run: what happens in each `training_step`, under whatever plan is in force.
+
+take     the batches of an optimizer step, counted over the replicas
+step     1 flags    2 batch    3 forward and backward    4 votes
+clip     the gradient's norm over all stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Flag, auto
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+
+from ..cache.content_keys import KEYS_NAME, without_keys
+from ..model.loss_probe import raise_for_exchanged_inputs
+from ..model.loss_scaling import EXACT, HALF_PRECISION
+from ..model.micro_batch import Batch, naming_long_rows
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..resilience.progress import PROGRESS, phase
+from .batches import GlobalBatch, prepared
+from .cache_control import AutoCache
+from .job import TrainingJob
+from .loss import BatchInFlight, TrainersLoss
+from .preemption import Preemption
+from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
+from .recorder import RunRecorder
+from .setup import Setup, TrainingData
+from .votes import StepVotes
+
+
+class Doubt(Flag):
+    """What may not be as it was, on some process: it is looked at before the next step."""
+
+    NONE = 0
+    INPUTS = auto()
+    """The model was called on other inputs than those that the cache's keys are of."""
+    WEIGHTS = auto()
+    """A callback may have changed frozen weights: it seems so, or it may have got hold of them."""
+    FLAGS = auto()
+    """A callback may have set `requires_grad`."""
+
+
+class Steps:
+    """Runs the steps of one `train()`, once the model is placed.
+
+    Args:
+        job: the training.
+        pipeline: the model.
+        setup: what was found out before the first step.
+        data: of the training.
+        cache: of frozen layers' outputs, if there is one.
+        preemption: told when all have heard that the training must end.
+        recorder: told of each batch.
+        watches_steps: a callback of the user's, on some process, may read weights at each step.
+
+    Attributes:
+        batch: of the optimizer step under way.
+        doubts: what has been seen, or may have happened, since the run looked last.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        pipeline: ElasticPipeline,
+        setup: Setup,
+        data: TrainingData,
+        cache: AutoCache | None,
+        preemption: Preemption,
+        recorder: RunRecorder,
+        watches_steps: bool,
+    ) -> None:
+        self.batch = GlobalBatch()
+        self.doubts = Doubt.NONE
+        self._job, self._pipeline, self._setup = job, pipeline, setup
+        self._data, self._cache = data, cache
+        self._preemption, self._recorder = preemption, recorder
+        self._watches_steps = watches_steps
+        self._loss = TrainersLoss(job)
+        self._in_flight: BatchInFlight | None = None
+        self._rechecks = Rechecks()
+
+    def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
+        """The batches of the next optimizer step, and the items in it. Collective over all processes."""
+        self.batch = GlobalBatch()
+        taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction)
+        self.batch.count_over_replicas(self._pipeline, self._setup.reduction)
+        return taken, self.batch.num_items
+
+    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
+
+        1. What callbacks have frozen or unfrozen.
+        2. The batch, prepared, with its rows' keys; on all stages that of the first one.
+        3. The pipeline's step: the last stage computes the loss.
+        4. All processes hear of one another: the loss, and what somebody has seen.
+
+        Returns:
+            The loss of the global batch, the same on every process.
+        """
+        pipeline, cache, state = self._pipeline, self._cache, self._job.trainer.state
+        PROGRESS.enter("step")
+        # 1
+        self._follow_flags()
+        is_rechecked = pipeline.num_stages > 1 and self._rechecks.is_due(state.global_step, state.epoch or 0.0)
+        if is_rechecked:
+            self._refuse_copied_placeholders()
+        self._switch_to_training()
+        # 2
+        self.batch.begin(inputs, pipeline)
+        # a callback may have changed frozen weights since the last step: then what is in the store is no longer theirs
+        other_weights = self._watches_steps and cache is not None and not cache.weights_look_same()
+        batch, other_inputs = self._prepare(inputs, other_weights)
+        # 3
+        current = self._in_flight = BatchInFlight(
+            self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
+        )
+        with naming_long_rows(self._job.model, batch):
+            pipeline.prepare(batch)
+            with _as_the_user_raised_it():
+                received = pipeline.step(batch, keeps_received=is_rechecked)
+        other_loss = self._recheck_loss(current, batch, received) if received else None
+        self._recorder.count_rows(current.part.global_rows, len(current.losses))
+        empty_every = self._job.args.torch_empty_cache_steps
+        if empty_every is not None and state.global_step % empty_every == 0:
+            clear_device_cache()
+        # 4
+        mine = StepVotes(
+            stop=self._preemption.signal.is_asked,
+            other_inputs=other_inputs or (pipeline.cache is not None and pipeline.cache.met_other_inputs),
+            other_weights=other_weights,
+            exchanged_inputs=current.exchanges_inputs,
+            other_flags=pipeline.weights.flags_changed,
+            other_loss=other_loss is not None,
+        )
+        loss = self._agree(current.total(self._job.device), mine, other_loss)
+        PROGRESS.enter("callbacks")
+        return loss
+
+    def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
+        """On the last stage: a micro-batch's part of the global batch's loss."""
+        assert self._in_flight is not None
+        return self._in_flight.loss_of(self._pipeline, micro_batch)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all stages, which the freeze policy may see first. Collective over the pipeline."""
+        callback, accelerator, scale = self._job.freeze_callback, self._job.trainer.accelerator, self._loss.scale
+        if callback is not None and callback.wants_gradient_norms:
+            callback.observe(self._pipeline.squared_gradient_norms(scale))
+        unscale = accelerator.unscale_gradients if accelerator.scaler is not None else None
+        with phase("update"):
+            return self._pipeline.clip_grad_norm(max_norm, unscale, scale)
+
+    def _switch_to_training(self) -> None:
+        trainer = self._job.trainer
+        self._pipeline.train()
+        switch = getattr(trainer.optimizer, "train", None)  # of schedule-free optimizers
+        if callable(switch):
+            switch()
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            # it is set up by its first use, and the stages without the loss would not use it
+            scaler.scale(torch.zeros((), device=self._job.device))
+
+    def _prepare(self, inputs: dict[str, Any], other_weights: bool) -> tuple[Batch, bool]:
+        """The batch that the model gets; whether its keys are of other inputs. Collective over the pipeline."""
+        pipeline, part = self._pipeline, self.batch.current
+        keys = part.keys if part.rows and pipeline.cache is not None else None
+        if keys is not None and other_weights:
+            keys = keys.blank()  # other stages may have no doubt
+        batch = prepared(self._job, inputs, keys)
+        other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
+        if pipeline.num_stages > 1:
+            batch = self.batch.share(pipeline, batch)
+            other_inputs &= pipeline.stage_index == 0
+            if other_weights and KEYS_NAME in batch:
+                batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
+        return batch, other_inputs
+
+    def _agree(self, loss: torch.Tensor, mine: StepVotes, other_loss: str | None) -> torch.Tensor:
+        """Over all processes, where there are several.
+
+        Raises:
+            ValueError: somebody has seen what must not be.
+        """
+        votes, mesh, model = mine, self._job.mesh, self._job.model
+        if mesh.world_size > 1:
+            PROGRESS.enter("all-reduce")
+            loss, votes = mine.agree(loss)
+            if votes.exchanged_inputs:
+                raise_for_exchanged_inputs(model)
+            if votes.other_loss:
+                found = next(filter(None, mesh.gather_objects(other_loss)))
+                raise_for_changed_loss(model, self._job.trainer.state.global_step + 1, found)
+            if votes.other_flags:
+                raise ValueError(
+                    "requires_grad of parameters was changed by something else than a callback (in compute_loss,"
+                    " training_step or another method): where several processes train one model, all have to know of"
+                    " it before the step. Change it in a TrainerCallback, at on_step_begin for one."
+                )
+        self._preemption.is_agreed = votes.stop
+        if votes.other_inputs:
+            self.doubts |= Doubt.INPUTS
+        if votes.other_weights:
+            self.doubts |= Doubt.WEIGHTS
+        return loss
+
+    def _follow_flags(self) -> None:
+        """Train what the user's callbacks have made trainable since the last step, and not what they have frozen.
+
+        Collective over all processes where a callback may have done so: only the processes that hold a parameter
+        can tell.
+        """
+        pipeline = self._pipeline
+        has_changed = pipeline.weights.flags_changed
+        if pipeline.mesh.world_size > 1:
+            may_have_changed = self._watches_steps or Doubt.FLAGS in self.doubts
+            has_changed = may_have_changed and pipeline.mesh.any(has_changed)
+        self.doubts &= ~Doubt.FLAGS
+        if has_changed:
+            pipeline.follow_flags()
+
+    def _recheck_loss(
+        self, current: BatchInFlight, batch: Batch, received: Sequence[Sequence[torch.Tensor]]
+    ) -> str | None:
+        """On a last stage, after a step: what speaks against adding up the parts' losses. Not collective."""
+        setup = self._setup
+        if len(received) < 2 or setup.loss_is_random or setup.reduction.kind == "whole" or not current.part.rows:
+            return None
+        is_exact = self._loss.is_exact and self._job.mixed_precision == "no"
+        return loss_has_changed(
+            self._pipeline,
+            batch,
+            received,
+            lambda _, part: current.again(self._pipeline, part),
+            (self._job.trainer,),
+            EXACT if is_exact else HALF_PRECISION,
+        )
+
+    def _refuse_copied_placeholders(self) -> None:
+        """Collective over all processes.
+
+        Raises:
+            ValueError: a callback, or the trainer, keeps copies of parameters that are not here.
+        """
+        pipeline = self._pipeline
+        owners = [*self._job.users_callbacks, self._job.trainer]
+        mine = keeper_of_placeholders(owners, pipeline.model, list(pipeline.missing_parameters.values()))
+        name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} keeps copies of the model's parameters (a running average, for one), and each of"
+                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN"
+                " while it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
+            )
+
+
+@contextmanager
+def _as_the_user_raised_it() -> Iterator[None]:
+    """Inside, an error that torch's schedule has wrapped into another one comes out as it was, if it is a sentence."""
+    inner: ValueError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        inner = error.__cause__
+    if inner is not None:
+        raise inner
