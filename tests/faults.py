@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from test_elastic import MID_EPOCH, SHRINK, stages_by_frozen
+from test_elastic_pipeline import MID_EPOCH, SHRINK, stages_by_frozen
 from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 

@@ -14,7 +14,7 @@ import numpy as np
 from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter
 
 FINGERPRINT = "0f" * 16
-SECONDS = 30  # how long a child may take before it is killed
+SECONDS = 60.0
 
 
 def key_of(number: int) -> bytes:

@@ -19,7 +19,7 @@ import torch
 from distributed import RankOutcome, launch_ranks, run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_elastic import FreezeAt
+from test_elastic_pipeline import FreezeAt
 from training_data import Kind, PadCollator, TrainingData
 from training_runs import Outcome, Run, largest_difference, outcome_of
 from transformers import Trainer, TrainingArguments

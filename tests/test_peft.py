@@ -10,7 +10,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from selection import few, slow
-from test_elastic import FreezeAt, StopAfter
+from test_elastic_pipeline import FreezeAt, StopAfter
 from torch import nn
 from training_data import PadCollator
 from training_runs import (

@@ -33,7 +33,7 @@ from faults import (
     global_rows,
     train,
 )
-from test_elastic import MID_EPOCH, reference
+from test_elastic_pipeline import MID_EPOCH, reference
 from training_runs import WORLD, Outcome, assert_same_training
 
 from hf_pipetransformer.errors import PeerFailedError

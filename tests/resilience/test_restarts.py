@@ -21,7 +21,7 @@ from training_runs import Outcome
 
 from hf_pipetransformer.resilience.checkpoints import SAVING, latest_valid
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 PROCESSES = 4
 LAUNCHERS = {

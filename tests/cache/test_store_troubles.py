@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 from distributed import run_ranks
 from test_activation_files import small_disk
-from test_auto_cache import EPOCH_START, RUNS, SHRINK, augmented, cached, expected_of, hit_rates, trainer_of
-from test_elastic import StopAfter
+from test_cache_control import EPOCH_START, RUNS, SHRINK, augmented, cached, expected_of, hit_rates, trainer_of
+from test_elastic_pipeline import StopAfter
 from torch import nn
 from training_data import LONGEST
 from training_runs import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from selection import slow
-from test_auto_cache import hit_rates, trainer_of
+from test_cache_control import hit_rates, trainer_of
 from torch import nn
 from training_data import PadCollator
 from training_runs import Run, largest_difference, outcome_of, with_cache_changed

@@ -19,7 +19,7 @@ import torch
 from distributed import run_ranks
 from safetensors.torch import load_file
 from selection import few, slow
-from test_elastic import StopAfter, reference, stages_by_frozen
+from test_elastic_pipeline import StopAfter, reference, stages_by_frozen
 from torch import nn
 from training_data import Kind, TrainingData
 from training_runs import (

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from test_elastic import reference
+from test_elastic_pipeline import reference
 from training_runs import (
     WORLD,
     Outcome,

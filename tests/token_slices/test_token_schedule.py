@@ -12,8 +12,8 @@ import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from selection import slow
-from test_elastic import reference as freezing_reference
-from test_elastic import stages_by_frozen
+from test_elastic_pipeline import reference as freezing_reference
+from test_elastic_pipeline import stages_by_frozen
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import (
