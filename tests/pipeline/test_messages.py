@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 
 def messages_of(rank: int, world_size: int) -> PipelineMessages:
     dist.init_process_group("gloo")
-    groups = ProcessMesh(timedelta(seconds=60)).layout(world_size)
+    groups = ProcessMesh(timedelta(seconds=60)).groups(world_size)
     return PipelineMessages(range(world_size), rank, groups.pipeline, groups.pipeline_control, torch.device("cpu"))
 
 

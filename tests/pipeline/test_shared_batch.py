@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.pipeline.shared_batch import BatchChannel
+from hf_pipetransformer.run.batches import GlobalBatch
 
 KIND = "text-classification"
 
@@ -25,10 +28,16 @@ class Noting:
         self.fed = []
         self.prepared = 0
 
-    def _share_batch(self, pipeline, batch):
-        batch = super()._share_batch(pipeline, batch)
-        self.fed.append({name: value.clone() for name, value in batch.items()})
-        return batch
+    def training_step(self, *positional):
+        share = GlobalBatch.share
+
+        def noting(mine, pipeline, batch):
+            batch = share(mine, pipeline, batch)
+            self.fed.append({name: value.clone() for name, value in batch.items()})
+            return batch
+
+        with mock.patch.object(GlobalBatch, "share", noting):
+            return super().training_step(*positional)
 
 
 class MixingInputs:

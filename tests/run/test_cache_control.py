@@ -229,9 +229,11 @@ def augmented(
     reasons: list[str | None] = []
 
     class Watching(WithNoise):
-        def _adapt(self) -> None:
-            super()._adapt()  # type: ignore[misc]
-            reasons.append(self._auto_cache and self._auto_cache.reason_off)  # type: ignore[attr-defined]
+        def get_batch_samples(self, *positional: Any) -> Any:
+            batches = super().get_batch_samples(*positional)  # type: ignore[misc]
+            cache = self._pipeline_run.cache  # type: ignore[attr-defined]
+            reasons.append(cache and cache.reason_off)
+            return batches
 
     run = Run("image-classification", epochs=5, trainer=Watching).with_options(**options)
     outcome, epochs = cached(rank, world_size, run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
