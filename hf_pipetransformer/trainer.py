@@ -4,7 +4,7 @@
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
       create_optimizer        the model is cut here: PipelineRun.place
       get_batch_samples       the one safe point: a proposed freeze is carried out; counts the global batch's items
-      training_step           PipelineRun.step -> ElasticPipeline.step -> compute_loss on the last stage
+      training_step           Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         of the accelerator: the norm over all stages
       evaluate                the stock methods, over gathered rows
       save                    `CheckpointWrite`, around the stock method, over gathered weights
@@ -249,7 +249,7 @@ class PipeTransformerTrainer(Trainer):
     # ------------------------------------------------------------------------------------ steps
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         run = self._pipeline_run
-        return super().training_step(model, inputs, num_items_in_batch) if run is None else run.step(inputs)
+        return super().training_step(model, inputs, num_items_in_batch) if run is None else run.steps.step(inputs)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         if not self._is_stock and self.args.average_tokens_across_devices:
@@ -262,7 +262,7 @@ class PipeTransformerTrainer(Trainer):
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm over all stages.")
         assert self._pipeline_run is not None
-        return self._pipeline_run.clip(max_norm)
+        return self._pipeline_run.steps.clip(max_norm)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any

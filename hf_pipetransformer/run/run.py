@@ -1,8 +1,7 @@
 """One `train()` of a pipeline: an object that is made when it begins, and is gone when it ends.
 
     STEP         get_batch_samples -> take: adapt, then the batches of a step, counted over the replicas
-                 training_step -> step: prepare the batch, ElasticPipeline.step -> loss_of (last stage), votes
-                 clip_grad_norm_ -> clip: the norm over all stages
+                 training_step -> Steps.step (steps.py)
     TRANSFORM    adapt: the cache's decision, a proposed freeze, agreed -> Planner.next -> ElasticPipeline.transform
     CHECKPOINT   CheckpointWrite asks for `memory`
 
@@ -405,15 +404,6 @@ class PipelineRun(TrainerCallback):
         )
         if report is not None:
             self.log.cache_epoch(report)
-
-    # ------------------------------------------------------------------------------------ a step
-    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """`Steps.step`."""
-        return self.steps.step(inputs)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """`Steps.clip`."""
-        return self.steps.clip(max_norm)
 
     # ------------------------------------------------------------------------------------ checkpoints
     def memory(self) -> dict[str, Any]:

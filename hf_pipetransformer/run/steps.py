@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from enum import Flag, auto
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
@@ -30,7 +32,6 @@ from .preemption import Preemption
 from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .recorder import RunRecorder
 from .setup import Setup, TrainingData
-from .votes import StepVotes
 
 
 class Doubt(Flag):
@@ -43,6 +44,38 @@ class Doubt(Flag):
     """A callback may have changed frozen weights: it seems so, or it may have got hold of them."""
     FLAGS = auto()
     """A callback may have set `requires_grad`."""
+
+
+@dataclass(frozen=True)
+class StepVotes:
+    """Seen on this process; after `agree`, on some process.
+
+    Attributes:
+        stop: SIGTERM has come.
+        other_inputs: the model was called on other inputs than those that the cache's keys are of.
+        other_weights: a callback seems to have changed frozen weights.
+        exchanged_inputs: the last stage has called the model on other inputs than the stages before it.
+        other_flags: something else than a callback has set `requires_grad`.
+        other_loss: the loss is another function than before the first step.
+    """
+
+    stop: bool = False
+    other_inputs: bool = False
+    other_weights: bool = False
+    exchanged_inputs: bool = False
+    other_flags: bool = False
+    other_loss: bool = False
+
+    def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, StepVotes]:
+        """The sum of all processes' losses, and what any of them has seen. Collective over all processes.
+
+        Args:
+            loss: of this process, 0-dimensional.
+        """
+        loss = loss.float()
+        together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in astuple(self))])
+        dist.all_reduce(together)
+        return together[0], StepVotes(*(together[1:] > 0).tolist())
 
 
 class Steps:
