@@ -1,11 +1,11 @@
-"""`hf-pipetransformer`: look at a model and its stages before training.
+"""`hf-pipetransformer`: inspect a model, predict its training, and report on it.
 
     hf-pipetransformer inspect bert
     hf-pipetransformer inspect ./my-model --task sequence-classification --stages 2,4 --json
     hf-pipetransformer plan bert --devices 8 --batch 128 --seq 384 --epochs 10 --samples 88500
 
-`inspect` needs a configuration, no weights: each parameter takes the memory of one element, so a
-laptop can look at a model of billions of parameters.
+`inspect` needs a configuration but no weights: each parameter occupies the memory of a single element, so a laptop can
+inspect a model with billions of parameters.
 
 Exit codes: 0 done, 1 the model cannot run as a pipeline, 2 wrong arguments or unknown model.
 """
@@ -174,7 +174,7 @@ def report(
 
 
 def _fail(code: int, message: str) -> NoReturn:
-    """Print one line to the error stream and leave with the exit code."""
+    """Print one line to stderr and exit with the code."""
     typer.echo("error: " + " ".join(message.split()), err=True)
     raise typer.Exit(code)
 
