@@ -57,7 +57,7 @@ def inspect(
     ] = "1,2,4,8",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a model's units, its shared parameters, and how it would be cut into stages."""
+    """Print a model's units, its shared parameters, and how it would be split into stages."""
     try:
         numbers = [int(number) for number in stages.split(",")]
     except ValueError:
@@ -77,7 +77,7 @@ def inspect(
         batch, units = inspection.measure(model)
     except UnsupportedModelError as error:
         _fail(1, str(error))
-    except (ImportError, ValueError) as error:  # a package is missing, or the model refuses its configuration or batch
+    except (ImportError, ValueError) as error:  # a package is missing, or the model rejects its configuration or batch
         _fail(1, f"{model_or_config} cannot be inspected: {error}")
     report = inspection.make_report(model, batch, units, [number for number in numbers if number <= len(units)])
     typer.echo(json.dumps(report, indent=2) if as_json else inspection.as_text(report, units))
@@ -119,7 +119,7 @@ def plan(
     task: Annotated[str, typer.Option(help="As for inspect.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict a whole training: stages, memory, time and speed-up in each epoch; nothing is launched."""
+    """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
     if task != "auto" and task not in inspection.TASKS:
         _fail(2, f"--task is {task!r}, but the tasks are auto, {', '.join(inspection.TASKS)}.")
     try:
@@ -165,7 +165,7 @@ def report(
         Path | None, typer.Option(help="The file to write.", show_default="report.html in OUTPUT_DIR")
     ] = None,
 ) -> None:
-    """Write one HTML file about a training: layouts, speed, memory, cache, losses, where the time went."""
+    """Write one HTML file about a training: layouts, speed, memory, cache, losses, and where the time went."""
     try:
         path = write_report(output_dir, output)
     except ValueError as error:

@@ -3,7 +3,7 @@
     rows of a micro-batch        a    b    c    d           f = 4 layers are frozen, before it were 2
     in the store                 4    2    -    4           fetch() looks for 4, then for 2
     run                         2-4  0-4                    c from the first unit, b from the third, without a graph
-    go on together from 4        a    b    c    d
+    continue together from 4     a    b    c    d
     put                               b    c
 
 If all samples are found at the same boundary, nothing is computed twice: the stage's own pass starts at that boundary,

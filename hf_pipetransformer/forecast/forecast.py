@@ -1,7 +1,7 @@
 """Forecast of a whole training, before anything is launched.
 
     freeze policy -> f in each epoch
-    AutoCache     -> c in each epoch      of these f layers so many come from the cache
+    AutoCache     -> c in each epoch      number of these f layers that come from the cache
     planner       -> plan of each epoch   make_plan at the start, replan where f or c changes, as the trainer does
     plan.predict  -> step                 plus the time to load what is cached
     choose_slices -> step                 instead, where sequences are cut along their tokens and that is faster

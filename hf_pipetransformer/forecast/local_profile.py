@@ -86,7 +86,7 @@ def profile_here(
         threads = int(os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // processes, 1)))
         arguments = (processes, folder, threads, config, model_class, device_type, rows, tokens, row_bytes)
         multiprocessing.spawn(_measure, arguments, nprocs=processes)
-        times, speed = torch.load(Path(folder, "profile"), weights_only=False)  # written by ourselves a moment ago
+        times, speed = torch.load(Path(folder, "profile"), weights_only=False)  # our own processes have written it
     return LocalProfile(times, speed, processes)
 
 

@@ -255,10 +255,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         is_new, self._begins_within_epoch = not self._begins_within_epoch, False
         if self.freeze_strategy != "epoch" or not is_new or state.global_step == 0:
             return
-        if self._decided_at == state.global_step:  # by a job whose checkpoint was written anew after it had begun it
+        if self._decided_at == state.global_step:  # an earlier job has decided, and saved after that
             return
         self._refuse_late()
-        if self._num_layers is None:  # resumed at an epoch's begin: at the first forward
+        if self._num_layers is None:  # resumed at the start of an epoch: decide at the first forward
             assert self._standalone is not None
             self._standalone.decides_at_first_forward = True
         else:

@@ -3,7 +3,7 @@
 A checkpoint is written under another name. When all its files are on disk, a manifest with their sizes and checksums
 is added, and only then the folder is renamed to its final name:
 
-    output_dir/_saving/checkpoint-40/     being written; if the process is killed, nobody takes it for a checkpoint
+    output_dir/_saving/checkpoint-40/     being written; never taken for a checkpoint, even if the process is killed
     output_dir/checkpoint-40/             complete, with manifest.json
 
 (Uploads to the Hub skip names that begin with "_".)
