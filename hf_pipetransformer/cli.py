@@ -1,11 +1,11 @@
-"""`hf-pipetransformer`: look at a model and its stages before training.
+"""`hf-pipetransformer`: inspect a model, predict its training, and report on it.
 
     hf-pipetransformer inspect bert
     hf-pipetransformer inspect ./my-model --task sequence-classification --stages 2,4 --json
     hf-pipetransformer plan bert --devices 8 --batch 128 --seq 384 --epochs 10 --samples 88500
 
-`inspect` needs a configuration, no weights: each parameter takes the memory of one element, so a
-laptop can look at a model of billions of parameters.
+`inspect` needs a configuration but no weights: each parameter occupies the memory of a single element, so a laptop can
+inspect a model with billions of parameters.
 
 Exit codes: 0 done, 1 the model cannot run as a pipeline, 2 wrong arguments or unknown model.
 """
@@ -57,7 +57,7 @@ def inspect(
     ] = "1,2,4,8",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a model's units, its shared parameters, and how it would be cut into stages."""
+    """Print a model's units, its shared parameters, and how it would be split into stages."""
     try:
         numbers = [int(number) for number in stages.split(",")]
     except ValueError:
@@ -77,7 +77,7 @@ def inspect(
         batch, units = inspection.measure(model)
     except UnsupportedModelError as error:
         _fail(1, str(error))
-    except (ImportError, ValueError) as error:  # a package is missing, or the model refuses its configuration or batch
+    except (ImportError, ValueError) as error:  # a package is missing, or the model rejects its configuration or batch
         _fail(1, f"{model_or_config} cannot be inspected: {error}")
     report = inspection.make_report(model, batch, units, [number for number in numbers if number <= len(units)])
     typer.echo(json.dumps(report, indent=2) if as_json else inspection.as_text(report, units))
@@ -119,7 +119,7 @@ def plan(
     task: Annotated[str, typer.Option(help="As for inspect.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict a whole training: stages, memory, time and speed-up in each epoch; nothing is launched."""
+    """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
     if task != "auto" and task not in inspection.TASKS:
         _fail(2, f"--task is {task!r}, but the tasks are auto, {', '.join(inspection.TASKS)}.")
     try:
@@ -165,7 +165,7 @@ def report(
         Path | None, typer.Option(help="The file to write.", show_default="report.html in OUTPUT_DIR")
     ] = None,
 ) -> None:
-    """Write one HTML file about a training: layouts, speed, memory, cache, losses, where the time went."""
+    """Write one HTML file about a training: layouts, speed, memory, cache, losses, and where the time went."""
     try:
         path = write_report(output_dir, output)
     except ValueError as error:
@@ -174,7 +174,7 @@ def report(
 
 
 def _fail(code: int, message: str) -> NoReturn:
-    """Print one line to the error stream and leave with the exit code."""
+    """Print one line to stderr and exit with the code."""
     typer.echo("error: " + " ".join(message.split()), err=True)
     raise typer.Exit(code)
 

@@ -1,21 +1,21 @@
-"""What goes wrong in words that a user can act on."""
+"""Errors whose messages tell the user what to do."""
 
 from __future__ import annotations
 
 import torch
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-"""What torch and the libraries below it say then, most of them in a plain `RuntimeError`."""
+"""Parts of the messages with which torch and the libraries below it report it, mostly in a plain `RuntimeError`."""
 
 
 ONE_STAGE = "et pipeline_parallel_size=1"
-"""In a remedy, behind "S" or "s"."""
+"""Part of a remedy, after "S" or "s"."""
 FREEZE_NOTHING = "reeze nothing (freeze_policy='none' and no LayerFreezeCallback)"
-"""The same where there is one stage already, behind "F" or "f": layers are looked for only because they freeze."""
+"""Its replacement, after "F" or "f", if there is only one stage: layers are then needed only for freezing."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be run as a pipeline, or some of its layers cannot be frozen.
+    """Raised if the model cannot be run as a pipeline, or some of its layers cannot be frozen.
 
     The message names the model, the reason, and what can be done about it.
     """
@@ -29,11 +29,11 @@ class UnsupportedModelError(ValueError):
         self.wanted = wanted
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
-        # the default would call __init__ with the finished message; errors travel between processes
+        # the default would call __init__ with the complete message; errors are sent between processes
         return type(self), (self.model_name, self.reason, self.remedy, self.wanted)
 
     def with_one_stage(self) -> UnsupportedModelError:
-        """The same where there is one stage already: then that is no remedy, and frozen layers are the reason."""
+        """The error for a run with one stage: that is no remedy then, and freezing layers is what failed."""
         if ONE_STAGE not in self.remedy:
             return self
         remedy = self.remedy.replace(f"S{ONE_STAGE}", f"F{FREEZE_NOTHING}").replace(
@@ -43,14 +43,15 @@ class UnsupportedModelError(ValueError):
 
 
 class PeerFailedError(RuntimeError):
-    """Another process of the job died, failed or hangs; the message says which one, in which phase, at which step.
+    """Raised if another process of the job died, failed or hangs.
 
-    Nothing can be repaired inside the process. Start the job again with `resume_from_checkpoint="last"`.
+    The message names the process, its phase and its step. The failure cannot be repaired inside the process: start the
+    job again with `resume_from_checkpoint="last"`.
     """
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this process had too little memory on a device or the host, which says nothing against the model."""
+    """Whether a device or the host ran out of memory, which does not mean that the model is unsupported."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, PeerFailedError) or not isinstance(error, RuntimeError):

@@ -1,9 +1,9 @@
-"""Generators of random numbers: the global ones, and those that users' objects own.
+"""Random number generators: the global ones, and those that users' objects own.
 
-`seeded` and `global_state_kept` act on what Python, NumPy and torch draw from by default, on the CPU and on the
-accelerator. A collator, a dataset or a trainer may have generators of its own, which no seed reaches:
-`generators_kept` finds them, so that looking at a few samples before the first step draws nothing from them that
-training would miss.
+`seeded` and `global_state_kept` handle the default generators of Python, NumPy and torch, on the CPU and on the
+accelerator. A collator, a dataset or a trainer may own generators that no seed reaches. `generators_kept` finds them
+and restores their states, so that collating a few samples before the first step does not change the random numbers of
+the training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 DEEPEST = 8
-"""Steps from an object to a generator that is looked for: attribute, element, closure, ..."""
+"""Maximum distance from an object to a generator, in steps such as attribute, element or closure."""
 MOST_OBJECTS = 5_000
-"""That are looked at; the nearest come first."""
+"""Maximum number of objects that are searched, the nearest first."""
 MOST_ELEMENTS = 256
-"""Of a container. Those of a longer one are samples, not parts."""
+"""Containers with more elements than this are not searched, because their elements are samples, not parts."""
 
 _ABSENT = object()
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, torch.Tensor)
@@ -42,7 +42,7 @@ _INSTALLED = tuple(
 
 # ------------------------------------------------------------------------------------ the global generators
 def seed_all(seed: int) -> None:
-    """Seed the generators that Python, NumPy and torch draw from by default; the accelerator's, too, if it is used."""
+    """Seed the default generators of Python, NumPy and torch, and the accelerator's if it is in use."""
     torch.default_generator.manual_seed(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -53,7 +53,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def global_state_kept() -> Iterator[None]:
-    """Afterwards the global generators go on as if nothing had been drawn inside."""
+    """Context manager that restores the states of the global generators on exit."""
     device = _device_module()
     on_device = device.get_rng_state() if device is not None else None
     on_cpu = torch.default_generator.get_state()
@@ -70,9 +70,9 @@ def global_state_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the global generators draw from `seed`; afterwards they go on as if nothing had been drawn.
+    """Context manager: the global generators are seeded with `seed` inside it, and their states are restored on exit.
 
-    Random augmentation and collators (masking) so draw the same on every rank of a pipeline.
+    Random augmentation and collators (masking) thus draw the same numbers on every rank of a pipeline.
     """
     with global_state_kept():
         seed_all(seed)
@@ -80,7 +80,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def global_states() -> dict[str, list[Any]]:
-    """What the generators on the CPU draw from next, by library, in values for JSON."""
+    """States of the generators on the CPU, by library, in values for JSON."""
     version, python, gauss = random.getstate()
     kind, numpy, *rest = np.random.get_state(legacy=True)
     torch_state = base64.b64encode(torch.default_generator.get_state().numpy().tobytes()).decode()
@@ -92,7 +92,7 @@ def global_states() -> dict[str, list[Any]]:
 
 
 def set_global_states(states: Mapping[str, list[Any]]) -> None:
-    """Let the generators of these libraries draw from what `global_states` has returned."""
+    """Restore the states of these libraries' generators that `global_states` has returned."""
     if "torch" in states:
         state = np.frombuffer(base64.b64decode(states["torch"][0]), dtype=np.uint8)
         torch.default_generator.set_state(torch.from_numpy(state.copy()))
@@ -105,7 +105,7 @@ def set_global_states(states: Mapping[str, list[Any]]) -> None:
 
 
 def _device_module() -> Any:
-    """Of the accelerator, if this process has begun to use it; never in a loader's worker, which must not."""
+    """The accelerator's module, if this process uses it already; None in a loader's worker, which must not use it."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or get_worker_info() is not None:
         return None
@@ -116,13 +116,13 @@ def _device_module() -> Any:
 # ------------------------------------------------------------------------------------ generators of users' objects
 @contextmanager
 def generators_kept(*owners: Any) -> Iterator[None]:
-    """Afterwards the generators that these objects own go on as if nothing had been drawn inside.
+    """Context manager that restores the states of the generators that these objects own on exit.
 
-    They are looked for in attributes, containers, partial functions, closures and in what the user's own functions
-    read of their module. One that an object makes inside, when it first needs it, is taken from it again.
+    Generators are searched for in attributes, containers, partial functions, closures and the module globals that the
+    user's own functions read. A generator that an object creates inside, when it first needs it, is removed again.
 
     Args:
-        owners: a collator, a dataset, a trainer, a model; None is passed over.
+        owners: a collator, a dataset, a trainer, a model; None is ignored.
     """
     found = _Search(owners)
     states = [(generator, _state_of(generator)) for generator in found.generators]
@@ -136,19 +136,19 @@ def generators_kept(*owners: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Namespace:
-    """Attributes of an object, or entries of a dict, and what they were."""
+    """Attributes of an object, or entries of a dict, with their earlier values."""
 
     values: MutableMapping[Any, Any]
     before: dict[Any, Any]
 
 
 class _Search:
-    """A walk through some objects and their parts, breadth first."""
+    """Breadth-first search through some objects and their parts."""
 
     def __init__(self, owners: tuple[Any, ...]) -> None:
         self.generators: list[Any] = []
         self._namespaces: list[_Namespace] = []
-        self._seen: dict[int, Any] = {}  # with the object: a number may be another one's when it is gone
+        self._seen: dict[int, Any] = {}  # holds the objects, since an id may be reused once its object is freed
         self._next: deque[tuple[Any, int]] = deque((owner, 0) for owner in owners)
         while self._next and len(self._seen) < MOST_OBJECTS:
             one, depth = self._next.popleft()
@@ -161,7 +161,7 @@ class _Search:
                 self._next.extend((part, depth + 1) for part in self._parts_of(one))
 
     def forget_new_ones(self) -> None:
-        """Take away the generators that have come since."""
+        """Remove the generators that were created since the search."""
         known = {id(generator) for generator in self.generators}
         for namespace in self._namespaces:
             for name, value in list(namespace.values.items()):
@@ -210,12 +210,12 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether it is a function that no installed package has brought."""
+    """Whether it is a function that does not come from an installed package."""
     return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
 
 
 def parts_of_function(function: FunctionType) -> list[Any]:
-    """What a function has at hand: defaults, closure, and of a user's the global names that it reads."""
+    """What a function refers to: defaults, closure, and, for a user's function, the global names that it reads."""
     parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:

@@ -1,4 +1,4 @@
-"""The arguments of a pipeline run: all of `transformers.TrainingArguments`, and those of the pipeline."""
+"""Training arguments of a pipeline run: those of `transformers.TrainingArguments` and those of the pipeline."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .resilience.stores import use_fresh_store, wait_for_connections
 logger = logging.getLogger(__name__)
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
-"""Their step is taken inside the backward, before gradients are complete."""
+"""Optimizers that update parameters during the backward, before the gradients are complete."""
 
 
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""Name -> how states are stored; None: as they are computed."""
+"""Name -> data type in which hidden states are stored; None keeps the data type in which they are computed."""
 
 MOST_SECONDS = 10**9
-"""That a timeout may be; PyTorch cannot wait for ever."""
+"""Upper bound for a timeout, in seconds; PyTorch does not support an infinite one."""
 
 
 def _is_number(value: Any) -> bool:
@@ -52,7 +52,7 @@ def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
 
 
 def _token_slices(value: Any) -> str | int | list[int]:
-    """The field's value, whether it comes from Python, YAML or the command line."""
+    """Parse `token_slices`, given in Python, in YAML or on the command line."""
     given = value
     if isinstance(value, str) and value not in ("off", "auto"):
         try:
@@ -74,7 +74,7 @@ def _token_slices(value: Any) -> str | int | list[int]:
 def _from_json(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:  # of numbers with thousands of digits, too
+    except ValueError as error:  # also raised for integers with thousands of digits
         raise ValueError(f'{name}={text!r} is not JSON ({error}): write it as {{"1": 4, "2": 7}}.') from None
     if not isinstance(value, dict):
         raise ValueError(f'{name}={text!r}: it must be a map, such as {{"1": 4, "2": 7}}.')
@@ -87,13 +87,13 @@ if TYPE_CHECKING:
 else:
 
     class IntOrAuto:
-        """What HfArgumentParser makes an int or "auto" of: it takes one type per argument, and calls it."""
+        """Parses an int or "auto" for HfArgumentParser, which takes one type per argument and calls it."""
 
         def __new__(cls, text: str) -> int | str:
             return _int_or_auto("value", text)
 
     class SlicesOrName:
-        """Likewise of "off", "auto", an int or a list."""
+        """Parses "off", "auto", an int or a list for HfArgumentParser."""
 
         def __new__(cls, text: str) -> str | int | list[int]:
             return _token_slices(text)
@@ -101,80 +101,95 @@ else:
 
 @dataclass
 class PipeTransformerTrainingArguments(TrainingArguments):
-    """Arguments of a [`PipeTransformerTrainer`]: all of `transformers.TrainingArguments` and the following.
+    """
+    Arguments of a [`PipeTransformerTrainer`].
+
+    This class includes all arguments of `transformers.TrainingArguments` and the following ones.
 
     > Parameters that control the pipeline
 
     Args:
         pipeline_parallel_size (`int` or `"auto"`, *optional*, defaults to 1):
-            Number of stages K that the model is cut into, one per process. It must divide the number of processes;
-            world size / K pipelines run side by side. `"auto"`: the shortest that fits the devices' memory, or a
-            longer one that is predicted to be faster by 15%.
+            Number of pipeline stages K that the model is split into, with one process per stage. It must divide the
+            number of processes; the remaining factor, world size / K, is the number of data-parallel pipelines.
+            `"auto"` selects the smallest number of stages that fits the devices' memory, or a larger one if it is
+            predicted to be at least 15% faster.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
-            Order of the micro-batches' forwards and backwards: `"1f1b"` or `"gpipe"`.
+            Order in which the forwards and backwards of the micro-batches run: `"1f1b"` or `"gpipe"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
-            Micro-batches that a pipeline's batch is cut into. All have one size, so the largest divisor of the
-            batch's rows up to this number is used. `"auto"`: the fastest of those that are predicted to be fast, tried
-            on the first training steps; with `full_determinism` by a fixed rule.
+            Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
+            the largest divisor of the number of samples in the batch up to this value is used. `"auto"` times
+            the numbers that are predicted to be fast during the first training steps and keeps the fastest; with
+            `full_determinism` it uses a fixed rule instead.
         token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
-            Of a causal language model: cut micro-batches along their tokens, too, so that a pipeline has enough to
-            do with few long sequences (TeraPipe, ICML 2021). A number of equal slices; their lengths, as a list (what
-            remains of a row is one more slice); or `"auto"`: slices and micro-batches by a dynamic program over
-            what slices of different lengths are measured to take. While there is one stage nothing is cut.
+            Whether to split the micro-batches of a causal language model along the sequence dimension as well, which
+            keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets
+            the number of equal slices. A list sets the lengths of the slices; the rest of a sequence forms one more
+            slice. `"auto"` chooses slices and micro-batches with a dynamic program over the measured times of slices
+            of different lengths. Sequences are not split while there is only one stage.
 
-    > Parameters that control the freezing of layers
+    > Parameters that control layer freezing
 
     Args:
         freeze_policy (`str`, *optional*, defaults to `"none"`):
-            How many layers are frozen, from the bottom up, at each decision: `"none"`, `"alpha"`, `"adaptive"`,
-            `"autofreeze"` or `"schedule"`. A policy of your own is an argument of the trainer.
+            Policy that determines how many layers are frozen, from the bottom up, at each decision: `"none"`,
+            `"alpha"`, `"adaptive"`, `"autofreeze"` or `"schedule"`. To use a policy of your own, pass it to the
+            trainer.
         freeze_alpha (`float`, *optional*, defaults to 1/3):
-            Share of the active layers that a decision of `"alpha"` or `"adaptive"` freezes, between 0 and 1.
+            Fraction of the active layers, between 0 and 1, that the policies `"alpha"` and `"adaptive"` freeze at each
+            decision (for `"adaptive"`, at most).
         freeze_strategy (`str`, *optional*, defaults to `"epoch"`):
-            When decisions are made: `"epoch"`, at each epoch's begin but the first, or `"steps"`.
+            When freezing decisions are made: `"epoch"`, at the start of each epoch but the first, or `"steps"`, every
+            `freeze_steps` optimizer steps.
         freeze_steps (`float`, *optional*):
-            Optimizer steps between decisions of `freeze_strategy="steps"`; below 1 a share of all steps.
+            Number of optimizer steps between two decisions if `freeze_strategy="steps"`. A value below 1 is
+            interpreted as a fraction of all training steps.
         freeze_schedule (`dict`, *optional*):
-            Of `freeze_policy="schedule"`: epoch (or step, for `freeze_strategy="steps"`) -> number of frozen layers.
-            As JSON on the command line.
+            Schedule for `freeze_policy="schedule"`. It maps an epoch (or a step, if `freeze_strategy="steps"`) to the
+            number of layers that are frozen from then on. On the command line it is given as JSON.
         max_frozen_layers (`int`, *optional*):
-            Never freeze more layers than this.
+            Upper bound on the number of frozen layers.
         elastic (`bool`, *optional*, defaults to `True`):
-            After a freeze, pack the layers into fewer stages where they fit, and use the freed devices as replicas.
+            Whether to repack the layers into fewer stages after a freeze, if they fit, and to use the freed devices
+            as data-parallel replicas.
 
     > Parameters that control the cache of frozen layers' outputs
 
     Args:
         activation_cache (`str`, *optional*, defaults to `"auto"`):
-            Keep what frozen layers give for each sample, and do not compute it again in the next epoch: `"auto"` (if
-            it is measured to pay), `"on"` or `"off"`. Models whose frozen layers do not give the same in another
-            batch train without, and say why.
+            Whether to store the frozen layers' outputs for each sample and to read them in the next epochs instead of
+            computing them again: `"auto"` (only if it is measured to be faster), `"on"` or `"off"`. If the output of
+            a model's frozen layers for a sample depends on the rest of the batch, the model is trained without
+            the cache, and the reason is logged.
         activation_cache_dir (`str`, *optional*):
-            Where to keep it, on a local disk; best where the page cache can hold it. Defaults to `activation_cache` in
-            `output_dir`, which is removed when training has ended.
+            Directory of the cache. It should be on a local disk, and preferably fit into the page cache. Defaults to
+            `activation_cache` in `output_dir`; this default directory is removed when training ends.
         activation_cache_dtype (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`: as it is computed. `"bf16"` takes half of the space of fp32, and costs some digits; `"fp32"`.
+            Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
+            `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.
         activation_cache_max_gib (`float`, *optional*):
-            Size limit on each node, and never more than 80% of the disk's free space. What does not fit is computed.
+            Maximum size of the cache on each node, in GiB. Independently of this limit, the cache never uses more
+            than 80% of the disk's free space. Samples that do not fit are recomputed.
 
-    > Parameters that control what happens when a process fails
+    > Parameters that control the handling of failed processes
 
     Args:
         watchdog_timeout (`float`, *optional*, defaults to 30):
-            Seconds after which a process that is stopped, or gets nowhere in a training step, is given up: all
-            processes end, and say which one it was and where. Five times the longest step if that is longer; ten
-            times this while data is loaded; in callbacks and where files are written, `ddp_timeout`. One that dies is
-            noticed at once. `0`: nobody looks, as while you debug.
+            Number of seconds after which a process that is stopped, or makes no progress in a training step, is
+            considered hung. All processes then exit with a message that names the hung process and where it stopped.
+            The limit is five times the longest step if that is longer, ten times `watchdog_timeout` while data is
+            loaded, and `ddp_timeout` in callbacks and while files are written. A process that dies is detected
+            immediately. `0` disables the watchdog, which is useful for debugging.
 
     > Defaults that differ from `TrainingArguments`
 
-    - `use_cpu` is set where there is no accelerator.
-    - `average_tokens_across_devices` is off: the trainer counts the items of the global batch itself, whatever the
-      layout.
+    - `use_cpu` is set if there is no accelerator.
+    - `average_tokens_across_devices` is set to `False`, because the trainer itself counts the items of the global
+      batch, for any combination of pipeline and data parallelism.
 
-    With one stage and FSDP, DeepSpeed, `torch_compile`, several devices in one process, `auto_find_batch_size`,
-    `bf16_full_eval`, `fp16_full_eval` or another setting that distributes or converts the model, everything is left
-    to the stock Trainer, and these defaults are its own.
+    With a single stage, the stock `Trainer` runs unchanged, with its own defaults, if FSDP, DeepSpeed,
+    `torch_compile`, several devices in one process, `auto_find_batch_size`, `bf16_full_eval`, `fp16_full_eval` or
+    another setting that distributes or converts the model is used.
     """
 
     pipeline_parallel_size: IntOrAuto = field(
@@ -250,7 +265,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise ValueError(f"elastic={self.elastic!r}: it must be True or False.")
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
-        self.make_freeze_policy()  # refuses what is out of range
+        self.make_freeze_policy()  # raises if a value is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         self._check_slices()
         if self.uses_pipeline:
@@ -280,11 +295,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 self._refuse_what_only_now_is_known()
             except ValueError:
                 if dist.is_initialized():
-                    dist.barrier()  # a process that left now would leave others waiting for it to connect
+                    dist.barrier()  # if a process exited now, others would wait for it to connect
                 raise
 
     def _warn_of_unused(self) -> None:
-        """An error would be too much: a configuration file may hold them for another policy."""
+        """Warn about fields without effect. They are no error, as a configuration file may hold them for later."""
         needs = (("freeze_schedule", "freeze_policy", "schedule"), ("freeze_steps", "freeze_strategy", "steps"))
         for name, other, wanted in needs:
             value, found = getattr(self, name), getattr(self, other)
@@ -293,7 +308,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     @property
     def slices_tokens(self) -> bool:
-        """Whether sequences are cut along their tokens."""
+        """Whether sequences are split along their tokens."""
         return self.token_slices != "off"
 
     def _check_slices(self) -> None:
@@ -346,10 +361,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             )
 
     def make_freeze_policy(self) -> FreezePolicy:
-        """The policy that the fields ask for.
+        """Return the freeze policy that the fields describe.
 
         Raises:
-            ValueError: an unknown name, or a value out of its range.
+            ValueError: the name is unknown, or a value is out of range.
         """
         assert not isinstance(self.freeze_schedule, str)
         return make_policy(
@@ -366,12 +381,12 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """The pipeline moves each stage's parameters itself."""
+        """Whether the Trainer moves the model to the device. The pipeline moves each stage's parameters itself."""
         return super().place_model_on_device if self.leaves_model_to_trainer else False
 
     @property
     def leaves_model_to_trainer(self) -> bool:
-        """With one stage: whether something else distributes or compiles the model, so that the stock Trainer runs."""
+        """Whether the stock Trainer runs: with one stage, if something else distributes or compiles the model."""
         return not self.uses_pipeline and bool(
             self.fsdp
             or self.deepspeed
@@ -391,7 +406,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         return isinstance(self.accelerator_config, AcceleratorConfig) and self.accelerator_config.split_batches
 
     def _refuse_what_excludes_a_pipeline(self) -> None:
-        """Fields that contradict more than one stage; known before any device is set up."""
+        """Refuse settings that are incompatible with several stages and are known before any device is set up."""
         wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
         for name, why in (
             ("fsdp", "FSDP shards the parameters that the stages hold"),
@@ -435,7 +450,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             )
 
     def _refuse_what_only_now_is_known(self) -> None:
-        """What is wrong with this process's devices, and with what the command line gives as JSON."""
+        """Refuse unsupported devices of this process, and unsupported settings that arrive as JSON."""
         wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
         if self.n_gpu > 1:
             raise ValueError(
@@ -458,7 +473,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             )
 
     def _refuse_impossible_layout(self, world_size: int) -> None:
-        """Judged by the launcher's environment: a process that fails later may leave others waiting for it."""
+        """Refuse a number of stages that does not divide the number of processes.
+
+        It uses the launcher's environment variables, because a process that fails later may leave others waiting.
+        """
         stages = self.pipeline_parallel_size
         wanted = f"pipeline_parallel_size={stages}"
         if stages == "auto" or world_size % stages == 0:

@@ -1,1 +1,1 @@
-"""What frozen layers give, kept on disk: keys, store, and whether it may be kept."""
+"""The on-disk cache of frozen layers' outputs: keys, store, and the check whether caching is safe for a model."""

@@ -1,18 +1,18 @@
-"""AutoCache on one process: take the frozen layers' outputs from the store, compute what it lacks, put that there.
+"""AutoCache in one process: read frozen layers' outputs from the store, compute and store those that are missing.
 
     rows of a micro-batch        a    b    c    d           f = 4 layers are frozen, before it were 2
     in the store                 4    2    -    4           fetch() looks for 4, then for 2
-    run                         2-4  0-4                    c from the start, b from where it is, without a graph
-    go on together from 4        a    b    c    d
+    run                         2-4  0-4                    c from the first unit, b from the third, without a graph
+    continue together from 4     a    b    c    d
     put                               b    c
 
-Where all rows are found at one place nothing is run twice: the stage's own pass begins there, and what it computes at
-the frozen layers' end is put into the store.
+If all samples are found at the same boundary, nothing is computed twice: the stage's own pass starts at that boundary,
+and what it computes at the last frozen layer is put into the store.
 
-On the last stage, with K = 1 the only one, a user's `compute_loss` calls the model, and may call it on other inputs
-than those that were looked up: on mixed ones, in training only, now and then. On any stage a forward pre-hook of the
-user's may change them. So nothing is put, and on the last stage nothing is used, until the model's own `forward` is
-about to begin with the very inputs.
+On the last stage (with K = 1, the only one), a user's `compute_loss` calls the model. It may call the model on other
+inputs than those that were looked up: for example on mixed ones, in training only, in some of the steps. On any stage,
+a user's forward pre-hook may change the inputs. Therefore nothing is put into the store, and on the last stage nothing
+that was read is used, until the model's own `forward` is about to run on exactly the inputs that were looked up.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_MARKS = 600.0
-"""How often a training notes that it uses its generations, so that no other one takes them for left over."""
+"""Interval at which a training marks its generations as in use, so that other trainings do not evict them."""
 
 SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors after which there may be room again."""
+"""Errors that may go away once space has been freed."""
 
 MOST_RETRIES = 8
-"""Of a batch that finds its generation deleted, or the store full."""
+"""Maximum number of retries for a batch whose generation was deleted, or for which the store was full."""
 
 PENDING_BATCHES = 2
-"""That may wait to be written. What comes when as many wait is dropped, and is a miss in the next epoch."""
+"""Maximum number of batches that wait to be written. Further batches are dropped, and are misses in the next epoch."""
 
 
 @dataclass
 class CacheCounts:
-    """What a process has done with the cache since it was last asked."""
+    """What a process has done with the cache since the counts were last taken."""
 
     rows: int = 0
-    """Rows whose states were needed."""
+    """Number of samples whose hidden states were needed."""
     hits: int = 0
-    """Of them found where the frozen layers end now."""
+    """Number of them that were found at the current boundary of the frozen layers."""
     older_hits: int = 0
-    """Found where they ended before."""
+    """Number of them that were found at an earlier, lower boundary."""
     stored: int = 0
-    """Put where they end now."""
+    """Number of samples stored at the current boundary."""
     older_stored: int = 0
     present: int = 0
-    """Not put, because they were there already."""
+    """Number of samples that were not stored because they were in the store already."""
     dropped: int = 0
-    """Not written, because the writer was busy."""
+    """Number of samples that were not stored because the writer was busy."""
     damaged: int = 0
-    """In the store, but not as they were written: computed again."""
+    """Number of entries that were damaged in the store, and were therefore recomputed."""
     load_seconds: float = 0.0
-    """For all rows that were found."""
+    """Time spent loading the samples that were found."""
 
     @property
     def found(self) -> int:
@@ -87,7 +87,7 @@ class CacheCounts:
 
 @dataclass(frozen=True)
 class _Generation:
-    """Where the store has the output of the first `num_frozen` units."""
+    """A generation of the store: the output of the first `num_frozen` units, for one set of weights."""
 
     num_frozen: int
     fingerprint: str
@@ -96,27 +96,27 @@ class _Generation:
 
 @dataclass(frozen=True)
 class _Awaited:
-    """What a pass is to begin with once the model is called on these inputs."""
+    """How a pass starts once the model is called on these inputs."""
 
     inputs: KeyedInputs
     start: int
-    carry: Carry | None  # None: the pass has its own
+    carry: Carry | None  # None: the pass uses its own carry
     observer: Observer | None
 
 
 class ActivationCache:
-    """One process's way to the store, for one model.
+    """Reads and writes the store from one process, for one model.
 
     Args:
         stack: the model's units.
-        slots: for each number of units whose output may be kept, which of its tensors that is.
-        store: of this node.
-        writer: number of this process.
-        capacity: samples that are expected.
-        storage_dtype: of what is kept; None: as it is computed.
-        device: of this process.
-        padded_left: rows with padding on the left may be kept, too.
-        ignored: inputs that are no part of a key.
+        slots: for each number of units whose output may be cached, which of the output tensors is cached.
+        store: the store of this node.
+        writer: number that identifies this process as a writer.
+        capacity: expected number of samples.
+        storage_dtype: data type of the stored states; None stores them as they are computed.
+        device: device of this process.
+        padded_left: whether samples with padding on the left may be cached, too.
+        ignored: names of inputs that are not part of a key.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class ActivationCache:
         ignored: Collection[str] = NOT_IN_KEYS,
     ) -> None:
         self.counts = CacheCounts()
-        """Of the training."""
+        """Counts of the training."""
         self.evaluated = CacheCounts()
-        """Of the latest evaluation (`counting_apart`)."""
+        """Counts of the latest evaluation (`counting_apart`)."""
         self.failure: OSError | None = None
-        """Why nothing is written any more."""
+        """The error that stopped writing, if any."""
         self.met_other_inputs = False
-        """In training the model was called on other inputs than those that were looked up."""
+        """Whether the model was called, in training, on other inputs than those that were looked up."""
         self._stack = stack
         self._slots = slots
         self._store = store
@@ -148,19 +148,19 @@ class ActivationCache:
         self._device = device
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
-        self._found: tuple[int, Carry | None] = (0, None)  # for the pass that begins
+        self._found: tuple[int, Carry | None] = (0, None)  # result of the lookup for the pass that starts next
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
-        self._generations: list[_Generation] = []  # the newest first
+        self._generations: list[_Generation] = []  # newest first
         self._writes = False
         self._began = time.time()
         self._writer = _Writer(self)
 
     # ------------------------------------------------------------------------------------ generations
     def advance(self, num_frozen: int, fingerprint: str) -> None:
-        """From now on look for, and put, the output of the first `num_frozen` units; look for earlier ones, too."""
+        """Make the output of the first `num_frozen` units the current generation; older ones are still looked up."""
         self.flush()
-        counts = self.counts  # of where they end from now on nothing has been counted yet
+        counts = self.counts  # nothing has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
         if (num_frozen, fingerprint) not in [(g.num_frozen, g.fingerprint) for g in self._generations]:
@@ -170,7 +170,7 @@ class ActivationCache:
         self.resume_writing()
 
     def forget(self, keep: int) -> list[tuple[int, str]]:
-        """Look for the newest `keep` generations only; return the others, which may be deleted."""
+        """Keep only the newest `keep` generations; return the others, which may be deleted."""
         if not keep:
             self.flush()
             self._writer.close_generation()
@@ -181,16 +181,16 @@ class ActivationCache:
 
     @property
     def generations(self) -> list[tuple[int, str]]:
-        """(number of units, fingerprint) of what is looked for, the newest first."""
+        """(number of units, fingerprint) of the generations that are looked up, newest first."""
         return [(generation.num_frozen, generation.fingerprint) for generation in self._generations]
 
     def write(self, writes: bool) -> None:
-        """Say whether anybody will read what is put from now on."""
+        """Set whether states are stored from now on, that is, whether any process will read them."""
         self._writes = writes
 
     # ------------------------------------------------------------------------------------ reading
     def time_reading(self) -> float | None:
-        """Seconds a row that it takes to read back what was put last; None if nothing was put here."""
+        """Seconds per sample to read back the states that were stored last; None if this process stored none."""
         self.flush()
         last = self._writer.last
         if last is None or not self._generations:
@@ -202,10 +202,10 @@ class ActivationCache:
         return (time.perf_counter() - began) / len(last.keys)
 
     def fetch(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
-        """Find the rows' states for a pass that ends before unit `stop`; `watch` is to be asked next.
+        """Look up the samples' states for a pass that ends before unit `stop`. Call `watch` next.
 
         Returns:
-            As `look_up`; 0 and None if the pass goes through the head: what is found waits for the model's call.
+            As `look_up`; but 0 and None if the pass includes the head: what was found then waits for the model's call.
         """
         found = self.look_up(batch, keys, stop)
         if stop < self._stack.num_units:
@@ -214,15 +214,16 @@ class ActivationCache:
         return 0, None
 
     def look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
-        """Find the rows' states as far up as the store has them, and bring all to one place.
+        """Find the samples' states at the highest boundary in the store, and compute the others up to that boundary.
 
         Args:
             batch: the model's inputs on its device, without keys.
-            keys: of its rows.
-            stop: the first unit that is not this stage's.
+            keys: one key per sample.
+            stop: the first unit that does not belong to this stage.
 
         Returns:
-            The unit to go on with, and what the units before it would have given; 0 and None if no row was found.
+            The unit to continue with, and what the units before it would have returned; 0 and None if no sample was
+            found.
         """
         found = self._find(batch, keys, stop)
         if not found:
@@ -240,12 +241,12 @@ class ActivationCache:
         whole = states[0][1].new_empty(len(keys), *states[0][1].shape[1:])
         for rows, state in states:
             whole[rows] = state.to(whole.dtype)
-        if self.met_other_inputs:  # in one of the passes just now
+        if self.met_other_inputs:  # in one of the passes above
             return 0, None
         return level, self._as_carry(level, whole)
 
     def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
-        """Number of units -> the rows that were found behind so many, and their states on the device."""
+        """Number of units -> the samples that were found at that boundary, and their states on the device."""
         self.counts.rows += len(keys)
         spans = self._spans_of(keys)
         found: dict[int, tuple[list[int], torch.Tensor]] = {}
@@ -280,7 +281,7 @@ class ActivationCache:
     def _run(
         self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
     ) -> torch.Tensor:
-        """Bring a few rows from one boundary to the next; put them if that is where the frozen layers end."""
+        """Compute a few samples from one boundary to another; store them if the frozen layers end there."""
         carry = None if state is None else self._as_carry(start, state)
         runner = self._stack.runner
         self._await(runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
@@ -290,31 +291,31 @@ class ActivationCache:
         return reached[slot.stack][slot.position]
 
     def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
-        """The state with placeholders for what nothing above reads."""
+        """The state, with placeholders for the tensors that are not read above the boundary."""
         slot = self._slots[boundary]
         outputs = len(self._stack.runner.floating_outputs(slot.stack))
         return {slot.stack: tuple(state if p == slot.position else state.new_zeros(1) for p in range(outputs))}
 
-    # ------------------------------------------------------------------------------------ a pass that the user begins
+    # ------------------------------------------------------------------------------------ a pass started by the user
     def watch(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> None:
-        """The model is about to be called for a pass over [start, stop): that decides what is used, and put."""
+        """Prepare for a model call for a pass over [start, stop). That call decides what is used and stored."""
         if stop < self._stack.num_units:
             if start < stop:
                 self._await(self._stack.runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
             return
-        if self._awaited is not None:  # the last pass ran without a call of the whole model
+        if self._awaited is not None:  # the previous pass ran without a call of the whole model
             self.met_other_inputs = True
         (level, carry), self._found = self._found, (0, None)
         start = max(start, level)
         self._await(batch, start, carry, self.observer(batch, keys, start, stop))
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
-        """The model is to be called on these inputs."""
+        """Wait for the model to be called on these inputs."""
         self._awaited = _Awaited(KeyedInputs(inputs), start, carry, observer)
         self._remove_hook()
-        # anew for each pass: hooks of the user's, whenever they came, may change the inputs before
+        # registered anew for each pass, so that it runs after the user's hooks, which may change the inputs
         self._hook = self._stack.model.register_forward_pre_hook(
-            # no bound method: a callback may copy the model, and a thread cannot be copied
+            # not a bound method: a callback may deepcopy the model, and a thread cannot be copied
             lambda module, args, kwargs: self._on_call(module, args, kwargs),
             with_kwargs=True,
         )
@@ -325,7 +326,7 @@ class ActivationCache:
             self._hook = None
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call of the model's forward: does it get the inputs that have been looked up?"""
+        """Check, before the model's forward runs, whether it gets the inputs that were looked up."""
         awaited, runner = self._awaited, self._stack.runner
         if awaited is None or not runner.is_running or module is not self._stack.model:
             return
@@ -337,7 +338,7 @@ class ActivationCache:
 
     # ------------------------------------------------------------------------------------ writing
     def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
-        """What puts a state, if the frozen layers end in a pass over [start, stop)."""
+        """Return the observer that stores a state, if the frozen layers end in a pass over [start, stop)."""
         if not self._generations or not self._writes or self.failure is not None:
             return None
         end = self._generations[0].num_frozen
@@ -373,12 +374,12 @@ class ActivationCache:
         self._writer.put(_Entries(self._generations[0], digests, copy, spans, layout, copied, self.counts))
 
     def _spans_of(self, keys: Sequence[RowKey]) -> list[slice] | None:
-        """Where the rows' own tokens are; None for a batch that is not to be kept or looked for."""
+        """Positions of the samples' own tokens; None for a batch that is neither stored nor looked up."""
         spans = [key.span for key in keys]
         return None if not self._padded_left and any(span.start for span in spans) else spans
 
     def open_writer(self, generation: _Generation, layout: EntryFormat) -> GenerationWriter:
-        """The first one to write decides what the generation's facts say."""
+        """Open a generation for writing. The first process to write determines the generation's facts."""
         return self._store.writer(
             generation.num_frozen,
             generation.fingerprint,
@@ -388,32 +389,32 @@ class ActivationCache:
         )
 
     def make_room(self) -> bool:
-        """Delete one generation that no training has used lately, or each that did needs no more, if there is one."""
+        """Evict a generation, if there is one, that no training has used recently or that its users have released."""
         return self._store.evict(self._began - SECONDS_MARKS_LAST)
 
     def stop_writing(self, error: OSError) -> None:
-        """What the store has is used, the rest is computed from here on."""
+        """Stop writing after an error. Stored states are still read; the others are recomputed from now on."""
         self.failure = error
 
     def resume_writing(self) -> None:
-        """There may be room again."""
+        """Write again, because there may be space again."""
         self.failure = None
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is written any more for want of room, and of nothing else."""
+        """Whether writing stopped because of missing space, and for no other reason."""
         return self.failure is not None and self.failure.errno in FULL
 
     @property
     def why_full(self) -> str | None:
-        """Why nothing is written any more, in words."""
+        """The reason why writing stopped, in words."""
         error = self.failure
         if error is None:
             return None
         return error.strerror or str(error) if isinstance(error, StoreFull) else str(error)
 
     def flush(self) -> None:
-        """Wait until all that was put is written."""
+        """Wait until everything that was put has been written."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -423,7 +424,7 @@ class ActivationCache:
 
     @contextmanager
     def counting_apart(self) -> Iterator[None]:
-        """Inside, it is counted for an evaluation, whose rows say nothing about those of the training."""
+        """Context manager: count for an evaluation inside it, separately from the counts of the training."""
         counts, self.counts = self.counts, CacheCounts()
         met_other_inputs = self.met_other_inputs
         try:
@@ -433,20 +434,20 @@ class ActivationCache:
             self.met_other_inputs, self._awaited = met_other_inputs, None
 
     def take_counts(self) -> CacheCounts:
-        """What has been counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         counts, self.counts = self.counts, CacheCounts()
         return counts
 
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """How a row's bytes become a state.
+    """How a sample's bytes represent a hidden state.
 
     Attributes:
-        features: shape of a token's state; without an attention mask of a row's.
-        has_mask: rows are cut at their own tokens.
-        stored_dtype: of the bytes.
-        computed_dtype: of the state that the model goes on with.
+        features: shape of one token's state; without an attention mask, the shape of a sample's state.
+        has_mask: whether only a sample's own tokens are stored.
+        stored_dtype: data type of the stored bytes.
+        computed_dtype: data type of the state that the model continues with.
     """
 
     features: tuple[int, ...]
@@ -468,7 +469,7 @@ class EntryFormat:
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any] | None) -> EntryFormat | None:
-        """None where there are none, or they are damaged."""
+        """Create the format from a generation's facts; None if there are no facts, or they are damaged."""
         try:
             dtypes = [getattr(torch, facts[name]) for name in ("stored_dtype", "computed_dtype")]  # type: ignore[index]
             layout = cls(tuple(map(int, facts["features"])), bool(facts["has_mask"]), *dtypes)  # type: ignore[index]
@@ -477,7 +478,7 @@ class EntryFormat:
         return layout if all(isinstance(dtype, torch.dtype) for dtype in dtypes) else None
 
     def empty(self, spans: Sequence[slice], tokens: int | None, pinned: bool) -> tuple[torch.Tensor, list[memoryview]]:
-        """States to be read into, and for each row the bytes of its own tokens."""
+        """Allocate states to read into, and return for each sample the memory of its own tokens."""
         shape = (len(spans), tokens, *self.features) if self.has_mask else (len(spans), *self.features)
         states = torch.empty(tuple(size or 0 for size in shape), dtype=self.stored_dtype, pin_memory=pinned)
         return states, [_bytes_of(row[span]) for row, span in zip(states, spans, strict=True)]
@@ -485,26 +486,26 @@ class EntryFormat:
 
 @dataclass(frozen=True)
 class _Entries:
-    """A batch on its way to the store."""
+    """A batch that waits to be written."""
 
     generation: _Generation
     keys: list[bytes]
     states: torch.Tensor
     spans: list[slice]
     layout: EntryFormat
-    copied: Any  # the event after which the states are here
-    counts: CacheCounts  # to be told
+    copied: Any  # CUDA event after which the states are in host memory
+    counts: CacheCounts  # updated after the write
 
 
 class _Writer:
-    """Writes behind the training's back, in a thread of its own."""
+    """Writes to the store in a background thread."""
 
     def __init__(self, cache: ActivationCache) -> None:
         self._cache = cache
         self._queue: queue.Queue[_Entries | None] = queue.Queue(PENDING_BATCHES)
         self._thread: threading.Thread | None = None
         self._open: tuple[_Generation, GenerationWriter] | None = None
-        self.last: _Entries | None = None  # that was written
+        self.last: _Entries | None = None  # the last batch that was written
 
     @property
     def is_busy(self) -> bool:
@@ -520,7 +521,7 @@ class _Writer:
         self._queue.join()
 
     def close_generation(self) -> None:
-        """Nothing may be pending."""
+        """Close the open generation. No writes may be pending."""
         self.last = None
         if self._open is not None:
             self._open[1].close()
@@ -540,7 +541,7 @@ class _Writer:
                     self._write_somehow(entries)
             except OSError as error:
                 self._cache.stop_writing(error)
-            except Exception as error:  # a bug of ours must not stop the training
+            except Exception as error:  # a bug in the cache must not stop the training
                 logger.exception("Writing to the activation cache failed.")
                 self._cache.stop_writing(OSError(str(error)))
             finally:
@@ -555,7 +556,7 @@ class _Writer:
             self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
         writer = self._open[1]
         if EntryFormat.from_facts(writer.facts) != entries.layout:
-            return  # another batch had a mask where this one has none: one generation has one layout
+            return  # this batch has another format (for example no mask), and a generation has only one
         rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
         present = writer.num_present
         entries.counts.stored += writer.put(entries.keys, rows)
@@ -563,7 +564,7 @@ class _Writer:
         self.last = entries
 
     def _write_somehow(self, entries: _Entries) -> None:
-        """Go on in a new generation where another process has deleted this one; make room where the store is full."""
+        """Write; reopen the generation if another process has deleted it, and make room if the store is full."""
         for is_last in (*[False] * MOST_RETRIES, True):
             try:
                 return self._write(entries)
@@ -577,19 +578,19 @@ class _Writer:
 
 
 def _tokens(batch: Batch) -> int | None:
-    """The padded length; None where there is no attention mask."""
+    """Padded length of the batch; None if there is no attention mask."""
     mask = batch.get("attention_mask")
     return None if mask is None else int(mask.shape[1])
 
 
 def _bytes_of(row: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Memory of a contiguous tensor."""
     flat: Any = row.view(math.prod(row.shape)).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def _clear_padding(states: torch.Tensor, spans: Sequence[slice]) -> None:
-    """What is not a row's own token is not kept, and nothing reads it; but it must be finite."""
+    """Set the padding to zero. It is neither stored nor read, but it must be finite."""
     for state, span in zip(states, spans, strict=True):
         if span.start is not None:
             state[: span.start] = 0

@@ -1,22 +1,23 @@
-"""The files of one generation of cached activations, and how they are found, read and trusted.
+"""The files of one generation of cached activations: how entries are located, read and verified.
 
     <generation>/
       meta.json          format version, number of buckets, facts for people and programs, checksum
       table              buckets of 16 records: key, offset, nbytes, writer, check          (sparse)
       segment-<writer>   entries one after another: magic, nbytes, checksum, key, payload  (append-only)
-      used-<training>    empty: when it was touched, this training had need of the generation
+      used-<training>    empty; its modification time is when this training last needed the generation
 
     key ──hash──> bucket ──> record of the key ──> offset in segment-<writer> ──> header agrees? checksum? ──> hit
 
-Nothing here is locked or synchronised to the disk, and files may be damaged, cut short or deleted at any time. So:
+There are no locks and no fsync, and files may be damaged, truncated or deleted at any time. Therefore:
 
-1. An entry vouches for itself. A hit needs its key, length, magic number and checksum, whatever led the reader there.
-2. Files are read and written at explicit offsets and never mapped into memory: a full disk, or a file that was cut
-   short, is an error or a short read, not a SIGBUS, and processes that were forked share no file position.
-3. All files are opened relative to the generation's folder: they belong together even where the folder is moved away
+1. Each entry is self-verifying. A hit requires the key, the length, the magic number and the checksum to match,
+   whatever led the reader there.
+2. Files are read and written at explicit offsets and are never memory-mapped. A full disk or a truncated file then
+   results in an error or a short read, not in a SIGBUS, and forked processes share no file position.
+3. All files are opened relative to the generation's folder, so they belong together even if the folder is moved away
    and another one takes its name.
-4. No symbolic link is followed, and nothing is opened that another user owns or may write to: who can put a link in
-   the place of a segment could else make a training write to any of its user's files, or read foreign ones.
+4. No symbolic link is followed, and nothing is opened that another user owns or may write to. Otherwise, a user who
+   replaces a segment by a link could make a training write to any file of its own user, or read foreign files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FORMAT_VERSION = 2
 META = "meta.json"
 TABLE = "table"
 SEGMENT = "segment-"
-"""What a segment's name begins with; its writer's number follows."""
+"""Prefix of a segment's file name; the number of its writer follows."""
 
 KEY_BYTES = 16
 RECORDS_PER_BUCKET = 16
@@ -51,7 +52,7 @@ _RECORD = struct.Struct("<16sQIHH")  # key, offset of the entry, nbytes of the p
 _CHECKED_BYTES = _RECORD.size - 2
 _BUCKET_BYTES = RECORDS_PER_BUCKET * _RECORD.size
 _SLOTS = range(0, _BUCKET_BYTES, _RECORD.size)
-_MAX_OFFSET = 2**63 - 2**33  # leaves the system calls a number for the entry's end
+_MAX_OFFSET = 2**63 - 2**33  # so that the end of an entry still fits into the offsets of system calls
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux and macOS
 
 HEADER_BYTES = _HEADER.size
@@ -60,7 +61,7 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Meta(NamedTuple):
-    """What `meta.json` says besides the version."""
+    """The contents of `meta.json` besides the version."""
 
     num_buckets: int
     facts: dict[str, Any]
@@ -69,7 +70,7 @@ class Meta(NamedTuple):
         return json.dumps({**self._content(), "checksum": self.checksum()})
 
     def checksum(self) -> str:
-        """Of all that is said: a number of the facts may be the size of what a reader allocates."""
+        """Checksum of the whole content, because a damaged fact could be the size of a reader's allocation."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self._content(), sort_keys=True).encode())
 
     def _content(self) -> dict[str, Any]:
@@ -77,19 +78,19 @@ class Meta(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Where an entry is."""
+    """Location of an entry."""
 
     offset: int
     nbytes: int
-    """Of the payload, without the header."""
+    """Size of the payload, without the header."""
     writer: int
 
 
 class GenerationFiles:
-    """The open files of one generation. One thread at a time.
+    """The open files of one generation. Not thread-safe.
 
     Args:
-        path: the folder.
+        path: the generation's folder.
         table_flags: how to open the table, as for `os.open`.
 
     Raises:
@@ -97,7 +98,7 @@ class GenerationFiles:
         ValueError: `meta.json` is missing, damaged, or of another version.
 
     Attributes:
-        num_damaged: entries that the table had, and that could not be read whole or had other bytes.
+        num_damaged: number of entries that were in the table, but were truncated or had wrong bytes.
     """
 
     def __init__(self, path: Path, table_flags: int) -> None:
@@ -114,26 +115,26 @@ class GenerationFiles:
             raise
 
     def open_file(self, name: str, flags: int) -> int:
-        """Descriptor of a file in the folder, until `close`. A file made by it has mode 0600."""
+        """Open a file in the folder; its descriptor is valid until `close`. A file that it creates has mode 0600."""
         descriptor = open_private(name, flags, self._folder)
         self._closing.callback(os.close, descriptor)
         return descriptor
 
     def close(self) -> None:
-        """Close all files. What is called later fails or finds nothing."""
+        """Close all files. Later calls fail or find nothing."""
         self._closing.close()
-        self._folder = self._table = -1  # the old numbers may soon be other files'
+        self._folder = self._table = -1  # the old descriptors may soon be reused for other files
         self._segments.clear()
 
     def are_deleted(self) -> bool:
-        """Whether the generation has been deleted: what is open still works, but other processes cannot see it."""
+        """Whether the generation was deleted: open files still work, but other processes cannot see them."""
         try:
             return os.fstat(self._table).st_nlink == 0
-        except OSError:  # a network file system has lost it
+        except OSError:  # a network file system has lost the file
             return True
 
     def find(self, key: bytes) -> Record | None:
-        """The record of `key`; None where there is none that is intact."""
+        """Return the record of `key`; None if there is no intact one."""
         try:
             bucket = self._read_bucket(key)
         except OSError:
@@ -144,14 +145,15 @@ class GenerationFiles:
         return None
 
     def read_into(self, key: bytes, payload: memoryview) -> bool:
-        """Read the payload of `key` to its place.
+        """Read the payload of `key` into a buffer.
 
         Args:
             key: 16 bytes.
-            payload: where to, writable; a payload of another length is not read.
+            payload: writable buffer; a payload of another length is not read.
 
         Returns:
-            Whether all bytes arrived and the entry says that they are those of `key`. If not, the bytes are undefined.
+            Whether all bytes were read and the entry's header confirms that they belong to `key`. If not, the bytes
+            are undefined.
         """
         record = self.find(key)
         if record is None or record.nbytes != payload.nbytes:
@@ -165,7 +167,7 @@ class GenerationFiles:
         return is_whole
 
     def prefetch(self, key: bytes) -> None:
-        """Ask the kernel to read an entry into the page cache, where the platform has a call for it."""
+        """Ask the kernel to read an entry into the page cache, if the platform supports it."""
         record = self.find(key)
         if record is not None and hasattr(os, "posix_fadvise"):
             with suppress(OSError):
@@ -173,7 +175,7 @@ class GenerationFiles:
                 os.posix_fadvise(segment, record.offset, HEADER_BYTES + record.nbytes, os.POSIX_FADV_WILLNEED)
 
     def slot_for(self, key: bytes) -> int | None:
-        """Where in the table the record of `key` is or may be written; None where its bucket is full.
+        """Offset in the table at which the record of `key` is or may be written; None if its bucket is full.
 
         Raises:
             OSError: The table cannot be read.
@@ -182,14 +184,14 @@ class GenerationFiles:
         own = next(_slots_of(key, bucket), None)
         if own is not None:
             return self._bucket_offset(key) + own
-        begin = key[-1] % RECORDS_PER_BUCKET  # two writers that race for a bucket seldom take the same slot
+        begin = key[-1] % RECORDS_PER_BUCKET  # so that two concurrent writers seldom choose the same slot
         for slot in (*_SLOTS[begin:], *_SLOTS[:begin]):
             if _unpack_record(bucket, slot) is None:  # empty or damaged
                 return self._bucket_offset(key) + slot
         return None
 
     def insert(self, key: bytes, record: Record) -> bool:
-        """Write the record of an entry that is complete. False if its bucket is full.
+        """Write the record of a complete entry. Returns False if its bucket is full.
 
         Raises:
             OSError: The table cannot be written.
@@ -221,7 +223,7 @@ class GenerationFiles:
         return int.from_bytes(key[:8], "little") % self.meta.num_buckets * _BUCKET_BYTES
 
     def _read_bucket(self, key: bytes) -> bytes:
-        """The key's bucket; zeros, which are no records, where the file has not grown so far."""
+        """Read the key's bucket. Where the file is shorter, it is filled with zeros, which are no valid records."""
         return os.pread(self._table, _BUCKET_BYTES, self._bucket_offset(key)).ljust(_BUCKET_BYTES, b"\0")
 
     def _segment(self, writer: int) -> int:
@@ -231,18 +233,18 @@ class GenerationFiles:
 
 
 def open_private(path: str | Path, flags: int, folder: int | None = None) -> int:
-    """Open a file or folder that is this user's alone to write. A file made by it has mode 0600.
+    """Open a file or folder that only this user may write to. A file that it creates has mode 0600.
 
     Args:
-        path: of a regular file or, with `O_DIRECTORY`, a folder.
+        path: path of a regular file or, with `O_DIRECTORY`, of a folder.
         flags: as for `os.open`.
         folder: descriptor of the folder that the path is relative to.
 
     Raises:
-        OSError: As `os.open`; the path is a symbolic link, or something else than a file or folder; another user owns
+        OSError: As `os.open`; or the path is a symbolic link, or is neither a file nor a folder; or another user owns
             it or may write to it.
     """
-    # without O_NONBLOCK the opening of a named pipe would wait for its other end
+    # without O_NONBLOCK, opening a named pipe would block until its other end is opened
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o600, dir_fd=folder)
     try:
         refusal = why_not_private(os.fstat(descriptor))
@@ -255,7 +257,7 @@ def open_private(path: str | Path, flags: int, folder: int | None = None) -> int
 
 
 def why_not_private(status: os.stat_result) -> str | None:
-    """Why a file or folder is not to be trusted, in words; None: it is this user's, or root's, alone to write."""
+    """Why a file or folder is not trusted, in words; None if only this user, or root, may write to it."""
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "it is neither a file nor a folder"
     if status.st_uid not in (os.geteuid(), 0):
@@ -266,7 +268,7 @@ def why_not_private(status: os.stat_result) -> str | None:
 
 
 def entry_header(key: bytes, payload: memoryview) -> bytes:
-    """What stands before a payload and vouches for it."""
+    """The header that precedes a payload and verifies it."""
     return _HEADER.pack(_MAGIC, payload.nbytes, xxhash.xxh3_64_intdigest(payload), key)
 
 
@@ -276,15 +278,15 @@ def transfer(
     buffers: Sequence[bytes | bytearray | memoryview],
     offset: int,
 ) -> int:
-    """Move all bytes of flat buffers from or to a file, by `os.preadv` or `os.pwritev`.
+    """Read all bytes of flat buffers from a file, or write them to it, with `os.preadv` or `os.pwritev`.
 
-    One call takes a limited number of buffers, moves at most 2 GiB, and may stop before that.
+    A single call takes a limited number of buffers, transfers at most 2 GiB, and may stop earlier.
 
     Returns:
-        The bytes moved: fewer than the buffers' only where the file ends.
+        The number of bytes transferred: fewer than the buffers have only if the file ends.
 
     Raises:
-        OSError: As the call; some bytes may have been moved.
+        OSError: As the call; some bytes may have been transferred.
     """
     left = [memoryview(buffer) for buffer in buffers]
     total = 0
@@ -304,7 +306,7 @@ def transfer(
 
 
 def _slots_of(key: bytes, bucket: bytes) -> Iterator[int]:
-    """The slots that begin with the key: none or one, unless two writers have raced for it."""
+    """Offsets of the slots that start with the key: none or one, unless two writers have inserted it concurrently."""
     slot = bucket.find(key)
     while slot >= 0:
         if slot % _RECORD.size == 0:
@@ -318,7 +320,7 @@ def _pack_record(key: bytes, record: Record) -> bytes:
 
 
 def _unpack_record(bucket: bytes, slot: int) -> Record | None:
-    """The record, or None: its check keeps a reader from following damaged numbers, and zeros have another one."""
+    """Return the record, or None if its check does not match. The check rejects damaged records and zeros."""
     checked = bucket[slot : slot + _CHECKED_BYTES]
     if _check(checked) != bucket[slot + _CHECKED_BYTES : slot + _RECORD.size]:
         return None

@@ -1,7 +1,7 @@
 """Activations of frozen layers on disk: the storage of AutoCache.
 
     folder/
-      003-<fingerprint>/    a generation: what the first 3 layers, frozen with these weights, make of each sample
+      003-<fingerprint>/    a generation: outputs of the first 3 layers, frozen with these weights, for each sample
       005-<fingerprint>/    the next one, after a freeze
 
     store = ActivationStore(folder, max_bytes=...)
@@ -9,17 +9,17 @@
     writer.put(keys, rows)
     store.reader(3, fingerprint).read_into(keys, rows)                           anywhere, also in a loader's workers
 
-All processes of a node read and write one folder at once, without a lock. Whoever loses a race or finds a damaged file
-gets a miss, never wrong bytes (`activation_files.py` says why) and never an exception from a reader. For that,
+All processes of a node read and write one folder concurrently, without locks. A process that loses a race or finds a
+damaged file gets a miss; it never gets wrong bytes (see `activation_files.py`), and a reader never raises an error. To
+achieve this,
 
-1. a payload is written before its record: a writer that is killed leaves bytes that no record points to;
-2. a generation appears and vanishes by one rename of its folder: the first to make it decides what `meta.json` says,
-   and nobody sees half of one.
+1. a payload is written before its record, so that a killed writer leaves only bytes that no record refers to;
+2. a generation is created and deleted by a single rename of its folder: the process that creates it first determines
+   the contents of `meta.json`, and no process sees a partially created one;
+3. only this user may write to the folder and its contents (`why_refused`), and no symbolic link is followed.
 
-3. the folder, and all in it, is this user's alone to write (`why_refused`), and no symbolic link is followed.
-
-Nothing is synchronised to the disk: after a power failure there are misses. The page cache is the tier in memory.
-The store knows bytes only; keys and fingerprints are made elsewhere.
+Nothing is synchronized to the disk; a power failure results in misses. The page cache serves as the in-memory tier.
+The store handles bytes only; keys and fingerprints are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -60,31 +60,31 @@ from .activation_files import (
 )
 
 Row: TypeAlias = npt.NDArray[np.uint8] | memoryview
-"""The bytes of one row's activations: contiguous and not empty."""
+"""The bytes of one sample's activations, contiguous and not empty."""
 
 RECORDS_PER_ROW = 4
-"""Size of the table. Filled to a quarter, a bucket has 4 records on average, and 1 in a million would need over 16."""
+"""Size of the table per sample. At this load a bucket holds 4 records on average; 1 in a million needs over 16."""
 
 SECONDS_UNTIL_LEFT = 3600.0
-"""A generation is made, or looked at again, in an instant: a folder that is at it for longer was left behind."""
+"""Creating or re-checking a generation takes an instant, so a temporary folder older than this was left behind."""
 
 _GENERATION = re.compile(r"(\d{3,})-([\w-]+)", re.ASCII)
 _NEW, _DOUBTFUL, _DELETED = ".new-", ".doubtful-", ".deleted-"
-_USED = "used-"  # an empty file of each user in a generation: when it was touched, the generation was in use
+_USED = "used-"  # prefix of an empty file for each user; its modification time is when the user last needed it
 
 
 class StoreFull(OSError):
-    """The store has reached the size that it was allowed. What it holds stays readable."""
+    """Raised if the store has reached its maximum size. Its entries can still be read."""
 
 
 class GenerationReader:
-    """Looks up rows in one generation, which may appear, vanish and appear again meanwhile.
+    """Looks up samples in one generation, which may be created and deleted at any time.
 
-    What cannot be read, for whatever reason, is a miss. Works in children that were forked; a pickled copy opens the
-    files for itself. One thread at a time.
+    Anything that cannot be read, for whatever reason, is a miss. A reader works in forked processes, and a pickled
+    copy opens the files again. Not thread-safe.
 
     Attributes:
-        num_damaged: entries that `read_into` found damaged.
+        num_damaged: number of entries that `read_into` found damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,26 +93,26 @@ class GenerationReader:
         self._files: GenerationFiles | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None}  # descriptors mean nothing in another process
+        return {**self.__dict__, "_files": None}  # descriptors are not valid in another process
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What the process that made the generation noted about it; None where there is no generation."""
+        """Facts about the generation, recorded by the process that created it; None if there is no generation."""
         files = self._current_files()
         return None if files is None else files.meta.facts
 
     def read_into(self, keys: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
-        """Read payloads to their places.
+        """Read payloads into buffers.
 
         Args:
             keys: 16 bytes each.
-            rows: where to, writable; a payload of another length than its row is a miss.
+            rows: writable buffers; a payload whose length differs from its buffer's is a miss.
 
         Returns:
-            For each key whether its row now holds the payload. If not, the row's bytes are undefined.
+            For each key whether its buffer now holds the payload. If not, the buffer's bytes are undefined.
 
         Raises:
-            ValueError: A key has not 16 bytes, or there are not as many rows as keys.
+            ValueError: A key does not have 16 bytes, or the numbers of keys and rows differ.
         """
         _check_keys(keys, rows)
         files = self._current_files()
@@ -124,20 +124,20 @@ class GenerationReader:
         return hits
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the table has it. The entry is not read: it may still turn out to be damaged.
+        """For each key whether it is in the table. The entry is not read, so it may still turn out to be damaged.
 
         Raises:
-            ValueError: A key has not 16 bytes.
+            ValueError: A key does not have 16 bytes.
         """
         _check_keys(keys)
         files = self._current_files()
         return [files is not None and files.find(key) is not None for key in keys]
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Ask the kernel to read the entries into the page cache, where the platform has a call for it. Does not wait.
+        """Ask the kernel to read the entries into the page cache, if the platform supports it. Does not block.
 
         Raises:
-            ValueError: A key has not 16 bytes.
+            ValueError: A key does not have 16 bytes.
         """
         _check_keys(keys)
         files = self._current_files()
@@ -161,14 +161,14 @@ class GenerationReader:
 
 
 class GenerationWriter:
-    """Appends rows to a segment of one generation. Made by `ActivationStore.writer`. One thread at a time.
+    """Appends samples to a segment of one generation. Created by `ActivationStore.writer`. Not thread-safe.
 
-    May be used on after a `StoreFull` or another `OSError`: there may be room again.
+    It remains usable after a `StoreFull` or another `OSError`, because there may be space again.
 
     Attributes:
-        num_entries: entries that this object has written.
-        num_present: rows given to `put` that were there already.
-        nbytes: bytes that this object has appended, the entries' headers included.
+        num_entries: number of entries that this object has written.
+        num_present: number of rows given to `put` that were in the store already.
+        nbytes: number of bytes that this object has appended, including the entries' headers.
     """
 
     def __init__(self, path: Path, writer: int, max_bytes: int | None) -> None:
@@ -187,23 +187,23 @@ class GenerationWriter:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the process that made the generation noted about it."""
+        """Facts about the generation, recorded by the process that created it."""
         return self._files.meta.facts
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A GenerationWriter stays in the process that made it: send the ActivationStore instead.")
 
     def put(self, keys: Sequence[bytes], rows: Sequence[Row]) -> int:
-        """Store rows, so that the readers of all processes find them.
+        """Store samples, so that the readers of all processes find them.
 
-        1. Leave out what a reader would hit already, and what the table has no room for (it stays a miss). A damaged
-           entry is no hit: it is stored again.
-        2. Claim space at the end of the segment: a process of another job may append to the same segment.
+        1. Skip what a reader would find already, and what the table has no room for (it remains a miss). A damaged
+           entry is not found, so it is stored again.
+        2. Claim space at the end of the segment, because a process of another job may append to the same segment.
         3. Write all entries.
         4. Write their records.
 
         Args:
-            keys: 16 bytes each, evenly distributed (a hash).
+            keys: 16 bytes each, uniformly distributed (a hash).
             rows: the payloads.
 
         Returns:
@@ -211,9 +211,8 @@ class GenerationWriter:
 
         Raises:
             StoreFull: All generations together would exceed `max_bytes`. Nothing was written.
-            OSError: The disk is full or broken, or the generation has been deleted. What was not completed is taken
-                back.
-            ValueError: A key has not 16 bytes, a row has 4 GiB or more, or there are not as many rows as keys.
+            OSError: The disk is full or fails, or the generation has been deleted. Incomplete entries are rolled back.
+            ValueError: A key does not have 16 bytes, a row has 4 GiB or more, or the numbers of keys and rows differ.
         """
         _check_keys(keys, rows)
         if self._files.are_deleted() or os.fstat(self._segment).st_nlink == 0:
@@ -253,7 +252,7 @@ class GenerationWriter:
     def close(self) -> None:
         """Close the files. A later `put` fails."""
         self._files.close()
-        self._segment = -1  # the old number may soon be another file's
+        self._segment = -1  # the old descriptor may soon be reused for another file
 
     def _is_hit(self, key: bytes, nbytes: int) -> bool:
         record = self._files.find(key)
@@ -262,7 +261,7 @@ class GenerationWriter:
         return self._files.read_into(key, memoryview(bytearray(nbytes)))
 
     def _claim(self, size: int) -> int:
-        """Extend the segment by `size` bytes, zeros for now; return the offset where they begin."""
+        """Extend the segment by `size` zero bytes; return the offset at which they start."""
         if self._max_bytes is not None:
             used = _segments_nbytes(self._path.parent)
             if used + size > self._max_bytes:
@@ -276,21 +275,21 @@ class GenerationWriter:
         return start
 
     def _give_back(self, start: int, size: int) -> None:
-        with suppress(OSError):  # what cannot be given back is lost space, not a wrong entry
-            if os.fstat(self._segment).st_size == start + size:  # nobody has appended meanwhile
+        with suppress(OSError):  # if the space cannot be freed, it is wasted, but no entry is wrong
+            if os.fstat(self._segment).st_size == start + size:  # no other process has appended since
                 os.ftruncate(self._segment, start)
 
 
 class ActivationStore:
     """A folder of generations, shared by the processes of a node, by jobs, and by models.
 
-    Holds nothing open; may be pickled.
+    It keeps no files open and may be pickled.
 
     Args:
-        folder: made by the first writer, with mode 0700.
-        max_bytes: bound on the segments of all generations together, whoever wrote them; writers that append at the
-            same moment may exceed it, each by one batch. None: the disk's.
-        user: name of the training, for its marks; that of a file.
+        folder: path of the folder; the first writer creates it with mode 0700.
+        max_bytes: upper bound on the size of the segments of all generations together, whichever process wrote them.
+            Writers that append at the same time may each exceed it by one batch. None: no bound but the disk's size.
+        user: name of the training for its marks; it becomes part of a file name.
 
     Raises:
         ValueError: `max_bytes` is negative.
@@ -306,24 +305,25 @@ class ActivationStore:
         self.user = user
 
     def why_refused(self) -> str | None:
-        """Why nothing is written to the folder or read from it, in words; None: it may be, or is still to be made.
+        """Why the folder is neither read nor written, in words; None if it may be used, or does not exist yet.
 
-        Others who may write to it could put anything in the place of a generation.
+        Other users who may write to it could replace a generation by anything.
         """
         try:
             return why_not_private(os.stat(self.folder))
         except OSError:
-            return None  # who writes will be told
+            return None  # a writer will get the error
 
     def reader(self, num_frozen: int, fingerprint: str) -> GenerationReader:
-        """Look up in a generation, whether it exists yet or not.
+        """Return a reader of a generation, whether or not the generation exists yet.
 
         Args:
-            num_frozen: f, the frozen layers.
-            fingerprint: of all that activations depend on besides the sample: letters, digits, `-` and `_`.
+            num_frozen: f, the number of frozen layers.
+            fingerprint: identifies everything that the activations depend on besides the sample; it may contain
+                letters, digits, `-` and `_`.
 
         Raises:
-            ValueError: No generation can have this number and fingerprint.
+            ValueError: The number or the fingerprint is invalid.
         """
         return GenerationReader(self._path(num_frozen, fingerprint))
 
@@ -336,20 +336,21 @@ class ActivationStore:
         capacity: int,
         facts: Mapping[str, Any] | None = None,
     ) -> GenerationWriter:
-        """Append to a generation, and mark it as used. One that does not exist, or cannot be read, is made anew.
+        """Open a generation for appending, and mark it as used. It is created if it is missing or unreadable.
 
         Args:
-            num_frozen: f, the frozen layers.
-            fingerprint: of all that activations depend on besides the sample: letters, digits, `-` and `_`.
+            num_frozen: f, the number of frozen layers.
+            fingerprint: identifies everything that the activations depend on besides the sample; it may contain
+                letters, digits, `-` and `_`.
             writer: the number of this process, its global rank.
-            capacity: rows that are expected; the table has room for four times as many. Counts, as `facts` do, only
-                where the generation is made.
-            facts: what to note about the generation, as for JSON.
+            capacity: expected number of samples; the table has room for four times as many. It is used, like `facts`,
+                only if the generation is created.
+            facts: facts to record about the generation, as for JSON.
 
         Raises:
             OSError: The folder cannot be written to.
-            ValueError: No generation can have this number and fingerprint, or `writer` is not between 0 and 65535, or
-                `capacity` not between 1 and 2^33.
+            ValueError: The number of layers or the fingerprint is invalid, or `writer` is not between 0 and 65535, or
+                `capacity` is not between 1 and 2^33.
         """
         path = self._path(num_frozen, fingerprint)
         if not 0 <= writer <= MAX_WRITER:
@@ -362,7 +363,7 @@ class ActivationStore:
         if refusal is not None:
             raise PermissionError(errno.EPERM, refusal, str(self.folder))
         self._remove_deleted()
-        for _ in range(10):  # others may make and delete it at the same time
+        for _ in range(10):  # other processes may create and delete it at the same time
             try:
                 opened = GenerationWriter(path, writer, self.max_bytes)
                 self.mark_used(num_frozen, fingerprint)
@@ -374,11 +375,11 @@ class ActivationStore:
         raise OSError(errno.ESTALE, "other processes keep deleting the generation", str(path))
 
     def delete(self, num_frozen: int, fingerprint: str) -> None:
-        """Delete a generation, if it exists. Its readers get misses from then on, its writers an `OSError`.
+        """Delete a generation, if it exists. Its readers then get misses, and its writers an `OSError`.
 
         Raises:
             OSError: The folder cannot be written to.
-            ValueError: No generation can have this number and fingerprint.
+            ValueError: The number of layers or the fingerprint is invalid.
         """
         path = self._path(num_frozen, fingerprint)
         with suppress(FileNotFoundError):
@@ -386,14 +387,14 @@ class ActivationStore:
         self._remove_deleted()
 
     def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
-        """Take this user's mark away: the generation may be evicted first, unless others have marked it."""
+        """Remove this user's mark: the generation is then evicted first, unless other users have marked it."""
         path = self._path(num_frozen, fingerprint)
         with suppress(OSError):
             self._mark_in(path).unlink(missing_ok=True)
             os.utime(path, (0, 0), follow_symlinks=False)
 
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
-        """Note that this user needs a generation. One that does not exist, or may not be written to, is left."""
+        """Mark a generation as needed by this user. One that is missing or not writable is ignored."""
         with suppress(OSError):
             mark = self._mark_in(self._path(num_frozen, fingerprint))
             folder = open_private(mark.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -405,14 +406,14 @@ class ActivationStore:
                 os.close(folder)
 
     def evict(self, unused_since: float) -> bool:
-        """Delete the generation that has not been used for the longest time, whoever made it.
+        """Delete the least recently used generation, whichever process created it.
 
         Args:
-            unused_since: seconds since the epoch. One that was marked later is not deleted, nor one that was made
-                later, unless its user has taken the mark away.
+            unused_since: seconds since the epoch. A generation that was marked or created later is not deleted, unless
+                its user has removed the mark.
 
         Returns:
-            Whether there is room now that was not there before: one was deleted, or another process is at it.
+            Whether space has been freed: a generation was deleted, or another process is deleting one.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -422,7 +423,7 @@ class ActivationStore:
             return True
         used: list[tuple[float, int, str]] = []
         for number, fingerprint in self.generations():
-            with suppress(OSError):  # deleted meanwhile
+            with suppress(OSError):  # deleted in the meantime
                 used.append((_last_used(self._path(number, fingerprint)), number, fingerprint))
         if not used or min(used)[0] >= unused_since:
             return False
@@ -430,12 +431,12 @@ class ActivationStore:
         return True
 
     def generations(self) -> list[tuple[int, str]]:
-        """`(num_frozen, fingerprint)` of all generations in the folder, those of other models too, in order."""
+        """`(num_frozen, fingerprint)` of all generations in the folder, including those of other models, sorted."""
         names = [_GENERATION.fullmatch(entry.name) for entry in _scan(self.folder)]
         return sorted((int(name[1]), name[2]) for name in names if name is not None)
 
     def nbytes(self) -> int:
-        """Bytes of the segments of all generations. Tables are left out: sparse, and at most 128 bytes a row."""
+        """Size of the segments of all generations, without the tables (sparse, at most 128 bytes per sample)."""
         return _segments_nbytes(self.folder)
 
     def _path(self, num_frozen: int, fingerprint: str) -> Path:
@@ -454,7 +455,7 @@ class ActivationStore:
         return self.folder / f"{prefix}{uuid.uuid4().hex}"
 
     def _create(self, path: Path, meta: Meta) -> None:
-        """Make a generation, unless another process is quicker: then all use what that one has made."""
+        """Create a generation. If another process creates it first, all processes use that one."""
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.folder))  # with mode 0700
         try:
             for name, content in ((META, meta.to_json()), (TABLE, "")):
@@ -468,10 +469,11 @@ class ActivationStore:
             shutil.rmtree(new, ignore_errors=True)
 
     def _discard_damaged(self, path: Path) -> None:
-        """Delete a generation that cannot be read. All processes of a job may find it so at once.
+        """Delete a generation that cannot be read. All processes of a job may find it unreadable at the same time.
 
-        A quicker one may meanwhile have made a new one in its place. So it is first moved to where nobody else deletes
-        or replaces it, looked at again, and moved back if it is sound; those who have it open do not notice.
+        Another process may already have created a new one in its place. Therefore the folder is first moved to a
+        unique name, which no other process deletes or replaces, then checked again, and moved back if it is valid.
+        Processes that have it open are not affected.
         """
         doubtful = self._unique(_DOUBTFUL)
         with suppress(FileNotFoundError):
@@ -484,7 +486,7 @@ class ActivationStore:
         self._remove_deleted()
 
     def _remove_deleted(self) -> None:
-        """Remove what was deleted, and what a process that was killed meanwhile has left half made."""
+        """Remove deleted generations, and temporary folders of processes that were killed."""
         for entry in _scan(self.folder):
             is_left = entry.name.startswith((_NEW, _DOUBTFUL)) and _age(entry) > SECONDS_UNTIL_LEFT
             if is_left or entry.name.startswith(_DELETED):
@@ -504,25 +506,25 @@ def _flat(row: Row) -> memoryview:
 
 
 def _segments_nbytes(folder: Path) -> int:
-    """Bytes of all segments, also of those about to be removed: they still take up space."""
+    """Size of all segments, including those about to be removed, which still take up space."""
     total = 0
     for generation in _scan(folder):
         if _GENERATION.fullmatch(generation.name) or generation.name.startswith((_DOUBTFUL, _DELETED)):
             for file in _scan(generation.path):
                 if file.name.startswith(SEGMENT):
-                    with suppress(OSError):  # removed meanwhile
+                    with suppress(OSError):  # removed in the meantime
                         total += file.stat(follow_symlinks=False).st_size
     return total
 
 
 def _last_used(generation: Path) -> float:
-    """Seconds since the epoch: when it was made, or marked last by whoever needs it."""
+    """Seconds since the epoch at which a generation was created, or last marked as needed."""
     marks = [entry.stat().st_mtime for entry in _scan(generation) if entry.name.startswith(_USED)]
     return max([generation.stat().st_mtime, *marks])
 
 
 def _age(entry: os.DirEntry[str]) -> float:
-    """Seconds since a folder was changed; 0 where it is gone."""
+    """Seconds since a folder was modified; 0 if it no longer exists."""
     try:
         return time.time() - entry.stat().st_mtime
     except OSError:

@@ -1,8 +1,8 @@
-"""May the output of frozen layers be kept for each sample, to be used again in other batches?
+"""Checks whether the output of frozen layers may be cached for each sample and reused in other batches.
 
-Only if a row's real tokens have one state, whatever stands beside them in the batch and however far it is padded, and
-if nothing above reads the padding, which is not kept. No list of model families says so: it is tried, on a few real
-rows, for all boundaries between layers at once.
+It may only if a sample's real tokens have the same hidden state whatever other samples are in the batch and however
+far it is padded, and if nothing above the cached layers reads the padding, which is not stored. There is no list of
+model families for this: the checks run the model on a few real samples, for all boundaries between layers at once.
 
     1  what is read above           one tensor of [rows, tokens, ...]
     2  parameters below             all of them frozen
@@ -17,8 +17,8 @@ rows, for all boundaries between layers at once.
                 after each unit
     8  a b c d  the Trainer's loss  the same from the states above: it reads nothing below, and changes no input
 
-Each batch is one forward for all boundaries. `varied_samples` picks rows of different lengths. Where there are none,
-every second row is shortened, since the next row of the dataset may be shorter.
+Each batch takes one forward for all boundaries. `varied_samples` selects samples of different lengths. If all have the
+same length, every second sample is shortened, since later samples of the dataset may be shorter.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from ..randomness import global_state_kept
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
 
 SAME = 1e-6
-"""Relative to the largest value: where the same kernels run on the same shapes, nothing may move."""
+"""Relative to the largest value. If the same kernels run on the same shapes, the results must be identical."""
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Likewise, in other batches: other shapes, and other kernels that add up in another order."""
+"""Relative to the largest value, in other batches: other shapes run other kernels, with another order of summation."""
 
 FLOAT32_TOLERANCE = 1e-5
 
 IGNORED_LABEL = -100
-"""What cross entropy leaves out."""
+"""The label that cross entropy ignores."""
 
 Collator = Callable[[list[Any]], Any]
 LossOf = Callable[[Batch], torch.Tensor]
@@ -61,17 +61,17 @@ LossOf = Callable[[Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class CacheVerdict:
-    """Whether the output of the first `num_frozen` units may be kept for each sample.
+    """Whether the output of the first `num_frozen` units may be cached for each sample.
 
     Attributes:
         num_frozen: number of units.
-        reason: why not; None: it may.
-        slot: the tensor to keep, if it may.
-        errors: the largest difference that each check has found, relative to the largest value: "repeat" (3 above),
+        reason: why it may not be cached; None if it may.
+        slot: the tensor to cache, if it may be cached.
+        errors: for each check the largest difference found, relative to the largest value: "repeat" (3 above),
             "ignored" (4), "padded ids" (5), "neighbours", "padded length" and "alone" (6), "padding" and "loss" (7),
             "loss from above" (8).
-            A check that had nothing to compare (no padding, no labels), or that came too late, is missing.
-        padded_left: the sample had padding on the left. If not, nothing has been found out about rows that have.
+            A check that had nothing to compare (no padding, no labels), or that was not reached, is missing.
+        padded_left: whether the sample had padding on the left. If not, such samples have not been checked.
     """
 
     num_frozen: int
@@ -90,19 +90,19 @@ def probe_boundaries(
     ignored: Collection[str] = NOT_IN_KEYS,
     loss_of: LossOf | None = None,
 ) -> tuple[CacheVerdict, ...]:
-    """Examine every number of frozen units on a complete model, and leave it as it was.
+    """Check every number of frozen units on a complete model, and leave the model as it was.
 
-    Costs about ten forwards of four rows, whatever the number of units, and the memory of their states. One of a
-    single row has an autograd graph. To be called under the autocast that training uses. Not collective; a difference
-    close to its bound may be judged otherwise by another process.
+    It takes about ten forwards of four samples, whatever the number of units, and the memory of their states. One
+    forward of a single sample builds an autograd graph. Call it under the same autocast as the training. Not
+    collective: a difference close to its tolerance may be judged differently by another process.
 
     Args:
         stack: the units of the complete model.
-        freezable: what freezing them means.
-        samples: about four of the dataset, of different lengths where it has them.
+        freezable: which parameters are frozen for each number of units.
+        samples: about four samples of the dataset, of different lengths if it has them.
         collate: the user's collator.
-        ignored: inputs that are no part of a sample's key (`content_keys`).
-        loss_of: the loss of a batch as the Trainer computes it, if not the model's own.
+        ignored: names of inputs that are not part of a sample's key (`content_keys`).
+        loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
 
     Returns:
         A verdict for each number of frozen units from 1 to all of them.
@@ -116,7 +116,7 @@ def probe_boundaries(
                 probe.run(freezable, loss_of)
             except _Refusal as refusal:
                 probe.refuse_all(str(refusal))
-            except Exception as error:  # whatever they say to a part of the rows: training goes on without a cache
+            except Exception as error:  # models and collators may raise anything; training continues without a cache
                 what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
     return tuple(
@@ -126,13 +126,13 @@ def probe_boundaries(
 
 
 def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) -> list[Any]:
-    """The shortest of the samples, the longest, and some between, by their number of tokens."""
+    """Select the shortest sample, the longest, and some in between, by their number of tokens."""
     lengths = []
     try:
         for sample in samples:
             (span,) = spans_of(collate([copy.copy(sample)])) or [slice(None)]
             lengths.append(_num_tokens(span))
-    except Exception:  # a collator that takes no single sample: the examination will say so
+    except Exception:  # the collator does not accept a single sample; the probe will report it
         return list(samples[:count])
     order = sorted(range(len(samples)), key=lengths.__getitem__)
     count = min(count, len(samples))
@@ -144,34 +144,34 @@ class _Rows:
     """A batch of some of the samples, on the model's device."""
 
     batch: Batch
-    indices: Sequence[int]  # which samples
+    indices: Sequence[int]  # indices of the samples
     spans: Sequence[slice]
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """[B, T], true at real tokens; None if nothing says which these are."""
+        """[B, T], true at real tokens; None if there is no attention mask."""
         mask = self.batch.get("attention_mask")
         return None if mask is None else mask.bool()
 
     def fits(self, state: torch.Tensor) -> bool:
-        """Whether a tensor is [B, T, ...]. Without a mask any T will do."""
+        """Whether a tensor has the shape [B, T, ...]. Without a mask any T is accepted."""
         if self.mask is None:
             return state.dim() > 1 and state.shape[0] == len(self.indices)
         return state.shape[:2] == self.mask.shape
 
 
 class _Refusal(Exception):
-    """What speaks against every boundary."""
+    """A reason that rules out every boundary."""
 
 
 class _Probe:
-    """The checks, and what they found at each boundary (the number of units below it).
+    """Runs the checks and collects their results for each boundary (the number of units below it).
 
     Attributes:
-        open: boundaries that nothing speaks against so far -> the one tensor that crosses them.
-        reasons: what speaks against the others.
-        errors: what was measured, by the name of the check.
-        padded_left: some rows had padding on the left.
+        open: boundaries that no check has refused so far -> the only tensor that crosses them.
+        reasons: boundary -> why it was refused.
+        errors: boundary -> the measured differences, by the name of the check.
+        padded_left: whether some samples had padding on the left.
     """
 
     def __init__(self, stack: LayerStack, samples: Sequence[Any], collate: Collator, ignored: Collection[str]) -> None:
@@ -185,8 +185,8 @@ class _Probe:
         self._device = next(stack.model.parameters()).device
         self.padded_left = False
         self._shortens = False
-        self._keys: dict[int, bytes] = {}  # of each sample
-        self._states: dict[int, list[torch.Tensor]] = {}  # at each boundary, of each sample, real tokens alone
+        self._keys: dict[int, bytes] = {}  # sample -> key
+        self._states: dict[int, list[torch.Tensor]] = {}  # boundary -> state of each sample, real tokens only
 
     def refuse(self, boundary: int, reason: str) -> None:
         self.open.pop(boundary, None)
@@ -197,7 +197,7 @@ class _Probe:
             self.refuse(boundary, reason)
 
     def run(self, freezable: FreezableLayers, loss_of: LossOf | None) -> None:
-        """All checks; each leaves out the boundaries that an earlier one has refused."""
+        """Run all checks; each skips the boundaries that an earlier one has refused."""
         sample = self._rows(range(len(self._samples)))
         if sample.mask is not None and bool(sample.mask.all()):
             self._shortens = True
@@ -207,7 +207,7 @@ class _Probe:
         order = sorted(sample.indices, key=lambda i: _num_tokens(sample.spans[i]))
         shortest = self._rows(order[:1])
         self._choose_tensors(shortest)  # 1
-        with left_as_found(self._stack.model):  # both together: what counts its calls is to show
+        with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
             output, carry = self._record(sample)
             self._compare_in_training(sample)  # 3
         self._check_parameters(freezable, shortest)  # 2
@@ -236,7 +236,7 @@ class _Probe:
 
     # ------------------------------------------------------------------------------------ the checks
     def _choose_tensors(self, rows: _Rows) -> None:
-        """At each boundary there must be one tensor that is read above it."""
+        """Check 1: exactly one tensor may be read above each boundary."""
         boundaries = [*self._stack.boundaries[1:], self._read_by_the_head(rows)]
         for boundary, slots in enumerate(boundaries, start=1):
             read = [slot for slot in slots if slot.is_used]
@@ -250,7 +250,7 @@ class _Probe:
                 self.open[boundary] = read[0]
 
     def _read_by_the_head(self, rows: _Rows) -> list[CarrySlot]:
-        """What crosses the boundary above all units, which `LayerStack.boundaries` does not have."""
+        """The tensors that cross the boundary above all units, which `LayerStack.boundaries` does not include."""
         _, carry = self._forward(rows, lambda boundary, state: None)
         leaves = {
             stack: tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
@@ -268,10 +268,10 @@ class _Probe:
         ]
 
     def _record(self, sample: _Rows) -> tuple[Any, Carry]:
-        """Note the states that all others are compared with. Returns the model's output, and as `_forward`."""
+        """Record the states that all others are compared with. Returns the same as `_forward`."""
 
         def visit(boundary: int, state: torch.Tensor) -> None:
-            if sample.fits(state):  # copies: a layer may write into its input
+            if sample.fits(state):  # cloned, because a layer may write into its input
                 self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
             else:
                 expected = f"[{len(sample.indices)} rows, {_width(sample) or 'some'} tokens, ...]"
@@ -280,7 +280,7 @@ class _Probe:
         return self._forward(sample, visit, restores=False)
 
     def _check_parameters(self, freezable: FreezableLayers, rows: _Rows) -> None:
-        """Nothing that a state depends on may go on changing once its layers are frozen."""
+        """Check 2: no parameter that a state depends on may still be trained once its layers are frozen."""
         if not self.open:
             return
         table = self._stack.table
@@ -298,13 +298,13 @@ class _Probe:
     def _compare(
         self, check: str, rows: _Rows | None, reason: str, tolerance: float | None = None, restores: bool = True
     ) -> None:
-        """Compare the states of rows in another batch with those in the sample.
+        """Compare the states of samples in another batch with the recorded ones.
 
         Args:
             check: name of the check.
-            rows: None: there is nothing to compare.
-            reason: what it means if they differ.
-            tolerance: None: what rounding explains.
+            rows: the other batch; None if there is nothing to compare.
+            reason: the reason for refusing a boundary if they differ.
+            tolerance: largest accepted difference; None: what rounding explains.
             restores: as in `_forward`.
         """
         if not self.open or rows is None:
@@ -317,7 +317,7 @@ class _Probe:
         self._forward(rows, visit, restores)
 
     def _compare_in_training(self, sample: _Rows) -> None:
-        """Once more as a step runs it: the model in training mode, its layers, all frozen, in evaluation mode."""
+        """Check 3: repeat the batch as in a training step: model in training mode, all layers frozen in eval mode."""
         runner = self._stack.runner
         num_frozen = runner.num_frozen
         runner.freeze(self._stack.num_units)
@@ -330,10 +330,10 @@ class _Probe:
             runner.freeze(num_frozen)
 
     def _check_ignored(self, sample: _Rows) -> None:
-        """What is left out of a row's key must not change its state: labels, a decoder's inputs.
+        """Check 4: inputs that are not part of the key (labels, a decoder's inputs) must not change a sample's state.
 
-        Values are exchanged among the rows. Where all are alike they make way for another one, which a model may
-        refuse: then for the next, and at last the input is left out.
+        Their values are exchanged between the samples. If all values are the same, they are replaced by another one,
+        which the model may not accept; then the next one is tried, and at last the input is left out.
         """
         reason = "labels or a decoder's inputs change the hidden state"
         self._compare("ignored", _with_exchanged_values(sample, self._ignored), reason, SAME)
@@ -346,37 +346,37 @@ class _Probe:
                 )
 
     def _can_compare(self, sample: _Rows, name: str, value: torch.Tensor | None, reason: str) -> bool:
-        """Compare with another value of an input, or (None) without it; False if the model does not run with that."""
+        """Compare with another value of an input, or (None) without the input; False if the model cannot run then."""
         batch = {n: v for n, v in sample.batch.items() if n != name}
         if value is not None:
             batch[name] = value
         try:
             self._compare("ignored", replace(sample, batch=batch), reason, SAME)
-        except _Refusal:  # other layers run
+        except _Refusal:  # other layers were run
             if value is not None:
                 raise
             return False
-        except Exception as error:  # whatever a model says to a label that it does not know
+        except Exception as error:  # models may raise anything for a label that they do not know
             if is_out_of_memory(error):
                 raise
             return False
         return True
 
     def _check_padding(self, sample: _Rows, expected: Any, loss_of: LossOf | None) -> None:
-        """Put noise and zeros in the place of padding after each unit: no unit, head or loss may read it.
+        """Check 7: put noise and zeros in place of the padding after each unit; no unit, head or loss may read it.
 
-        A leak below a boundary makes its states wrong in other batches, and one above it would miss the padding,
-        which is not kept. So one leak speaks against all boundaries.
+        If a unit below a boundary reads padding, its states are wrong in other batches; if one above reads it, it
+        would miss the padding, which is not stored. Therefore a single unit that reads it rules out all boundaries.
         """
         mask = sample.mask
         if not self.open or mask is None or bool(mask.all()):
             return
-        generator = torch.Generator(mask.device).manual_seed(0)  # the same verdict on every process
+        generator = torch.Generator(mask.device).manual_seed(0)  # so that all processes reach the same verdict
         moved: dict[int, float] = {}
 
         def visit(boundary: int, state: torch.Tensor) -> None:
             moved[boundary] = self._error(boundary, state, sample)
-            state.copy_(_with_noise(state, mask, generator))  # in place: the next unit reads this very tensor
+            state.copy_(_with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
 
         output, carry = self._forward(sample, visit)
         first = next((boundary for boundary, error in moved.items() if not error <= SAME), None)
@@ -399,9 +399,9 @@ class _Probe:
         """Collate some of the samples.
 
         Raises:
-            _Refusal: they have no keys, or not those that they had in another batch.
+            _Refusal: they have no keys, or their keys differ from those in another batch.
         """
-        # copies: some collators take the labels out of the samples
+        # copied, because some collators remove the labels from the samples
         batch = dict(self._collate([copy.copy(self._samples[i]) for i in indices]))
         if self._shortens:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
@@ -422,13 +422,13 @@ class _Probe:
     def _forward(
         self, rows: _Rows, visit: Callable[[int, torch.Tensor], None], restores: bool = True
     ) -> tuple[Any, Carry]:
-        """Run the whole model and show `visit` the tensor that crosses each open boundary.
+        """Run the whole model and call `visit` with the tensor that crosses each open boundary.
 
         Args:
             rows: the batch.
             visit: called with the boundary and the tensor.
-            restores: the next forward is to see nothing of what this one leaves behind: BigBird turns its sparse
-                attention off for good when it meets a short batch.
+            restores: whether to restore the model's state afterwards, so that the next forward is not affected:
+                BigBird permanently turns its sparse attention off when it meets a short batch.
 
         Returns:
             The model's output, and the last output of each stack's units.
@@ -450,13 +450,13 @@ class _Probe:
         return output, carry
 
     def _above_all_units(self, carry: Carry, rows: _Rows, call: Callable[[Batch], Any]) -> Any:
-        """What `call` returns where the units return what they have returned before."""
+        """Return the result of `call` while the units return the outputs in `carry` instead of running."""
         runner = self._stack.runner
         with left_as_found(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
             return call(dict(rows.batch))
 
     def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
-        """How far real tokens are from where they are in the sample, relative to the largest value."""
+        """Difference of the real tokens' states from the recorded ones, relative to the largest value."""
         if not rows.fits(state):
             return math.inf
         expected = [self._states[boundary][i] for i in rows.indices]
@@ -475,9 +475,9 @@ class _Probe:
 
 # ------------------------------------------------------------------------------------ batches
 def _groups(order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Which samples to put into one batch, given all of them from the shortest to the longest: a b c d.
+    """Groups of samples that form one batch each, given all samples from the shortest to the longest: a b c d.
 
-    b d b d: as far padded as the sample, other neighbours; a c a c, a b, b c: padded less; each one alone.
+    b d b d: padded as far as the recorded batch, other neighbours; a c a c, a b, b c: padded less; each one alone.
     """
     every = tuple(order)
     groups = [every[1::2] * 2, every[::2] * 2, every[:2], every[1:3], *((i,) for i in every)]
@@ -485,9 +485,9 @@ def _groups(order: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
-    """The last third of some rows turned into padding, as it would be if these samples were shorter.
+    """Turn the last third of some samples into padding, as if these samples were shorter.
 
-    A batch of such rows alone becomes narrower, unless other inputs may speak of places in it.
+    A batch of such samples only becomes narrower, unless other inputs may refer to positions in it.
     """
     mask = batch["attention_mask"].clone()
     mask[rows, mask.shape[1] - mask.shape[1] // 3 :] = 0
@@ -508,13 +508,13 @@ def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
 
 
 def _with_exchanged_values(rows: _Rows, names: Collection[str]) -> _Rows | None:
-    """The values of some inputs exchanged among rows and places; None if that changes nothing."""
+    """Exchange the values of some inputs between samples and positions; None if that changes nothing."""
     others = {name: _rolled(value) for name, value in rows.batch.items() if name in names and _has_values(value)}
     return _changed(rows, others)
 
 
 def _constants_of(rows: _Rows, names: Collection[str]) -> list[str]:
-    """Those inputs that an exchange among rows and places does not change."""
+    """Names of those inputs that an exchange between samples and positions does not change."""
     return [
         name
         for name, value in rows.batch.items()
@@ -531,15 +531,15 @@ def _rolled(value: torch.Tensor) -> torch.Tensor:
 
 
 def _other_values(value: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
-    """What might stand in the place of an input whose values are all alike.
+    """Other possible values of an input whose values are all the same.
 
-    On an accelerator a class that does not exist ends the program, so there only 0 is tried, or 1 where the model's
-    configuration says that there is such a class.
+    On an accelerator a class index that is out of range ends the program, so there only 0 is tried, or 1 if the
+    model's configuration says that there is such a class.
     """
     if value.dtype == torch.bool:
         return [~value]
     if value.is_floating_point() or value.is_complex():
-        return [value * 0.5 + 0.25]  # a share stays one
+        return [value * 0.5 + 0.25]  # a fraction remains between 0 and 1
     number = int(value.flatten()[0])
     if number > 0:
         return [torch.zeros_like(value), value - 1]
@@ -549,7 +549,7 @@ def _other_values(value: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
 
 
 def _with_other_padding(rows: _Rows) -> _Rows | None:
-    """The row's first token in place of all padding; None if there is none."""
+    """Replace all padding by the sample's first token; None if there is no padding."""
     if rows.mask is None:
         return None
     number = torch.arange(len(rows.indices), device=rows.mask.device)
@@ -578,7 +578,7 @@ def _num_tokens(span: slice) -> int:
 
 # ------------------------------------------------------------------------------------ numbers
 def _with_noise(state: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Noise as large as the state in half of the padding, zeros in the other half."""
+    """Put noise as large as the state in half of the padding, and zeros in the other half."""
     real = _aligned(mask, state)
     noise = torch.empty_like(state).normal_(generator=generator) * state[mask].abs().max()
     half = torch.empty_like(real, dtype=state.dtype).bernoulli_(0.5, generator=generator)
@@ -586,12 +586,12 @@ def _with_noise(state: torch.Tensor, mask: torch.Tensor, generator: torch.Genera
 
 
 def _aligned(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """[B, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
+    """View [B, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
     return mask.view(*mask.shape, *[1] * (tensor.dim() - 2))
 
 
 def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Tensor]:
-    """What a loss is made of, at real tokens, and the model's own loss if it is to count or there is nothing else."""
+    """The outputs that a loss reads, at real tokens, and the model's own loss if requested or if there is no other."""
     tensors = output_tensors(output)
     loss = tensors.pop("loss", None)
     of_tokens = [tensor[mask] if tensor.shape[:2] == mask.shape else tensor for tensor in loss_outputs(tensors)]
@@ -599,7 +599,7 @@ def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Ten
 
 
 def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest one, relative to the largest value expected; infinite if shapes differ or it is not a number."""
+    """Largest difference, relative to the largest expected value; infinite if shapes differ or a value is NaN."""
     if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
         return math.inf
     differences = [(a.float() - b.float()).abs().max() for a, b in zip(actual, expected, strict=True)]
@@ -609,23 +609,23 @@ def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 
 def _tolerance(state: torch.Tensor) -> float:
-    """What rounding explains when other kernels run: that of the state's type, or of what computes it."""
+    """The difference that rounding explains if other kernels run, for the dtype of the state or of its computation."""
     device = state.device.type
     dtypes = [state.dtype]
     if torch.is_autocast_enabled(device):
         dtypes.append(torch.get_autocast_dtype(device))
     if device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtypes.append(torch.float16)  # as many digits
+        dtypes.append(torch.float16)  # which has as many mantissa bits
     return max(TOLERANCES.get(dtype, FLOAT32_TOLERANCE) for dtype in dtypes)
 
 
-# ------------------------------------------------------------------------------------ the model, as it was
+# ------------------------------------------------------------------------------------ restoring the model
 @contextmanager
 def _evaluating(stack: LayerStack) -> Iterator[None]:
-    """Inside, the runner is installed, the model in evaluation mode (but for code of the user's own before the
-    layers, which trains beside frozen ones) and nothing builds a graph.
+    """Context manager that installs the runner, sets evaluation mode and disables gradients; all is restored on exit.
 
-    Afterwards all is as before, random numbers, too.
+    The user's own code before the layers stays in training mode, because it is trained beside frozen layers. The state
+    of the random number generators is restored, too.
     """
     runner, model = stack.runner, stack.model
     was_installed, units = runner.installed, runner.units

@@ -1,15 +1,15 @@
-"""A key for each row of a batch, made of the model's inputs for this row: what its activations are kept under.
+"""Content keys: a hash of each sample's model inputs, under which its activations are cached.
 
     input_ids       7 8 9 0 0    attention_mask  1 1 1 0 0    labels  1        -> 16 bytes of  7 8 9, 1 1 1
     input_ids       7 8 9        attention_mask  1 1 1        labels  0        -> the same key
     input_ids       7 8 6 0 0    attention_mask  1 1 1 0 0    labels  1        -> another key
 
-A key is of the contents, not of an index: a shuffled, streamed or augmented dataset needs nothing else, and inputs
-that differ never meet. What is left out of a key must not matter for the frozen layers: padding, which no model should
-see, and the labels. `cache_probe` tries both on the model.
+A key is computed from the contents, not from an index. A shuffled, streamed or augmented dataset therefore needs no
+special treatment, and different inputs never share an entry. What is left out of a key must not affect the frozen
+layers: the padding, which no model should read, and the labels. `cache_probe` checks both on the model.
 
-A key says nothing of what is made of the inputs on their way to the model: `KeyedInputs` tells whether they are the
-same there.
+A key does not cover changes to the inputs on their way to the model: `KeyedInputs` checks whether the model is called
+on the same inputs.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from torch import nn
 from ..model.micro_batch import batch_rows
 
 KEYS_NAME = "activation_cache_keys"
-"""Under this name a batch carries its keys, an int64 tensor [B, 4] like any other: it can be cut, pinned and moved.
+"""Name of a batch's keys in the batch: an int64 tensor [B, 4] that can be split, pinned and moved like any other.
 
-Beside the hash, two numbers, it says where the row's own tokens are: to ask an attention mask on a GPU is to wait for
-all that has been started there.
+Besides the hash (two numbers), it holds the positions of the sample's own tokens, because reading an attention mask on
+a GPU would wait for all operations that were queued there.
 """
 
-_WHOLE_ROW, _NO_KEY = -1, -2  # in the place of a span
+_WHOLE_ROW, _NO_KEY = -1, -2  # special values in place of a span
 _PLAIN = (bool, int, float, str, type(None))
 
 NOT_IN_KEYS: frozenset[str] = frozenset(
     {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
 )
-"""Inputs that only the loss and the decoder of an encoder-decoder read."""
+"""Inputs that only the loss, or the decoder of an encoder-decoder model, reads."""
 
 TOKEN_INPUTS: frozenset[str] = frozenset(
     {"attention_mask", "bbox", "input_ids", "inputs_embeds", "position_ids", "token_type_ids"}
 )
-"""Inputs that have one entry per token whatever the model, so that padding can be cut off them.
+"""Inputs that have one entry per token in every model, so that their padding can be removed.
 
-Of another tensor that is as long as the attention mask this cannot be known: five features beside five tokens. Cut,
-two rows that differ in their features only could get one key.
+For any other tensor that is as long as the attention mask this is unknown: it may have five features beside five
+tokens. If it were truncated, two samples that differ only in their features could get the same key.
 """
 
 NOT_OF_STATES: frozenset[str] = frozenset(
@@ -64,30 +64,30 @@ NOT_OF_STATES: frozenset[str] = frozenset(
         "use_cache",
     }
 )
-"""Arguments of a model that say what it returns, and how the loss is made: they change no layer's output."""
+"""Model arguments that select what is returned and how the loss is computed; they change no layer's output."""
 
 ROUNDING = 2.0**-7
-"""What converting an input to bf16 changes, relative to the largest value, and a bit more."""
+"""Bound on the change when an input is converted to bf16, relative to the largest value, with some margin."""
 
 
 class RowKey(NamedTuple):
-    """What a row's state is found by."""
+    """The key under which a sample's state is stored."""
 
     digest: bytes
     """16 bytes (`content_keys`)."""
     span: slice
-    """Where the row's own tokens are (`spans_of`)."""
+    """Positions of the sample's own tokens (`spans_of`)."""
 
 
 def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
-    """For each row where its own tokens are, first to last + 1; a whole row where there is no attention mask.
+    """Positions of each sample's own tokens, first to last + 1; without an attention mask the whole row.
 
     Args:
-        batch: the model's inputs. A mask must be [B, T] of zeros and ones, padding on either side.
+        batch: the model's inputs. A mask must be [B, T] of zeros and ones, with padding on either side.
 
     Returns:
-        B slices, or None where the rows cannot be told apart from padding: a mask of another shape (4-D, packed) or
-        with other values, a row with holes or without tokens; without a mask, tensors with different numbers of rows.
+        B slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed) or with
+        other values, a row with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
     mask = batch.get("attention_mask")
     if mask is None:
@@ -102,27 +102,27 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     counts = ones.sum(1)
     starts = ones.argmax(1)  # the first of them
     stops = ones.shape[1] - ones.flip(1).argmax(1)
-    if not torch.equal(stops - starts, counts):  # also of a row without tokens
+    if not torch.equal(stops - starts, counts):  # also true for a row without tokens
         return None
     return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS) -> list[bytes] | None:
-    """16 bytes for each row, a hash of names, dtypes, shapes and values of the inputs that the row depends on.
+    """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
-    1. `TOKEN_INPUTS` count without padding, if what is cut off repeats one value, and else as they are.
-    2. A row's own are also its entry in a tensor [B] or in whole numbers [B, T], and its part of the only input that
-       there is besides. The latter two bind the key to the padded length.
-    3. Any other tensor counts as a whole for each row, and so do plain values: of two images beside two texts, both
+    1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
+    2. A sample also has its own entry in a tensor [B] or in integers [B, T], and its own part of the only other
+       input, if there is just one. The latter two bind the key to the padded length.
+    3. Any other tensor counts as a whole for each sample, and so do plain values: of two images beside two texts, both
        may belong to the first.
 
     Args:
         batch: the model's inputs.
-        ignored: names of those that are no part of the key.
+        ignored: names of inputs that are not part of the key.
 
     Returns:
-        One key per row, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor nor
-        None, a bool, a number or a string.
+        One key per sample, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor
+        nor None, a bool, a number or a string.
     """
     keys = _row_keys(batch, ignored)
     return None if keys is None else [key.digest for key in keys]
@@ -170,7 +170,7 @@ def _row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey
         start, stop, _ = span.indices(length)
         if not all(parts.repeat_outside(first, first + start, first + stop, first + length) for parts in of_tokens):
             start, stop = 0, length
-        # the other tensors may speak of a token by its place in the padded row
+        # the other tensors may refer to a token by its position in the padded row
         offset = start if by_row or whole else 0
         key = xxhash.xxh3_128(prefix)
         key.update(b"%d,%d;" % (stop - start, offset))
@@ -183,14 +183,14 @@ def _row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey
 
 
 class KeyingCollator:
-    """The user's collator, and then the keys of the batch that it made.
+    """Calls the user's collator and adds the keys of the batch that it returns.
 
-    It can be pickled for the workers of a loader if the two that it is made of can.
+    It can be pickled for a loader's workers if `inner` and `on_keys` can.
 
     Args:
         inner: the user's collator.
-        on_keys: told of each batch's keys, where the batch is collated: it may ask the kernel to read ahead.
-        ignored: inputs that are no part of a key.
+        on_keys: called with each batch's keys, in the process that collates it; it may ask the kernel to read ahead.
+        ignored: names of inputs that are not part of a key.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class KeyingCollator:
         self.ignored = ignored
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The user's batch, with its keys if it is a mapping that can have some.
+        """Return the user's batch, with its keys if it is a mapping for which keys can be computed.
 
         Raises:
-            ValueError: the user's batch has an input of the reserved name.
+            ValueError: the user's batch has an input with the reserved name.
         """
         batch = self.inner(samples)
         if not isinstance(batch, Mapping):
@@ -221,18 +221,18 @@ class KeyingCollator:
         if keys is None:
             return batch
         if self.on_keys is not None:
-            with suppress(OSError):  # whoever needs the entry reads it, or finds that it cannot be read
+            with suppress(OSError):  # reading the entry later will report the error, or be a miss
                 self.on_keys([key.digest for key in keys])
         tensor = _as_tensor(keys)
         if not isinstance(batch, MutableMapping):
             return {**batch, KEYS_NAME: tensor}
-        keyed = copy.copy(batch)  # a dataset of whole batches gives the same object in each epoch
+        keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
         keyed[KEYS_NAME] = tensor
         return keyed
 
 
 def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
-    """Take the keys out of a batch, which the model does not know; None if it has none."""
+    """Remove the keys from a batch, since the model does not accept them; None if there are none."""
     keys = batch.pop(KEYS_NAME, None)
     if keys is None:
         return None
@@ -247,7 +247,7 @@ def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
 
 
 def without_keys(keys: torch.Tensor) -> torch.Tensor:
-    """In place of a batch's keys: it has none, and still the same shape on all stages."""
+    """A replacement for a batch's keys that marks it as having none, with the same shape on all stages."""
     return torch.full_like(keys, _NO_KEY)
 
 
@@ -258,10 +258,10 @@ def _as_tensor(keys: list[RowKey]) -> torch.Tensor:
 
 
 class KeyedInputs:
-    """A batch's inputs as they are now, to be compared with those that the model is called on.
+    """A batch's inputs at this moment, to be compared with those that the model is called on.
 
-    A mixup that replaces them, and one that writes into them, are both seen, whenever they do it. It costs a look at
-    each tensor's identity and version; values are compared only where a tensor is another one.
+    It detects a mixup that replaces the inputs as well as one that writes into them, at any time. Comparing costs a
+    check of each tensor's identity and version; values are compared only if the tensor object differs.
 
     Args:
         batch: the model's inputs.
@@ -275,7 +275,7 @@ class KeyedInputs:
 
         Args:
             inputs: the model's arguments.
-            ignored: names of those that no frozen layer reads.
+            ignored: names of inputs that no frozen layer reads.
         """
         unread = {*ignored, *NOT_OF_STATES}
         are_here = all(
@@ -288,9 +288,9 @@ class KeyedInputs:
         )
 
     def are_exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
-        """Whether the model is called on others in place of these, beyond what rounding to another type explains.
+        """Whether the model is called on different inputs, beyond what rounding to another data type explains.
 
-        One that is only left out, or only added, may be the model's default, or the loss's own.
+        An input that is only missing, or only added, may be the model's default, or the loss's own.
         """
         mine = self._inputs.keys() - {*ignored, *NOT_OF_STATES}
         known = {id(value) for value, _ in self._inputs.values()}
@@ -306,11 +306,11 @@ class KeyedInputs:
 
 @dataclass(frozen=True)
 class BatchKeys:
-    """A batch's keys, taken out of it, so that a user's methods see the batch as their collator has made it.
+    """The keys of a batch, removed from it, so that a user's methods get the batch as their collator returned it.
 
     Attributes:
         tensor: the keys.
-        inputs: what they are keys of.
+        inputs: the inputs from which the keys were computed.
     """
 
     tensor: torch.Tensor
@@ -318,7 +318,7 @@ class BatchKeys:
 
     @classmethod
     def taken_out_of(cls, batch: Any) -> tuple[Any, BatchKeys | None]:
-        """The batch without its keys, and these; None if it has none."""
+        """Return the batch without its keys, and the keys; None if it has none."""
         if not isinstance(batch, Mapping) or KEYS_NAME not in batch:
             return batch, None
         tensor = batch[KEYS_NAME]
@@ -329,12 +329,12 @@ class BatchKeys:
         return batch, cls(tensor, KeyedInputs(batch))
 
     def blank(self) -> BatchKeys:
-        """In their place where they must not count: `without_keys`."""
+        """The same with `without_keys`, for use where the keys must have no effect."""
         return BatchKeys(without_keys(self.tensor), self.inputs)
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a model is called on, by name."""
+    """The inputs that a model is called on, by name."""
     if not args:
         return kwargs
     names = itertools.islice(inspect.signature(type(model).forward).parameters, 1, None)
@@ -342,12 +342,12 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _version(value: Any) -> int:
-    """Counts the writes into a tensor; one that inference mode has made does not count them."""
+    """Number of writes into a tensor; inference-mode tensors do not count them."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> bool:
-    """Whether a value is what was noted. Waits for the device only where it is another tensor."""
+    """Whether a value equals the recorded one. It waits for the device only if the tensor object differs."""
     if _version(noted) != version:
         return False
     if value is noted:
@@ -355,7 +355,7 @@ def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> boo
     if isinstance(noted, _PLAIN):
         return type(noted) is type(value) and noted == value
     if not isinstance(noted, torch.Tensor):
-        return rounding > 0  # a batch with keys has none such; beside them it may be anything
+        return rounding > 0  # a batch with keys has no such values; other arguments may be anything
     if not isinstance(value, torch.Tensor) or value.shape != noted.shape:
         return False
     if not value.layout == noted.layout == torch.strided:
@@ -368,7 +368,7 @@ def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> boo
 
 
 class _Parts:
-    """The bytes of a tensor as so many equal parts: its rows, or its tokens."""
+    """The bytes of a tensor as `count` equal parts: its samples, or its tokens."""
 
     def __init__(self, tensor: torch.Tensor, count: int) -> None:
         self._data = _bytes_of(tensor)
@@ -378,7 +378,7 @@ class _Parts:
         return self._data[start * self._size : stop * self._size]
 
     def repeat_outside(self, first: int, start: int, stop: int, last: int) -> bool:
-        """Whether the parts in [first, start) and [stop, last) are all alike, as padding is."""
+        """Whether the parts in [first, start) and [stop, last) are all equal, as padding is."""
         outside = bytes(self.between(first, start)) + bytes(self.between(stop, last))
         return outside == outside[: self._size] * (start - first + last - stop)
 

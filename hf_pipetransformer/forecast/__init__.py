@@ -1,1 +1,1 @@
-"""A training predicted without launching it, and models looked at by their configuration."""
+"""Forecasts of a training without launching it, and inspection of models from their configuration."""

@@ -1,4 +1,4 @@
-"""`hf-pipetransformer plan`: from a model's name and a few numbers to a forecast.
+"""The `hf-pipetransformer plan` command: a forecast from a model's name and a few numbers.
 
 configuration -> placeholders -> workload ─┐
 device table, or this machine ───────┴-> machine -> forecast
@@ -30,16 +30,16 @@ from .workload import Workload, measure_pair_shares, measure_workload
 PROFILES = ("analytic", "cpu", "cuda")
 TOKEN_SLICES = ("off", "auto")
 FLAT_TOKENS = {"cpu": 16, "cuda": 256}
-"""Of a device that times whole rows only: fewer tokens of a slice are taken to be as slow as these."""
+"""For devices of which only whole rows are timed: a slice with fewer tokens than this is assumed to take as long."""
 ROWS_TO_TIME = 8
-"""As the trainer times them."""
+"""Number of samples that are timed, as in the trainer."""
 DEFAULT_SAMPLES = 100_000
 DEFAULT_DEVICE = "a100-80g"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of `hf-pipetransformer plan`; see its options."""
+    """The arguments of `hf-pipetransformer plan`; see its options."""
 
     devices: int
     batch: int
@@ -74,7 +74,7 @@ class Request:
                 "token_slices is 'auto', but needs several stages, and pipeline_parallel_size is 1: raise it, or set"
                 " token_slices='off'."
             )
-        for name in ("device", "efficiency"):  # of the table alone
+        for name in ("device", "efficiency"):  # these apply to the device table only
             value = getattr(self, name)
             if value is not None and self.profile != "analytic":
                 raise ValueError(
@@ -91,10 +91,10 @@ class Request:
                 )
 
     def job(self) -> Job:
-        """The training that is asked about.
+        """Return the training that is to be forecast.
 
         Raises:
-            ValueError: a number or name is out of its range.
+            ValueError: a number or name is invalid.
         """
         schedule = None if self.freeze_schedule is None else _schedule(self.freeze_schedule)
         name = "none" if not self.freezes else "alpha" if schedule is None else "schedule"
@@ -115,7 +115,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A forecast, what it is of, and what it takes for granted."""
+    """A forecast with the model's name, a title and the assumptions that were made."""
 
     forecast: Forecast
     model: str
@@ -127,13 +127,13 @@ def answer(name: str, task: str, request: Request) -> Answer:
     """Forecast the training of a model.
 
     Args:
-        name: of a configuration (`inspection.load_config`).
+        name: name of a configuration (`inspection.load_config`).
         task: a key of `inspection.TASKS`, or "auto".
         request: the training.
 
     Raises:
-        UnsupportedModelError: the model cannot be cut.
-        ValueError: something is unknown, out of its range, or does not fit.
+        UnsupportedModelError: the model cannot be split into stages.
+        ValueError: a value is unknown or out of range, or the training does not fit.
     """
     job = request.job()
     config = inspection.load_config(name)
@@ -163,16 +163,16 @@ def answer(name: str, task: str, request: Request) -> Answer:
 
 
 def _refuse_slices_of_others(model: PreTrainedModel) -> None:
-    """Refuse to cut sequences of which tokens depend on later ones.
+    """Refuse to split sequences in which tokens depend on later ones.
 
     Raises:
         UnsupportedModelError: layers keep another state than keys and values.
-        ValueError: no causal language model.
+        ValueError: the model is not a causal language model.
     """
     config = model.config
     causal, masked = AutoModelForCausalLM._model_mapping, AutoModelForMaskedLM._model_mapping
     expected: Any = causal.get(type(config), ())
-    # BERT and its kin attend to later tokens with any head, unless they are configured as decoders
+    # BERT-like models attend to later tokens with any head, unless they are configured as decoders
     is_encoder = type(config) in masked and not getattr(config, "is_decoder", False)
     if is_encoder or not isinstance(model, expected):
         raise ValueError(

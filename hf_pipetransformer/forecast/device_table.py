@@ -1,7 +1,7 @@
-"""What is known of accelerators without having one: arithmetic, memory, links.
+"""Data of accelerators that are not available here: arithmetic, memory, links.
 
-Peaks, memories and links are those of the makers' data sheets. What is an estimate says so; `--profile cuda` measures
-instead.
+Peak performance, memory and links come from the vendors' data sheets. Estimates are marked as such; `--profile cuda`
+measures instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ GB = 1e9
 GIB = 2**30
 
 ADAM_TRAFFIC = 9.0
-"""Bytes that go through memory for each byte of a trainable parameter: AdamW reads parameter, gradient and two moments
-and writes three of them; clipping reads the gradient twice."""
+"""Bytes of memory traffic for each byte of a trainable parameter: AdamW reads the parameter, the gradient and two
+moments, and writes three of them; clipping reads the gradient twice."""
 
 
 @dataclass(frozen=True)
 class CacheHost:
-    """What a node offers to the activation cache.
+    """Resources of a node for the activation cache.
 
     Attributes:
-        read_bytes_per_second: from the page cache to all of its devices together.
-        disk_bytes_per_second: the same where the page cache is too small.
-        memory_bytes: that the page cache may take; None: not known, taken to be enough.
-        disk_bytes: that the store may fill; None: not known, taken to be enough.
+        read_bytes_per_second: read bandwidth from the page cache, for all devices of the node together.
+        disk_bytes_per_second: read bandwidth if the page cache is too small.
+        memory_bytes: memory available to the page cache; None if unknown, which counts as sufficient.
+        disk_bytes: disk space available to the store; None if unknown, which counts as sufficient.
     """
 
     read_bytes_per_second: float
@@ -42,20 +42,21 @@ class CacheHost:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator, and the node that it is in.
+    """An accelerator, and the node that it belongs to.
 
     Attributes:
-        flops_per_second: peak of dense matrix products in the precision of training.
-        memory_bytes: of one device.
-        memory_bytes_per_second: of one device.
-        link_bytes_per_second: between two devices of a node, in one direction.
-        network_bytes_per_second: out of a node, all its devices together. An estimate: one such node is often sold so.
-        efficiency: share of the peak that a layer reaches. An estimate.
-        seconds_per_unit: fixed cost of one unit's forward, for the calls of its kernels. An estimate.
-        devices_per_node: usual number.
-        flat_tokens: fewer tokens take a layer as long as these. An estimate: those of one layer of 2,048 columns on a
-            V100 (TeraPipe, figure 3).
-        host: an estimate.
+        flops_per_second: peak of dense matrix products in the precision of the training.
+        memory_bytes: memory of one device.
+        memory_bytes_per_second: memory bandwidth of one device.
+        link_bytes_per_second: bandwidth between two devices of a node, in one direction.
+        network_bytes_per_second: bandwidth out of a node, for all its devices together. An estimate, taken from how
+            such a node is often sold.
+        efficiency: fraction of the peak that a layer reaches. An estimate.
+        seconds_per_unit: fixed cost of one unit's forward, for launching its kernels. An estimate.
+        devices_per_node: usual number of devices in a node.
+        flat_tokens: number of tokens below which a layer takes no less time. An estimate, from a layer with a hidden
+            size of 2,048 on a V100 (TeraPipe, figure 3).
+        host: resources for the cache. An estimate.
     """
 
     name: str
@@ -71,13 +72,13 @@ class Device:
     flat_tokens: int = 256
 
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
-        """How long the parts of a model take here, from their FLOPs.
+        """Predict how long the parts of a model take on this device, from their FLOPs.
 
-        A backward takes two forwards. What precedes the units is counted with the first one, as its FLOPs are.
+        A backward takes two forwards. The part before the units counts as part of the first unit, as its FLOPs do.
 
         Args:
-            unit_costs: of the model.
-            world_size: devices that reduce gradients together, in a ring.
+            unit_costs: costs of the model's units.
+            world_size: number of devices that all-reduce gradients together, in a ring.
         """
         speed = self.flops_per_second * self.efficiency
 
@@ -106,16 +107,16 @@ DEVICES = {
         Device("a100-80g", 312 * TFLOPS, 80 * GIB, 2039 * GB, 300 * GB, 200 * GB),
         Device("h100-80g", 989 * TFLOPS, 80 * GIB, 3350 * GB, 450 * GB, 400 * GB),
         Device("h200-141g", 989 * TFLOPS, 131 * GIB, 4800 * GB, 450 * GB, 400 * GB),
-        # without a link of their own: PCI Express
+        # no NVLink, but PCI Express only
         Device("l4-24g", 121 * TFLOPS, 24 * GIB, 300 * GB, 32 * GB, 12.5 * GB),
         Device("rtx4090-24g", 165 * TFLOPS, 24 * GIB, 1008 * GB, 32 * GB, 12.5 * GB),
     )
 }
-"""By name. FLOP/s are those of bf16 (V100: fp16) with sums in fp32."""
+"""Name -> device. FLOP/s are those of bf16 (V100: fp16) with accumulation in fp32."""
 
 
 def device_named(name: str) -> Device:
-    """Look a device up.
+    """Return the device with this name.
 
     Raises:
         ValueError: it is not in the table.

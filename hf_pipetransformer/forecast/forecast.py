@@ -1,12 +1,12 @@
-"""What a whole training will take, before anything is launched.
+"""Forecast of a whole training, before anything is launched.
 
     freeze policy -> f in each epoch
-    AutoCache     -> c in each epoch      of these f layers so many come from the cache
+    AutoCache     -> c in each epoch      number of these f layers that come from the cache
     planner       -> plan of each epoch   make_plan at the start, replan where f or c changes, as the trainer does
     plan.predict  -> step                 plus the time to load what is cached
     choose_slices -> step                 instead, where sequences are cut along their tokens and that is faster
 
-Beside it stand static layouts, in which nothing is frozen, and what the counted FLOPs allow.
+The forecast is compared with static layouts, in which nothing is frozen, and with the bound from the counted FLOPs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Job:
     """A training.
 
     Args:
-        num_devices: processes.
-        batch_rows: rows of the global batch; each device brings an equal part.
-        num_epochs: of the training; freezing is decided at each one's begin.
-        num_samples: of an epoch.
-        freeze_policy: one that needs no gradients.
-        max_frozen_layers: the user's bound.
+        num_devices: number of devices, with one process each.
+        batch_rows: number of samples in the global batch; each device contributes an equal part.
+        num_epochs: number of epochs; freezing is decided at the start of each.
+        num_samples: number of samples in an epoch.
+        freeze_policy: a policy that needs no gradients.
+        max_frozen_layers: the user's upper bound on the number of frozen layers.
         pipeline_parallel_size: K, or "auto".
-        is_elastic: pack the layers into fewer stages after a freeze.
-        caches: keep what frozen layers give; not where sequences are cut, as the cache keeps whole rows.
-        token_slices: "auto": cut the sequences of a causal language model along their tokens as well.
+        is_elastic: whether the layers are repacked into fewer stages after a freeze.
+        caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores whole rows.
+        token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
 
     Raises:
-        ValueError: a number is too small, or the rows cannot be divided.
+        ValueError: a number is too small, or the batch cannot be divided equally.
     """
 
     num_devices: int
@@ -91,7 +91,7 @@ class Job:
 
         Args:
             num_layers: L.
-            max_frozen: the most that leave something to train.
+            max_frozen: the largest number of layers that can be frozen while something is left to train.
         """
         frozen = [0]
         for epoch in range(self.num_epochs):
@@ -104,15 +104,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Machine:
-    """What it runs on.
+    """The machine that the training runs on.
 
     Attributes:
-        times: of the model's parts.
-        memory_budget_bytes: that a stage may take on a device; None: not known, everything fits.
-        devices_per_node: how many share a cache.
-        host: of a node.
-        device: whose table gave `times`; None: measured.
-        flat_tokens: of a slice; fewer take as long as these.
+        times: times of the model's parts.
+        memory_budget_bytes: memory that a stage may use on a device; None if unknown, in which case everything fits.
+        devices_per_node: number of devices that share a cache.
+        host: resources of a node for the cache.
+        device: the device from whose table entry `times` was derived; None if it was measured.
+        flat_tokens: number of tokens below which a slice takes no less time.
     """
 
     times: ModelTimes
@@ -123,7 +123,7 @@ class Machine:
     flat_tokens: int = 1
 
     def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
-        """The same with another number of devices."""
+        """The same machine with another number of devices."""
         if self.device is None:
             return self
         return replace(self, times=self.device.times(unit_costs, num_devices))
@@ -134,13 +134,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """Forward and backward of a step whose batch is cut by `choose_slices`: sequences, or rows into other parts.
+    """Forward and backward of a step whose batch `choose_slices` splits along tokens, or into other groups of rows.
 
     Attributes:
-        parts: of a pipeline's rows, and the slices of each.
-        seconds: until the last stage has finished.
-        busy_seconds: of these a device computes, on average over the stages.
-        frozen_seconds: of these on frozen layers.
+        parts: the parts of a pipeline's batch, and the slices of each.
+        seconds: time until the last stage has finished.
+        busy_seconds: part of this time in which a device computes, averaged over the stages.
+        frozen_seconds: part of this time spent on frozen layers.
     """
 
     parts: tuple[RowSlices, ...]
@@ -155,14 +155,14 @@ class Epoch:
 
     Attributes:
         num_frozen: f.
-        num_cached: of these so many come from the cache.
-        puts: layers whose output is put into the cache; 0: none.
-        plan: in force.
-        prediction: of a step, without loading; its sequences whole.
-        load_seconds: of a step.
-        num_steps: of it.
-        sliced: of a step as the dynamic program cuts it; None where it cuts no sequence, which must save enough, or
-            is not asked for.
+        num_cached: number of the frozen layers whose output comes from the cache.
+        puts: number of layers whose output is stored in the cache during this epoch; 0 if nothing is stored.
+        plan: the plan in effect.
+        prediction: prediction for a step with whole sequences, without loading.
+        load_seconds: time to load cached outputs in a step.
+        num_steps: number of steps in the epoch.
+        sliced: prediction for a step that the dynamic program splits along tokens; None if it splits no sequence
+            because that saves too little, or if splitting is off.
     """
 
     number: int
@@ -182,22 +182,22 @@ class Epoch:
 
     @property
     def uncut_step_seconds(self) -> float:
-        """Of a step whose sequences are whole."""
+        """Time of a step with whole sequences."""
         return self.prediction.seconds + self.load_seconds
 
     @property
     def num_microbatches(self) -> int:
-        """Parts of a pipeline's rows."""
+        """Number of parts of a pipeline's batch."""
         return self.prediction.num_microbatches if self.sliced is None else len(self.sliced.parts)
 
     @property
     def stage_bytes(self) -> list[int]:
-        """Of each stage."""
+        """Memory of each stage."""
         return _stage_bytes(self.plan, self.prediction.num_microbatches, self.sliced)
 
     @property
     def bubble(self) -> float:
-        """Share of forward and backward in which a device waits, 0 to 1."""
+        """Fraction of forward and backward in which a device waits, 0 to 1."""
         if self.sliced is None:
             return self.prediction.timeline.bubble
         return 1 - self.sliced.busy_seconds / self.sliced.seconds
@@ -212,7 +212,7 @@ class Epoch:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Where a device's step goes, on average over the stages; they add up to 1."""
+        """Fractions of a step's time by activity, averaged over the stages; they add up to 1."""
         plan, times, m = self.plan, self.plan.times, self.prediction.num_microbatches
         assert times is not None
         k, timeline = plan.pipeline_parallel_size, self.prediction.timeline
@@ -233,7 +233,7 @@ class Epoch:
 
     @property
     def limit(self) -> str:
-        """What most of a step is spent on."""
+        """The activity that takes most of a step."""
         return max(self.shares, key=lambda part: self.shares[part])
 
 
@@ -242,11 +242,11 @@ class StaticRun:
     """A training in one layout in which nothing is frozen.
 
     Attributes:
-        plan: the layout.
-        seconds: of the training; infinite where the plan does not fit.
-        missing_bytes: that the largest stage takes beyond the device's memory; 0: it fits.
-        num_microbatches: parts of a pipeline's rows.
-        largest_bytes: of its stages.
+        plan: the plan of this layout.
+        seconds: time of the training; infinite if the plan does not fit.
+        missing_bytes: memory that the largest stage needs beyond the device's; 0 if it fits.
+        num_microbatches: number of parts of a pipeline's batch.
+        largest_bytes: memory of the largest stage.
     """
 
     plan: PipelinePlan
@@ -262,17 +262,18 @@ class StaticRun:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The whole training.
+    """Forecast of the whole training.
 
     Attributes:
-        epochs: one after the other.
+        epochs: the epochs in order.
         ddp: plain DDP, K = 1.
-        best_static: the fastest of all layouts that fit.
-        static_pipeline: K > 1 as asked for, or as the training begins, or 2; None where no K > 1 is possible.
-        flop_bound: FLOPs of the training without freezing over those with it.
-        cache_bytes: of the largest generation on a node; 0: nothing is put.
-        cache_peak_bytes: of the two that there are when a freeze comes.
-        cache_off: why nothing is cached, or no longer.
+        best_static: the fastest of all static layouts that fit.
+        static_pipeline: a static pipeline with K > 1: the requested K, or that of the first epoch, or else the
+            smallest possible; None if no K > 1 is possible.
+        flop_bound: FLOPs of the training without freezing divided by those with freezing.
+        cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
+        cache_peak_bytes: largest size of the two generations that exist together after a freeze.
+        cache_off: why nothing is cached, or no longer; None if the cache is used.
     """
 
     job: Job
@@ -297,7 +298,7 @@ class Forecast:
 
     @property
     def periods(self) -> list[tuple[Epoch, ...]]:
-        """Epochs that are alike, together."""
+        """Groups of consecutive epochs with the same configuration."""
 
         def alike(epoch: Epoch) -> tuple[int, ...]:
             return (epoch.num_frozen, epoch.num_cached, epoch.puts, epoch.plan.pipeline_parallel_size)
@@ -305,7 +306,7 @@ class Forecast:
         return [tuple(epochs) for _, epochs in groupby(self.epochs, alike)]
 
     def speed_up_over(self, static: StaticRun) -> float | None:
-        """How many times as fast as a static layout; None where that does not fit."""
+        """Speed-up over a static layout; None if that layout does not fit."""
         return static.seconds / self.seconds if static.fits else None
 
 
@@ -329,7 +330,7 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
     sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {epoch.puts for epoch in epochs} if f}
     live = [
         sum(sizes.get(f, 0.0) for f in {epoch.puts, epoch.num_cached}) for epoch in epochs
-    ]  # what is read is kept until the next one is whole
+    ]  # the generation that is read is kept until the next one is complete
     return Forecast(
         job,
         workload,
@@ -346,14 +347,14 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
 
 
 class _Course:
-    """Goes through the epochs as the trainer does."""
+    """Simulates the epochs with the decisions of the trainer."""
 
     def __init__(self, job: Job, workload: Workload, machine: Machine) -> None:
         self._job, self._workload, self._machine = job, workload, machine
         self._policy = _elastic_policy(job, machine)
         self.first = plan_at_start(job, workload, machine)
-        self._boundary = 0  # layers whose output is, or is being, put into the store
-        self._refused = 0  # layers whose output does not pay
+        self._boundary = 0  # number of layers whose output is in the store, or is being stored
+        self._refused = 0  # number of layers whose output is not worth caching
         self._off: str | None = None if job.caches else "switched off"
         if job.caches and job.token_slices != "off":
             self._off = f"token_slices={job.token_slices!r} cuts sequences, and the cache keeps whole rows"
@@ -364,7 +365,7 @@ class _Course:
         prediction, sliced = predict_step(job, self._workload, self._machine, plan)
         for index, frozen in enumerate(job.num_frozen(len(costs), self._workload.max_frozen)):
             before = (plan.num_frozen_layers, cached)
-            if self._boundary > cached:  # the epoch that has ended filled it
+            if self._boundary > cached:  # the previous epoch has filled the cache
                 cached = self._boundary if self._pays(plan) else 0
             if (frozen, cached) != before:
                 plan = self._policy.next(plan, self.first, frozen, cached)
@@ -387,7 +388,7 @@ class _Course:
         return epochs, self._off
 
     def _fill(self, plan: PipelinePlan) -> None:
-        """Choose the boundary to put from now on, as `AutoCache.freeze` does."""
+        """Choose the boundary whose outputs are stored from now on, as `AutoCache.freeze` does."""
         if self._off is not None and not self._refused:
             return
         nodes = [str(rank // self._machine.devices_per_node) for rank in range(plan.world_size)]
@@ -407,9 +408,9 @@ class _Course:
                 self._boundary = boundary
 
     def _pays(self, plan: PipelinePlan) -> bool:
-        """Whether a row is loaded faster than computed by as much as `AutoCache` asks for.
+        """Whether loading a sample is faster than computing it by the margin that `AutoCache` requires.
 
-        A node's first stages read at the same time, so each of them has loaded its own rows when all are loaded.
+        The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
         rows_of_node = self._job.batch_rows / self._machine.num_nodes(self._job.num_devices)
         loading = self._load_seconds(self._boundary) / min(plan.rows_per_pipeline, rows_of_node)
@@ -430,9 +431,9 @@ class _Course:
         return self._workload.cache_row_bytes(boundary) * self._job.num_samples / nodes
 
     def _load_seconds(self, cached: int, puts: int = 0) -> float:
-        """Of a step: a node's rows, which its first stages read at the same time.
+        """Loading time of a step, for all samples of a node, whose first stages read at the same time.
 
-        What is put pushes what is read out of the page cache.
+        What is being stored displaces what is read from the page cache.
         """
         if not cached:
             return 0.0
@@ -444,7 +445,7 @@ class _Course:
 
 
 def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePlan:
-    """The plan that the training begins with.
+    """The plan at the start of the training.
 
     Raises:
         ValueError: as `make_plan`.
@@ -466,7 +467,7 @@ def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
 def predict_step(
     job: Job, workload: Workload, machine: Machine, plan: PipelinePlan
 ) -> tuple[StepPrediction, SlicedStep | None]:
-    """A step of whole sequences in micro-batches, and one as the trainer cuts its batch, where that is another one."""
+    """Predict a step with whole sequences, and a step as the trainer splits its batch, if that is a different one."""
     rows = plan.rows_per_pipeline
     m = plan.num_microbatches_for(rows)
     whole = plan.predict(rows, m)
@@ -482,11 +483,11 @@ def predict_step(
 
 
 def _stage_bytes(plan: PipelinePlan, num_microbatches: int, sliced: SlicedStep | None) -> list[int]:
-    """What each stage takes; with slices it keeps all of those of as many parts as there are stages behind it."""
+    """Memory of each stage. With slices, stage s keeps all slices of the first K - s parts."""
     k = plan.pipeline_parallel_size
     if sliced is None:
         return [plan.stage_bytes(s, rows=plan.rows_per_pipeline, num_microbatches=num_microbatches) for s in range(k)]
-    kept = [sum(part.rows for part in sliced.parts[: k - stage]) for stage in range(k)]  # the largest come first
+    kept = [sum(part.rows for part in sliced.parts[: k - stage]) for stage in range(k)]  # the largest parts come first
     return [plan.stage_bytes(stage, rows=rows, num_microbatches=1) for stage, rows in enumerate(kept)]
 
 
@@ -501,6 +502,6 @@ def _static_run(job: Job, workload: Workload, machine: Machine, k: int) -> Stati
 
 
 def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float:
-    """Seconds of a training, without what it is compared with. `Raises` as `forecast`."""
+    """Predicted seconds of a training, without the comparison with static layouts. Raises the same as `forecast`."""
     machine = machine.with_devices(job.num_devices, workload.unit_costs)
     return sum(epoch.seconds for epoch in _Course(job, workload, machine).run()[0])

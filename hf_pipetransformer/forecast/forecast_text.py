@@ -1,4 +1,4 @@
-"""A forecast in words, tables and plain values."""
+"""A forecast as text, tables and plain values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_star
 GIB = 2**30
 
 WORTH_FREEZING = 1.15
-"""Less than this is gained is within what a forecast may be wrong by."""
+"""A smaller speed-up than this is within the error of a forecast."""
 HARDLY_FASTER = 1.10
-"""So much slower fewer devices may be and still be the better choice."""
+"""Fewer devices are recommended if the training takes at most this many times as long on them."""
 START_SECONDS = 60.0
-"""What starting on many devices costs; saving less than this is not worth them."""
+"""Cost of starting on many devices, in seconds; if they save less than this, fewer are recommended."""
 MOST_LENGTHS = 8
-"""Of slices that are written out."""
+"""Maximum number of slice lengths that are written out."""
 FULL_PIPELINE = 0.2
-"""Share of forward and backward that devices may wait in a pipeline that is called full."""
+"""Fraction of forward and backward that devices may wait in a pipeline that is considered full."""
 
 ALWAYS_ASSUMED = (
     "every row is as long as --seq; padding and evaluation are not counted",
@@ -35,11 +35,11 @@ ALWAYS_ASSUMED = (
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
 )
 MAY_BE_CACHED = "the model may be cached; the trainer finds that out by running rows of the data"
-"""Assumed where sequences are whole."""
+"""Assumed if sequences are not split."""
 
 
 def advise(result: Forecast) -> list[str]:
-    """What the forecast means for whoever launches the training; at least one sentence."""
+    """Advice for the user who launches the training, from the forecast; at least one sentence."""
     job, gain = result.job, result.speed_up_over(result.best_static)
     freezes = result.epochs[-1].num_frozen > 0
     sentences = _about_pipelining(result)
@@ -97,7 +97,7 @@ def _about_pipelining(result: Forecast) -> list[str]:
 
 
 def _about_slices(result: Forecast) -> list[str]:
-    """Whether cutting sequences pays in the whole training."""
+    """Advice on whether splitting sequences is worth it in the whole training."""
     job = result.job
     if job.token_slices == "off":
         return []
@@ -114,7 +114,7 @@ def _about_slices(result: Forecast) -> list[str]:
 
 
 def _about_fewer_devices(result: Forecast) -> list[str]:
-    """Whether fewer devices, with the same global batch, would do as well."""
+    """Advice on whether fewer devices, with the same global batch, would be sufficient."""
     job, budget = result.job, result.machine.memory_budget_bytes
     if budget is not None and largest_stage_bytes(result.first) > budget:
         return []
@@ -125,7 +125,7 @@ def _about_fewer_devices(result: Forecast) -> list[str]:
         try:
             first = plan_at_start(fewer, result.workload, result.machine)
             seconds = forecast_seconds(fewer, result.workload, result.machine)
-        except ValueError:  # it does not fit so few
+        except ValueError:  # it does not fit on so few devices
             continue
         if budget is not None and largest_stage_bytes(first) > budget:
             continue
@@ -139,11 +139,11 @@ def _about_fewer_devices(result: Forecast) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ tables
 def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
-    """The forecast for a terminal.
+    """Format the forecast for a terminal.
 
     Args:
-        title: says of what.
-        assumed: what this forecast takes for granted, beyond what every one does.
+        title: the model and the training.
+        assumed: assumptions of this forecast, in addition to those of every forecast.
     """
     epochs = [
         ("epoch", "frozen", "cached", "K × R", "M", "stages", "GiB", "step ms", "rows/s", "spent on", "time"),
@@ -202,7 +202,7 @@ def _statics(result: Forecast) -> list[tuple[str, StaticRun]]:
 
 
 def _about_cuts(result: Forecast) -> str:
-    """How batches are cut along their tokens, and what that gains; empty where it is not asked for."""
+    """Describe how batches are split along their tokens, and the speed-up; empty if this was not requested."""
     if result.job.token_slices == "off":
         return ""
     lines = ["Token slices (the activation cache is off: it keeps whole rows)"]
@@ -241,7 +241,7 @@ def describe_parts(parts: Sequence[RowSlices]) -> str:
 
 
 def _run_together(lengths: Sequence[int]) -> str:
-    """Equal lengths that follow each other together; of many different ones the longest and the shortest."""
+    """Combine consecutive equal lengths; if there are too many different ones, give the longest and the shortest."""
     runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
     if len(runs) > MOST_LENGTHS:
         return f"{max(lengths)} to {min(lengths)}"

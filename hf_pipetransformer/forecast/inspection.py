@@ -1,9 +1,9 @@
-"""What a model would look like as a pipeline, from its configuration alone.
+"""Inspection of a model as a pipeline, from its configuration alone.
 
     load_config -> model_class -> build_placeholder_model -> measure -> make_report -> as_text
 
-No weights are loaded or made: each parameter is a *placeholder*, one element of memory in the shape of the real one,
-so a laptop can look at a model of billions of parameters.
+No weights are loaded or created: each parameter is a *placeholder*, one element of memory in the shape of the real
+parameter, so a laptop can inspect a model with billions of parameters.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..planning.plan import MIB, PipelinePlan, align
 from ..planning.planner import make_plan
 
 PLACEHOLDER_VALUE = 0.01
-"""Not zero: CLIP divides by the norm of its embeddings."""
+"""Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""
 
 LARGE_BYTES = 64 * MIB
-"""Larger ones are parameters, not buffers."""
+"""Tensors of at least this size are parameters, not buffers."""
 
 TASKS: Mapping[str, str] = {
     "causal-lm": "AutoModelForCausalLM",
@@ -51,14 +51,14 @@ TASKS: Mapping[str, str] = {
 }
 """Name of a task -> the Auto class that builds its model."""
 
-# Many families stand in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
+# Many families are in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
 # one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
-# recognised by masked-language modelling and fine-tuned as classifiers, because BERT is also listed as a causal
+# recognized by masked-language modeling and fine-tuned as classifiers, because BERT is also listed as a causal
 # model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text.
 _TASK_ORDER = (
     "speech-seq2seq",
     "seq2seq-lm",
-    "sequence-classification",  # only for those that are in masked-lm as well
+    "sequence-classification",  # only for families that are in masked-lm as well
     "causal-lm",
     "image-classification",
     "video-classification",
@@ -71,20 +71,20 @@ _TASK_ORDER = (
 
 
 class UnknownModelError(ValueError):
-    """Nothing under the given name has a configuration, or none that fits the task."""
+    """Raised if no configuration is found under the given name, or none that fits the task."""
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load the configuration that a name stands for.
+    """Load the configuration that a name refers to.
 
-    A path comes first, then a model type (its default configuration), then a name on the Hub. Code that comes
-    with a model is never run.
+    The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
+    the Hub. Code that comes with a model is never run.
 
     Args:
         name: Folder, config.json, model type, or name on the Hub.
 
     Raises:
-        UnknownModelError: If there is none.
+        UnknownModelError: There is no such configuration.
     """
     path = Path(name)
     is_path = path.is_file() or (path / "config.json").is_file()
@@ -107,10 +107,11 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
-    """Return the class that a configuration's model is built with: an architecture of transformers or an Auto class.
+    """Return the class that builds a configuration's model: an architecture of transformers or an Auto class.
 
-    Without a task the configuration's own `architectures` decides; a configuration without one gets the task that
-    its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language modelling).
+    Without a task, the configuration's own `architectures` decides; a configuration without `architectures` gets the
+    task that its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language
+    modeling).
 
     Args:
         config: The configuration.
@@ -120,7 +121,7 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
         A class with the class method `from_config` or `_from_config`.
 
     Raises:
-        UnknownModelError: If no class takes the configuration.
+        UnknownModelError: No class accepts the configuration.
     """
 
     def takes(task_name: str) -> bool:
@@ -142,9 +143,9 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
 
 
 def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
-    """Build a model whose parameters take the memory of one element each.
+    """Build a model in which each parameter occupies the memory of a single element.
 
-    Buffers are real, because models compute with them; ties are kept; every parameter is trainable.
+    Buffers are real, because models compute with them. Tied parameters stay tied, and every parameter is trainable.
 
     Args:
         config: The configuration.
@@ -152,11 +153,11 @@ def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedMo
     """
     build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
     config._experts_implementation = (
-        "eager"  # the grouped kernel takes no stride-0 weights, and its FLOPs are not counted
+        "eager"  # the grouped kernel does not accept stride-0 weights, and its FLOPs are not counted
     )
     with _LargeTensorsOnMeta(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = build(config)
-    model.tie_weights()  # moving to the meta device gave each place a parameter of its own
+    model.tie_weights()  # moving to the meta device has untied the parameters
     table = ParameterTable(model)
     for name in table.names:
         empty = placeholder(table[name], PLACEHOLDER_VALUE, torch.device("cpu"))
@@ -165,9 +166,9 @@ def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedMo
 
 
 class _LargeTensorsOnMeta(TorchFunctionMode):
-    """Inside, `torch.empty` makes large tensors on the meta device.
+    """Mode in which `torch.empty` creates large tensors on the meta device.
 
-    `init_empty_weights` first makes each parameter, and a mixture of experts has single ones of 30 GB.
+    `init_empty_weights` first allocates each parameter, and a mixture of experts has single parameters of 30 GB.
     """
 
     def __torch_function__(
@@ -182,11 +183,11 @@ class _LargeTensorsOnMeta(TorchFunctionMode):
 
 
 class GhostProducts(TorchDispatchMode):
-    """Inside, a matrix product with a placeholder is a sum of rows, so that the placeholder is not expanded in memory.
+    """Mode in which a matrix product with a placeholder is computed from row sums, without expanding the placeholder.
 
-    The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results
-    are those of the product but for rounding, and as large. To be entered before a `FlopCounterMode`, which then
-    still counts the product.
+    The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results equal
+    the product up to rounding, and have its size. Enter it before a `FlopCounterMode`, which then still counts the
+    product.
     """
 
     def __torch_dispatch__(
@@ -215,11 +216,11 @@ def _times_placeholder(left: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
 def make_report(
     model: PreTrainedModel, batch: Mapping[str, Any], units: Sequence[UnitCost], stages: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what `inspect` reports, as plain values for JSON.
+    """Return the report of `inspect`, as plain values for JSON.
 
     Args:
         model: The model, for the names and sizes of its parameters.
-        batch: The batch that the costs were measured with.
+        batch: The batch with which the costs were measured.
         units: The costs of its units.
         stages: Numbers of stages to propose, each at most the number of units.
     """
@@ -261,7 +262,7 @@ def make_report(
 
 
 def measure(model: PreTrainedModel) -> tuple[dict[str, Any], tuple[UnitCost, ...]]:
-    """Find the units and measure their costs on the least batch: one row, few tokens."""
+    """Find the units and measure their costs on the smallest batch: one sample, few tokens."""
     batch = dummy_batch(model, rows=1)
     with GhostProducts():
         return batch, measure_costs(LayerStack.discover(model, batch), batch)
@@ -301,7 +302,7 @@ def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers with runs drawn together: 0-3, 7."""
+    """Return sorted numbers with consecutive ones combined: 0-3, 7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

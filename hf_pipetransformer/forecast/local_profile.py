@@ -1,6 +1,6 @@
-"""How fast this machine is: the parts of a model with random weights, timed in as many processes as will train it.
+"""Measures this machine: times the parts of a model with random weights, in as many processes as will train it.
 
-The processes time at the same moment, as those of a training do, because they share caches and memory.
+All processes measure at the same time, as they would run in a training, because they share caches and memory.
 
     processes    build the model    reduce    time the parts    read from the store    the slowest counts
 """
@@ -30,19 +30,19 @@ from ..planning.unit_times import ModelTimes, measure_times, slowest
 
 TIMEOUT = timedelta(minutes=10)
 MEMORY_FOR_WEIGHTS = 0.5
-"""Share of the free memory that the processes' copies of the weights may take: a unit's gradients and activations come
-on top."""
+"""Fraction of the free memory that the processes' copies of the weights may use; gradients and activations of a unit
+need memory in addition."""
 READ_REPETITIONS = 5
 
 
 @dataclass(frozen=True)
 class LocalProfile:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        times: of the slowest process.
-        read_bytes_per_second: from the store's page cache, of all processes together.
-        processes: that measured.
+        times: times of the slowest process.
+        read_bytes_per_second: bandwidth of reading from the store through the page cache, of all processes together.
+        processes: number of processes that measured.
     """
 
     times: ModelTimes
@@ -51,7 +51,7 @@ class LocalProfile:
 
 
 def processes_here(device_type: Literal["cpu", "cuda"], num_devices: int) -> int:
-    """How many of the training's processes this machine can run."""
+    """Number of the training's processes that this machine can run."""
     here = os.cpu_count() or 1 if device_type == "cpu" else torch.cuda.device_count()
     return min(num_devices, here)
 
@@ -68,16 +68,16 @@ def profile_here(
     """Time a model's parts on this machine.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         model_class: a class or Auto class of transformers.
         device_type: "cpu" or "cuda".
-        num_devices: processes of the training; no more are started than there are cores, or devices.
-        rows: to time the parts on.
-        tokens: of a row.
-        row_bytes: of a row in the activation cache.
+        num_devices: number of processes of the training; no more are started than there are cores, or devices.
+        rows: number of samples with which the parts are timed.
+        tokens: number of tokens per sample.
+        row_bytes: size of a sample in the activation cache.
 
     Raises:
-        ValueError: there is no such device, or the processes' weights do not fit this machine.
+        ValueError: there is no such device, or the processes' weights do not fit into this machine's memory.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError("profile is 'cuda', but no CUDA device is here: use 'analytic' and name a device.")
@@ -86,15 +86,15 @@ def profile_here(
         threads = int(os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // processes, 1)))
         arguments = (processes, folder, threads, config, model_class, device_type, rows, tokens, row_bytes)
         multiprocessing.spawn(_measure, arguments, nprocs=processes)
-        times, speed = torch.load(Path(folder, "profile"), weights_only=False)  # written by ourselves a moment ago
+        times, speed = torch.load(Path(folder, "profile"), weights_only=False)  # our own processes have written it
     return LocalProfile(times, speed, processes)
 
 
 def refuse_too_large(weight_bytes: int, device_type: Literal["cpu", "cuda"], num_devices: int) -> None:
-    """Refuse a model whose weights cannot be made here by each process.
+    """Refuse a model whose weights do not fit into this machine's memory, with one copy for each process.
 
     Raises:
-        ValueError: naming what it takes and what there is.
+        ValueError: the weights do not fit; the message names the memory that is needed and that is free.
     """
     if device_type == "cuda" and torch.cuda.is_available():
         copies, free = 1, torch.cuda.mem_get_info()[0]
@@ -109,7 +109,7 @@ def refuse_too_large(weight_bytes: int, device_type: Literal["cpu", "cuda"], num
 
 
 def labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Any]:
-    """A batch with labels where the model's answer shows what they must look like, so that the loss is timed, too."""
+    """A batch with labels, if the model's output shows which ones fit, so that the loss is timed as well."""
     batch: dict[str, Any] = dummy_batch(model, rows, tokens=tokens)
     with torch.no_grad():
         logits = getattr(model(**batch), "logits", None)
@@ -126,7 +126,7 @@ def labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, 
         with torch.no_grad():
             has_loss = bool(loss_outputs(output_tensors(model(**batch, labels=labels))))
     except (TypeError, ValueError, RuntimeError):
-        return batch  # of another kind; the head's answer is timed
+        return batch  # the model expects other labels; the head is timed without a loss
     return {**batch, "labels": labels} if has_loss else batch
 
 
@@ -142,7 +142,7 @@ def _measure(
     tokens: int,
     row_bytes: int,
 ) -> None:
-    """One process's part. Collective over all of them."""
+    """Measure in one process. Collective over all of them."""
     torch.set_num_threads(threads)
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
@@ -160,19 +160,19 @@ def _measure(
         stack = LayerStack.discover(model, dummy_batch(model, 2, tokens=min(tokens, 8)))
         mesh = ProcessMesh(TIMEOUT)
         per_byte = mesh.seconds_per_reduced_byte(device)
-        mesh.gather_objects(None)  # all begin together
+        mesh.gather_objects(None)  # so that all start at the same time
         times = slowest(mesh.gather_objects(measure_times(stack, batch, per_byte)))
         speeds = mesh.gather_objects(_read_speed(Path(folder, f"store-{rank}"), row_bytes, rows))
         if rank == 0:
             torch.save((times, min(speeds) * processes), Path(folder, "profile"))
-        mesh.gather_objects(None)  # nobody leaves before all have answered
+        mesh.gather_objects(None)  # so that no process exits before all have answered
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _read_speed(folder: Path, row_bytes: int, rows: int) -> float:
-    """Bytes per second of reading a batch that is in the page cache."""
+    """Bandwidth, in bytes per second, of reading a batch that is in the page cache."""
     store = ActivationStore(folder)
     keys = [number.to_bytes(16, "little") for number in range(rows)]
     written = [memoryview(bytearray(row_bytes)) for _ in keys]

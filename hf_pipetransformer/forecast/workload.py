@@ -1,13 +1,13 @@
-"""What training a model on rows of a given length costs, from its configuration alone.
+"""Cost of training a model on rows of a given length, from its configuration alone.
 
-FLOPs and bytes of a row are polynomials of degree 2 in its tokens T: products with weights are linear, attention
-quadratic. So a model of placeholders is run on three short rows, and long ones follow:
+FLOPs and bytes of a row are polynomials of degree 2 in its number of tokens T: products with weights are linear in T,
+attention is quadratic. Therefore a model of placeholders is run on three short rows, and longer ones are extrapolated:
 
     T          16   32   64              2,048
     measured   ●    ●    ●      ->       the parabola through them
 
-The same division into tokens and pairs of them says what a slice of a row takes: its own tokens, and their pairs with
-all that precede them (`stage_latencies`).
+The same split into tokens and pairs of tokens gives the cost of a slice of a row: its own tokens, and their pairs with
+all preceding tokens (`stage_latencies`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MEASURED_TOKENS = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, for rows of the training's length.
+    """The costs of a model, for rows of the training's length.
 
     Attributes:
-        unit_costs: of its units.
-        max_frozen: the most layers whose freezing leaves something to train.
-        cacheable: numbers of layers behind which one tensor alone is read; whether it can be kept depends on more.
-        tokens_matter: whether the costs depend on the number of tokens; images have one size.
-        tokens: of a row; 1 where they do not matter.
-        pair_shares: of each unit, the share of a row's FLOPs that grows with pairs of tokens, as attention does. Only
-            where sequences are to be cut along their tokens.
+        unit_costs: costs of its units.
+        max_frozen: the largest number of layers that can be frozen while something is left to train.
+        cacheable: numbers of layers above which only one tensor is read. Whether it can be cached depends on more.
+        tokens_matter: whether the costs depend on the number of tokens; images have a fixed size.
+        tokens: number of tokens in a row; 1 if they do not matter.
+        pair_shares: for each unit the fraction of a row's FLOPs that grows with pairs of tokens, as in attention. Set
+            only if sequences are to be split along their tokens.
     """
 
     unit_costs: tuple[UnitCost, ...]
@@ -53,25 +53,25 @@ class Workload:
     pair_shares: tuple[float, ...] = ()
 
     def cache_row_bytes(self, boundary: int) -> int:
-        """What is kept of a row behind so many layers."""
-        index = min(boundary, max(len(self.unit_costs) - 1, 1))  # behind the last unit: as large as before it
+        """Size of what is cached for a sample at this boundary, that is, above this many layers."""
+        index = min(boundary, max(len(self.unit_costs) - 1, 1))  # above the last unit: the same size as below it
         return self.unit_costs[index - 1].boundary_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Of all parameters, each once."""
+        """Size of all parameters, each counted once."""
         return sum({name: size for unit in self.unit_costs for name, size in unit.parameters.items()}.values())
 
 
 def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
-    """Find a model's units and what a row of so many tokens costs.
+    """Find a model's units and measure the cost of a row with this many tokens.
 
     Args:
-        model: of placeholders, or with weights.
-        tokens: of a text row; audio and images have the size that the configuration asks for.
+        model: a model of placeholders, or with weights.
+        tokens: number of tokens of a text row; audio and images have the size that the configuration specifies.
 
     Raises:
-        UnsupportedModelError: it cannot be cut.
+        UnsupportedModelError: the model cannot be split into stages.
         ValueError: the rows are longer than the model's positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -92,7 +92,7 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
         costs = [measure_costs(stack, sample, freezable.never_frozen) for sample in samples]
     units = costs[0] if len(costs) == 1 else tuple(_at(tokens, three) for three in zip(*costs, strict=True))
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
-    # what leaves the last unit is what leaves the one before it, for all families that are known
+    # in all known families, the last unit returns the same tensors as the one before it
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
     return Workload(
         units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens if tokens_matter else 1
@@ -100,13 +100,13 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
 
 
 def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...]:
-    """Which share of a row's FLOPs grows with pairs of its tokens, in each unit of a causal language model.
+    """The fraction of a row's FLOPs that grows with pairs of its tokens, in each unit of a causal language model.
 
-    FLOPs are a T + b T^2 here, without a constant, so two short rows give a and b.
+    Here FLOPs are a T + b T^2, without a constant, so two short rows determine a and b.
 
     Args:
-        model: of placeholders, or with weights.
-        tokens: of a row, T.
+        model: a model of placeholders, or with weights.
+        tokens: number of tokens in a row, T.
     """
     many = max(min(tokens, MEASURED_TOKENS[-1]), 2)
     few = many // 2
@@ -116,7 +116,7 @@ def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...
         short, long = (measure_costs(stack, sample) for sample in samples)
 
     def share(one: float, other: float) -> float:
-        slope = (other / many - one / few) / (many - few)  # FLOPs of a token are a + b T
+        slope = (other / many - one / few) / (many - few)  # FLOPs per token are a + b T
         base = one / few - slope * few
         return min(max(slope * tokens / (base + slope * tokens), 0.0), 1.0) if slope > 0 else 0.0
 
@@ -124,15 +124,15 @@ def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...
 
 
 def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> list[StageLatency]:
-    """What slices take on each stage: `plan.predict`'s time of a whole row, divided into its terms by FLOPs.
+    """Times of slices on each stage: `plan.predict`'s time of a whole row, divided into its terms by FLOPs.
 
-    The fixed cost of a micro-batch is that of a slice. What precedes the units grows with the tokens alone; the head
-    is divided as the last unit, with which its FLOPs are counted.
+    The fixed cost of a slice is that of a micro-batch. The part before the units grows with the tokens only; the head
+    is divided like the last unit, with which its FLOPs are counted.
 
     Args:
-        plan: with times.
-        workload: with `pair_shares`.
-        flat_tokens: fewer take as long as these, as far as a row has them.
+        plan: a plan with times.
+        workload: a workload with `pair_shares`.
+        flat_tokens: number of tokens below which a slice takes no less time, at most those of a row.
     """
     times, shares = plan.times, workload.pair_shares
     assert times is not None and len(shares) == plan.num_units, shares
@@ -154,7 +154,7 @@ def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) ->
 
 
 def frozen_latency(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> SliceLatency:
-    """What slices take on the frozen units of all stages together. `Args` as `stage_latencies`."""
+    """Times of slices on the frozen units of all stages together. The arguments are those of `stage_latencies`."""
     assert plan.times is not None
     units = range(plan.num_cached_layers, plan.num_frozen_layers)
     lines = [(plan.times.units[unit].forward, workload.pair_shares[unit]) for unit in units]
@@ -162,20 +162,20 @@ def frozen_latency(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> 
 
 
 def _latency(lines: Sequence[tuple[Seconds, float]], tokens: int, flat_tokens: int) -> SliceLatency:
-    """Add up what takes a time of rows, of which a share grows with pairs of tokens."""
+    """Add up times per row, of each of which a fraction grows with pairs of tokens."""
     of_pairs = sum(seconds.per_row * share for seconds, share in lines)
     of_tokens = sum(seconds.per_row * (1 - share) for seconds, share in lines)
     return SliceLatency(
         fixed=sum(seconds.fixed for seconds, _ in lines),
         per_token=of_tokens / tokens,
-        per_pair=of_pairs / (tokens**2 / 2),  # each token with those up to itself
+        per_pair=of_pairs / (tokens**2 / 2),  # each token forms pairs with the tokens up to itself
         per_context=0.0,
         flat_tokens=min(flat_tokens, tokens),
     )
 
 
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:
-    """A unit's cost, by the parabola through what was measured."""
+    """Extrapolate a unit's cost with the parabola through the measured values."""
 
     def value(points: Sequence[float]) -> int:
         terms = (

@@ -1,1 +1,1 @@
-"""Which layers are frozen, and when: policies, the callback that asks them, and plain Trainers."""
+"""Layer freezing: the policies, the callback that applies them, and its use in a plain `transformers.Trainer`."""

@@ -1,12 +1,12 @@
-"""Layer freezing as a callback: it watches the training, and proposes how many layers to freeze.
+"""Layer freezing as a callback: it follows the training and proposes how many layers to freeze.
 
     on_train_begin           decision 0 (a schedule may freeze from the start)
-      on_epoch_begin         decision T, freeze_strategy="epoch": at every epoch's begin but the first
-        on_pre_optimizer_step  gradient norms, if the policy wants them
+      on_epoch_begin         decision T, freeze_strategy="epoch": at the start of every epoch but the first
+        on_pre_optimizer_step  gradient norms, if the policy needs them
         on_step_end          decision T, freeze_strategy="steps": every freeze_steps optimizer steps
 
-In a `PipeTransformerTrainer` the callback only proposes, and the trainer acts. In a plain `transformers.Trainer` it
-freezes by itself, at the next forward (`plain_trainer`).
+In a `PipeTransformerTrainer` the callback only proposes, and the trainer freezes. In a plain `transformers.Trainer`
+the callback itself freezes the layers, at the next forward (`plain_trainer`).
 """
 
 from __future__ import annotations
@@ -39,48 +39,50 @@ from .policies import (
 logger = logging.getLogger(__name__)
 
 OWN_POLICY = "(not in the checkpoint)"
-"""Stands for a user's policy object in a saved callback."""
+"""Placeholder for a user's own policy object in a saved callback."""
 
 
 class LayerFreezeCallback(TrainerCallback, ExportableState):
     """Freezes a model's layers from the bottom up while it trains.
 
-    Add it to any `transformers.Trainer`, also under DDP:
+    Add it to any `transformers.Trainer`, including one that runs under DDP:
 
         Trainer(..., callbacks=[LayerFreezeCallback("alpha")])
 
-    Frozen layers and the embeddings run in eval mode (no dropout) and build no graph; their parameters require no
-    gradient, have no optimizer state, and take no part in DDP's messages. A parameter that a frozen layer shares with
-    an active one or with the head (a head tied to the embeddings) is frozen for both. When training ends, the flags
-    `requires_grad` are as they were before it.
+    Frozen layers and the embeddings run in eval mode (no dropout) and build no autograd graph. Their parameters do
+    not require a gradient, have no optimizer state, and take no part in DDP's all-reduce. A parameter that a frozen
+    layer shares with an active layer or with the head (a head tied to the embeddings) is frozen for both. When
+    training ends, the `requires_grad` flags are restored to their values before training.
 
     Under DDP the reducer is rebuilt in place at each freeze, as DDP does when it is unpickled; the wrapper stays the
-    same object. (`find_unused_parameters=True`, the Trainer's default, would tolerate frozen parameters, but goes on
-    sending zeros for them; without it DDP raises "Expected to have finished reduction".)
+    same object. (`find_unused_parameters=True`, the Trainer's default, would tolerate frozen parameters, but would
+    still communicate zeros for them; without it DDP raises "Expected to have finished reduction".)
 
-    In a plain Trainer gradient norms are seen after clipping. At one step clipping scales all layers alike, so that
-    the order of the layers is right; where a policy compares over time (autofreeze), set `max_grad_norm=0`, or know
-    that it compares clipped gradients.
+    In a plain Trainer the callback sees gradient norms after clipping. At one step clipping scales all layers alike,
+    so the order of the layers is correct. A policy that compares norms over time (autofreeze) compares clipped
+    gradients, unless you set `max_grad_norm=0`.
 
-    What was frozen is part of a checkpoint, and resuming from it goes on with it, whether or not
+    The frozen state is part of every checkpoint and is restored on resume, whether or not
     `restore_callback_states_from_checkpoint` is set. A new `train()` from step 0 starts with nothing frozen.
 
     Args:
         policy: a name ("alpha", "adaptive", "autofreeze"), the arguments of `make_policy` as a dict, or a policy.
-        freeze_strategy: when decisions are made: "epoch", at each epoch's begin but the first, or "steps".
-        freeze_steps: optimizer steps between decisions; below 1 a share of all steps, as for `eval_steps`.
-        max_frozen_layers: never freeze more layers than this.
+        freeze_strategy: when decisions are made: "epoch", at the start of each epoch but the first, or "steps".
+        freeze_steps: optimizer steps between decisions; a value below 1 is a fraction of all steps, as for
+            `eval_steps`.
+        max_frozen_layers: upper bound on the number of frozen layers.
 
     Attributes:
-        num_frozen: layers that are frozen, or will be at the next forward.
-        proposal: after a decision and until `take_proposal`, the number of layers to freeze. Set at every decision,
-            also when the number does not change, so that all processes see one at the same time.
+        num_frozen: number of layers that are frozen, or will be at the next forward.
+        proposal: after a decision and until `take_proposal`, the number of layers to freeze. It is set at every
+            decision, even if the number does not change, so that all processes see a proposal at the same time.
 
     Raises:
-        ValueError: arguments out of range, now; at the start of training, a Trainer set up in a way that excludes
-            freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant checkpointing);
-            before the first update, a loss that calls a part of the model only, and never the model.
-        UnsupportedModelError: at the first step, the model has no layers that could be found.
+        ValueError: immediately, if an argument is out of range; at the start of training, if the Trainer is set up in
+            a way that excludes freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph,
+            reentrant checkpointing); before the first update, if the loss calls only a part of the model and never
+            the model itself.
+        UnsupportedModelError: at the first step, if no layers can be found in the model.
     """
 
     def __init__(
@@ -98,25 +100,25 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.num_frozen = 0
         self.proposal: int | None = None
         self._num_decisions = 0
-        self._decided_at: int | None = None  # the step before which the last decision was made
+        self._decided_at: int | None = None  # global step at which the last decision was made
         self._observed: tuple[torch.Tensor, torch.Tensor] | None = None  # per unit: sum of squares, steps
-        self._num_layers: int | None = None  # known once the model's layers are
+        self._num_layers: int | None = None  # None until the model's layers have been found
         self._max_frozen = 0
-        self._is_driven = False  # a PipeTransformerTrainer takes the proposals
+        self._is_driven = False  # True if a PipeTransformerTrainer takes the proposals
         self._begins_within_epoch = False
         self._standalone: PlainTrainer | None = None
 
-    # ------------------------------------------------------------------------------------ for whoever drives it
+    # ------------------------------------------------------------------------------------ interface for the trainer
     def attach(self, num_layers: int, max_frozen: int, state: TrainerState) -> None:
-        """Let a trainer that takes `proposal`, observes gradients and freezes drive this callback.
+        """Let a trainer drive this callback: one that takes `proposal`, observes gradients and freezes layers.
 
-        To be called before `on_train_begin`, once the trainer's state is restored; `num_frozen` is then what a
-        checkpoint had frozen. Ends with `on_train_end`.
+        Call it before `on_train_begin`, once the trainer's state is restored; `num_frozen` then holds the number that
+        was frozen in the checkpoint. It stays in effect until `on_train_end`.
 
         Args:
             num_layers: L.
-            max_frozen: the most that can be frozen (`FreezableLayers.max_frozen`).
-            state: the trainer's.
+            max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
+            state: the trainer's state.
 
         Raises:
             ValueError: no layer can be frozen.
@@ -126,11 +128,11 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.know_layers(num_layers, max_frozen)
 
     def know_layers(self, num_layers: int, max_frozen: int) -> None:
-        """The model's layers have been found.
+        """Set the number of layers, once the model's layers have been found.
 
         Args:
             num_layers: L.
-            max_frozen: the most that can be frozen (`FreezableLayers.max_frozen`).
+            max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
 
         Raises:
             ValueError: no layer can be frozen.
@@ -140,12 +142,12 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._num_layers, self._max_frozen = num_layers, max_frozen
 
     def observe(self, squared: torch.Tensor | Sequence[float]) -> None:
-        """Note the squares of each unit's gradient norm at an optimizer step. No synchronisation.
+        """Record the squared gradient norm of each unit at an optimizer step, without synchronization.
 
-        A unit's value that is not finite (an overflow under fp16) is left out.
+        A value that is not finite (an overflow under fp16) is skipped for that unit.
 
         Args:
-            squared: `[L]`, not scaled and not clipped, of all units on every process.
+            squared: `[L]`, unscaled and unclipped, of all units on every process.
         """
         values = torch.as_tensor(squared, dtype=torch.float64).detach()
         finite = values.isfinite()
@@ -154,15 +156,15 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     @property
     def wants_gradient_norms(self) -> bool:
-        """Whether `observe` should be called."""
+        """Whether the trainer should call `observe`."""
         return self.policy.needs_gradient_norms
 
     def decide(self, state: TrainerState, epoch: float) -> None:
-        """Ask the policy. Collective over all processes in a plain Trainer.
+        """Ask the policy for a decision. Collective over all processes in a plain Trainer.
 
         Args:
-            state: the trainer's.
-            epoch: epochs done, whole at an epoch's begin.
+            state: the trainer's state.
+            epoch: number of epochs done, a whole number at the start of an epoch.
         """
         assert self._num_layers is not None
         decision = FreezeDecision(
@@ -182,18 +184,18 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self.num_frozen = agreed_num_frozen(gather_proposals(self.take_proposal()))
 
     def take_proposal(self) -> int | None:
-        """What was decided since the last call, or None. To be compared over the ranks, then confirmed."""
+        """Return and clear the decision since the last call, or None. Ranks compare it before they confirm it."""
         proposal, self.proposal = self.proposal, None
         return proposal
 
     def confirm(self, num_frozen: int) -> None:
-        """The trainer has frozen so many units."""
+        """Record that the trainer has frozen `num_frozen` units."""
         assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
         self.num_frozen = num_frozen
 
     # ------------------------------------------------------------------------------------ decisions
     def _begin(self, state: TrainerState) -> None:
-        """Start from nothing, or from what the checkpoint says."""
+        """Start with nothing frozen, or from the state in the checkpoint."""
         if isinstance(self.policy, _MissingPolicy):
             raise ValueError(
                 "restore_callback_states_from_checkpoint=True makes the LayerFreezeCallback anew from the checkpoint,"
@@ -203,19 +205,20 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
         if state.global_step == 0:
             return
-        saved: Any = state.stateful_callbacks  # from JSON: the states by the callbacks' names
+        saved: Any = state.stateful_callbacks  # from JSON: callback name -> its state
         stored = saved.get(type(self).__name__)
         stored = stored[0] if isinstance(stored, list) else stored
         if stored is None:
             logger.warning("The checkpoint holds no freezing state: training goes on with nothing frozen.")
-            saved[type(self).__name__] = self.state()  # the stock Trainer fails at callbacks that are not there
+            saved[type(self).__name__] = self.state()  # the stock Trainer raises for a callback without a state
             return
         self.memory = stored["attributes"]["memory"]
 
     def _refuse_late(self) -> None:
-        """
+        """Refuse a callback that was added during training.
+
         Raises:
-            ValueError: this callback has not seen the training begin.
+            ValueError: this callback has not seen the start of training.
         """
         if self._standalone is None and self._num_layers is None:
             raise ValueError(
@@ -227,7 +230,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return None
         summed, steps = (values.tolist() for values in self._observed)
         if not all(steps[self.num_frozen :]):
-            return None  # a unit whose every gradient overflowed
+            return None  # every gradient of some unit overflowed
         return tuple(math.sqrt(s / n) if n else 0.0 for s, n in zip(summed, steps, strict=True))
 
     # ------------------------------------------------------------------------------------ events
@@ -248,18 +251,18 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # a run that resumes within an epoch begins it a second time
+        # a run that is resumed within an epoch gets a second on_epoch_begin for it
         is_new, self._begins_within_epoch = not self._begins_within_epoch, False
         if self.freeze_strategy != "epoch" or not is_new or state.global_step == 0:
             return
-        if self._decided_at == state.global_step:  # by a job whose checkpoint was written anew after it had begun it
+        if self._decided_at == state.global_step:  # an earlier job has decided, and saved after that
             return
         self._refuse_late()
-        if self._num_layers is None:  # resumed at an epoch's begin: at the first forward
+        if self._num_layers is None:  # resumed at the start of an epoch: decide at the first forward
             assert self._standalone is not None
             self._standalone.decides_at_first_forward = True
         else:
-            # rounded up: without a length the epoch is not whole at its end
+            # rounded up: if the dataloader has no length, the epoch is not a whole number at its end
             self.decide(state, float(math.ceil(state.epoch)))
 
     def on_pre_optimizer_step(
@@ -294,10 +297,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     # ------------------------------------------------------------------------------------ checkpoints
     @property
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain values for JSON. Setting it restores."""
+        """The state that a checkpoint stores, in plain values for JSON. Setting it restores that state."""
         observed = None if self._observed is None else [values.tolist() for values in self._observed]
         return {
-            # what is proposed is frozen before the next step, so a resumed run begins with it
+            # a proposed number is frozen before the next step, so a resumed run starts with it
             "num_frozen": self.num_frozen if self.proposal is None else self.proposal,
             "num_decisions": self._num_decisions,
             "decided_at": self._decided_at,
@@ -320,7 +323,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.policy.load_state_dict(memory["policy"])
 
     def state(self) -> dict[str, Any]:
-        """For the Trainer's checkpoint."""
+        """State for the Trainer's checkpoint."""
         return {
             "args": {
                 "policy": policy_description(self.policy) or OWN_POLICY,
@@ -333,7 +336,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
 
 class _MissingPolicy(FreezePolicy):
-    """In a callback that the Trainer made from a checkpoint, in place of the user's policy object."""
+    """Stands in for the user's policy object in a callback that the Trainer created from a checkpoint."""
 
     def num_frozen(self, decision: FreezeDecision) -> int:
         raise NotImplementedError
@@ -355,10 +358,12 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
 
 
 def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:
-    """Under it, a layer whose input needs no gradient gets none: the first one above the frozen layers.
+    """Refuse reentrant checkpointing, under which a layer gets no gradient if its input requires none.
+
+    This would affect the first layer above the frozen ones.
 
     Raises:
-        ValueError: it is asked for.
+        ValueError: `use_reentrant=True` is set.
     """
     options = {
         **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),

@@ -1,6 +1,7 @@
-"""Freezes the model of a plain `transformers.Trainer`, which knows nothing of it, from a hook before each forward.
+"""Layer freezing in a plain `transformers.Trainer`, from a hook before each forward of the model.
 
-Under DDP the reducer is rebuilt at each freeze. What excludes freezing by a callback alone is refused.
+The Trainer itself is not changed. Under DDP the reducer is rebuilt at each freeze. Settings that a callback alone
+cannot support are refused.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ from ..model.micro_batch import slice_rows
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
-"""Rows of the first batch on which the model's layers are found."""
+"""Number of samples of the first batch that are used to find the model's layers."""
 
 
 class Decider(Protocol):
-    """Who says how many layers to freeze: the callback.
+    """Decides how many layers to freeze; implemented by the callback.
 
     Attributes:
-        num_frozen: layers that are to be frozen at the next forward.
+        num_frozen: number of layers to freeze at the next forward.
     """
 
     num_frozen: int
 
     def know_layers(self, num_layers: int, max_frozen: int) -> None:
-        """The model's layers have been found; `Raises` if none of them can be frozen."""
+        """Set the number of layers, once they have been found; raises a `ValueError` if none can be frozen."""
         ...
 
     def decide(self, state: TrainerState, epoch: float) -> None:
-        """Decide now, so many epochs being done. Collective over all processes."""
+        """Make a decision after `epoch` epochs. Collective over all processes."""
         ...
 
 
 class PlainTrainer:
-    """Freezes the model of a plain Trainer, from a hook before each of its forwards.
+    """Freezes the model of a plain Trainer, from a hook before each forward of the model.
 
-    Neither the batch nor the DDP wrapper is given to callbacks; both are seen at the first forward.
+    Callbacks receive neither the batch nor the DDP wrapper; both are captured at the first forward.
 
     Args:
-        decider: says how many layers to freeze.
-        model: the Trainer's, without DDP's wrapper.
-        optimizer: the Trainer's.
-        state: the Trainer's.
-        is_distributed: DDP wraps the model.
+        decider: decides how many layers to freeze.
+        model: the Trainer's model, without the DDP wrapper.
+        optimizer: the Trainer's optimizer.
+        state: the Trainer's state.
+        is_distributed: whether the model is wrapped in DDP.
 
     Attributes:
-        decides_at_first_forward: the decider is to be asked once the layers are known.
+        decides_at_first_forward: whether the decider is asked as soon as the layers are known.
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class PlainTrainer:
             self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
 
     def check_that_it_sees_calls(self) -> None:
-        """Before the first update.
+        """Check, before the first update, that the hook has seen a training forward.
 
         Raises:
-            ValueError: no training forward of the whole model was seen, so nothing would ever be frozen.
+            ValueError: no training forward of the whole model was seen, so no layer would ever be frozen.
         """
         if self._prefix is None:
             name = type(self._model).__name__
@@ -103,7 +104,7 @@ class PlainTrainer:
             )
 
     def squared_norms(self) -> torch.Tensor:
-        """Of each unit's gradients, as they are now."""
+        """Squared norm of each unit's current gradients."""
         assert self._stack is not None and self._prefix is not None
         inside, table = self._prefix.layers.inside, self._stack.table
         parameters = {name: table[name] for names in inside for name in names}
@@ -111,7 +112,7 @@ class PlainTrainer:
         return squared_norms(inside, gradients, next(iter(parameters.values())).device)
 
     def release(self) -> None:
-        """Leave the model, its flags and its DDP wrapper as they were found."""
+        """Restore the model, its `requires_grad` flags and its DDP wrapper to their state before training."""
         self._hook.remove()
         self._forget_wrapper_hook()
         if self._prefix is not None:
@@ -153,7 +154,7 @@ class PlainTrainer:
             raise error.with_one_stage() from error.__cause__
         finally:
             self._is_looking = False
-            torch.clear_autocast_cache()  # of weights that were looked at without a gradient
+            torch.clear_autocast_cache()  # drop weights that autocast cast without a gradient during the probe
         self._decider.know_layers(layers.num_layers, layers.max_frozen)
         self._prefix = FrozenPrefix(self._stack, layers)
         if self.decides_at_first_forward:
@@ -176,10 +177,10 @@ class PlainTrainer:
 
 
 def rebuild_reducer(module: DistributedDataParallel) -> None:
-    """Let a DDP wrapper reduce those parameters that require a gradient now, in place. No communication.
+    """Make a DDP wrapper reduce the parameters that require a gradient now, in place. No communication.
 
-    DDP looks at `requires_grad` when it is made, and when it is unpickled: the latter is what happens here. To be
-    called on every rank, between a backward and the next forward's end.
+    DDP reads `requires_grad` when it is constructed and when it is unpickled; this function uses the latter. Call it
+    on every rank, after a backward and before the end of the next forward.
     """
     hooks = list(module._comm_hooks)
     module.__setstate__(module.__getstate__())
@@ -199,10 +200,10 @@ def gather_proposals(proposal: int | None) -> list[int]:
 
 
 def refuse_setup(args: TrainingArguments) -> None:
-    """What a callback alone cannot freeze in.
+    """Refuse settings in which a callback alone cannot freeze layers.
 
     Raises:
-        ValueError: naming the setting, the reason and the remedy.
+        ValueError: a setting is unsupported; the message names the setting, the reason and the fix.
     """
     kind = AcceleratorState().distributed_type
     for is_set, what, why in (

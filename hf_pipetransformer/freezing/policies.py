@@ -1,8 +1,8 @@
-"""How many layers to freeze, and when: the Freeze Algorithm.
+"""Freeze policies (the Freeze Algorithm): how many layers to freeze, and when.
 
-A policy is asked at every *decision* T = 0, 1, 2, ... (0 before the first step) and answers with f(T), the number of
-units, counted from the bottom, that are frozen from then on. `next_num_frozen` holds what no policy may break: f never
-falls, and something stays trainable.
+A policy is asked at every *decision* T = 0, 1, 2, ... (0 before the first step) and returns f(T), the number of
+units, counted from the bottom, that are frozen from then on. `next_num_frozen` enforces the rules that hold for every
+policy: f never decreases, and something stays trainable.
 
     policy       f(T), with L units, f(0) = 0                                             where it comes from
     none         0
@@ -13,7 +13,7 @@ falls, and something stays trainable.
 
 PipeTransformer: He et al., ICML 2021, section 3.1. AutoFreeze: Liu et al. 2021 (arXiv 2102.01386).
 
-Nothing here knows a model, a process group or a tensor.
+This module does not depend on models, process groups or tensors.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ ScheduleUnit = Literal["epoch", "step"]
 FreezeStrategy = Literal["epoch", "steps"]
 
 ROUNDING = 1e-9
-"""An excess below this is floating point's, not the formula's: 10 (1 - 0.9) is 1, not 2, after `ceil`."""
+"""Tolerance of `ceil` for floating-point error: with it, 10 (1 - 0.9) rounds up to 1, not 2."""
 
 
 @dataclass(frozen=True)
 class FreezeDecision:
-    """What a policy may base its answer on.
+    """The information on which a policy may base its answer.
 
     Attributes:
-        index: T. 0 before the first step of a training, then the number of decisions, also over a resume.
-        num_layers: L, the units of the model's layer stack.
+        index: T. It is 0 before the first step of a training and counts the decisions since, including those before
+            a resume.
+        num_layers: L, the number of units of the model's layer stack.
         num_frozen: f(T - 1).
-        epoch: epochs done, as in `TrainerState.epoch`; whole at an epoch's begin.
-        global_step: optimizer steps done.
+        epoch: number of epochs done, as in `TrainerState.epoch`; a whole number at the start of an epoch.
+        global_step: number of optimizer steps done.
         gradient_norms: for each of the L units the root mean square of its gradient's 2-norm over the steps since the
-            last decision; 0.0 for a unit without gradient (a frozen one). None where nothing was observed.
-        max_frozen: the most units that can be frozen such that something is left to train.
+            last decision; 0.0 for a unit without gradient (a frozen one). None if nothing was observed.
+        max_frozen: the largest number of units that can be frozen while something is left to train.
     """
 
     index: int
@@ -59,32 +60,32 @@ class FreezeDecision:
 
 @runtime_checkable
 class FreezePolicy(Protocol):
-    """What decides how many layers are frozen. Derive from it and define `num_frozen`.
+    """Decides how many layers are frozen. Subclass it and define `num_frozen`.
 
-    A policy must answer alike on every process: from the decision and its own state only.
+    A policy must return the same answer on every process: it may use only the decision and its own state.
 
     Attributes:
-        needs_gradient_norms: False spares the measurement.
+        needs_gradient_norms: whether the policy reads gradient norms; False skips their computation.
     """
 
     needs_gradient_norms: bool = True
 
     def num_frozen(self, decision: FreezeDecision) -> int:
-        """f(T). Less than before counts as before, more than possible as what is possible."""
+        """Return f(T). It is raised to f(T - 1) if it is lower, and reduced to the maximum if it is higher."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policy remembers, in plain values for JSON."""
+        """The policy's state, in plain values for JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what `state_dict` returned; an empty one: nothing."""
+        """Restore the state that `state_dict` returned; an empty one resets the policy."""
         return None
 
 
 @dataclass
 class NeverFreeze(FreezePolicy):
-    """No layer is frozen."""
+    """Freezes no layer."""
 
     needs_gradient_norms = False
 
@@ -94,7 +95,7 @@ class NeverFreeze(FreezePolicy):
 
 @dataclass
 class AlphaPolicy(FreezePolicy):
-    """Each decision freezes the share `alpha` of the layers that are left, whatever the gradients.
+    """Each decision freezes the fraction `alpha` of the layers that are still active, whatever the gradients.
 
     f(T) = ceil(L (1 - (1 - alpha)^T)): for L = 12 and alpha = 1/3 that is 4, 7, 9, 10, 11, 11, 12.
 
@@ -115,12 +116,12 @@ class AlphaPolicy(FreezePolicy):
 
 @dataclass
 class AdaptivePolicy(FreezePolicy):
-    """Freezes through the active layer with the smallest gradient, but at most the share `alpha` of what is left.
+    """Freezes through the active layer with the smallest gradient, but at most the fraction `alpha` of what is left.
 
-    Equation 1 of PipeTransformer: f(T) = min(f(T-1) + alpha (L - f(T-1)), argmin over l of |g_l|). Layers are counted
-    from 1 there, so that the layer with the smallest norm is itself frozen; l runs over the active layers, as frozen
-    ones have no gradient. The first term is rounded up; of equal norms the lowest layer counts. Without gradients
-    nothing is frozen.
+    Equation 1 of PipeTransformer: f(T) = min(f(T-1) + alpha (L - f(T-1)), argmin over l of |g_l|). The paper counts
+    layers from 1, so the layer with the smallest norm is itself frozen; l runs over the active layers, because frozen
+    layers have no gradient. The first term is rounded up. If norms are equal, the lowest layer counts. Without
+    gradients nothing is frozen.
 
     Raises:
         ValueError: `alpha` is not between 0 and 1.
@@ -142,15 +143,15 @@ class AdaptivePolicy(FreezePolicy):
 
 @dataclass
 class AutoFreezePolicy(FreezePolicy):
-    """Freezes up to, and without, the first active layer whose gradient still changes fast.
+    """Freezes all layers below the first active layer whose gradient norm still changes fast.
 
-    The change of a layer is |n(T-1) - n(T)| / n(T-1), with n its gradient norm; fast is at or above the given
-    percentile of the active layers' changes. AutoFreeze takes the norm of the gradients' sum over the interval; here
-    it is the root mean square of their norms, which needs no second copy of the gradients. The first decision with
-    gradients has nothing to compare with and freezes nothing.
+    The change of a layer is |n(T-1) - n(T)| / n(T-1), where n is its gradient norm. A change is fast if it reaches
+    the given percentile of the active layers' changes. AutoFreeze takes the norm of the gradients' sum over the
+    interval; this implementation takes the root mean square of their norms, which needs no second copy of the
+    gradients. The first decision with gradients has nothing to compare with and freezes nothing.
 
     Args:
-        percentile: between 0 and 100; a higher one freezes faster.
+        percentile: between 0 and 100; a higher value freezes faster.
 
     Raises:
         ValueError: `percentile` is out of range.
@@ -184,17 +185,18 @@ class AutoFreezePolicy(FreezePolicy):
 
 @dataclass
 class SchedulePolicy(FreezePolicy):
-    """The user's own map: from an epoch, or a step, on, so many layers are frozen.
+    """Freezes layers by a schedule of the user, which maps an epoch or a step to a number of frozen layers.
 
-    `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers once one epoch is done, 7 once two are; {0: 4} from the start.
-    Between decisions nothing is frozen: steps in the map are rounded up to the next decision.
+    `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers after one epoch and 7 after two; `{0: 4}` freezes 4 from the start.
+    Layers are frozen at decisions only, so a step in the map is rounded up to the next decision.
 
     Args:
-        schedule: epochs or steps done -> number of frozen layers. Keys may be strings, as JSON has them.
-        by: what the keys count.
+        schedule: number of epochs or steps done -> number of frozen layers. Keys may be strings, as in JSON.
+        by: whether the keys are epochs or steps.
 
     Raises:
-        ValueError: the map is empty, has other than numbers, shrinks, or asks for more layers than there are.
+        ValueError: the map is empty, has keys or values that are not numbers, decreases, or asks for more layers than
+            the model has.
     """
 
     schedule: Mapping[Any, Any]
@@ -260,7 +262,7 @@ _POLICIES: Mapping[str, type[FreezePolicy]] = {
 }
 
 FREEZE_POLICIES: tuple[str, ...] = tuple(_POLICIES)
-"""Names that `make_policy` takes."""
+"""Names that `make_policy` accepts."""
 
 
 def make_policy(
@@ -271,10 +273,10 @@ def make_policy(
     schedule: Mapping[Any, Any] | None = None,
     by: ScheduleUnit = "epoch",
 ) -> FreezePolicy:
-    """A policy by its name; each takes of the arguments what it needs.
+    """Create a policy from its name; it uses those of the arguments that it needs.
 
     Raises:
-        ValueError: the name is unknown, or an argument is out of its range.
+        ValueError: the name is unknown, or an argument is out of range.
     """
     match name:
         case "none":
@@ -291,7 +293,7 @@ def make_policy(
 
 
 def policy_description(policy: FreezePolicy) -> dict[str, Any] | None:
-    """The arguments of `make_policy` that make this policy anew, for JSON; None for a user's own policy."""
+    """The arguments of `make_policy` that recreate this policy, for JSON; None for a user's own policy class."""
     for name, policy_type in _POLICIES.items():
         if type(policy) is policy_type:
             assert dataclasses.is_dataclass(policy)
@@ -301,13 +303,13 @@ def policy_description(policy: FreezePolicy) -> dict[str, Any] | None:
 
 
 def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_layers: int | None = None) -> int:
-    """f(T): what the policy answers, within what is possible.
+    """Return f(T): the policy's answer, clipped to the valid range.
 
-    Never less than before, never more than the model's layers, than leaves something to train, or than the user's
-    `max_frozen_layers`.
+    f(T) is at least f(T - 1), and at most the number of layers, the number that leaves something to train
+    (`max_frozen`), and the user's `max_frozen_layers`.
 
     Raises:
-        ValueError: the answer is no whole number.
+        ValueError: the answer is not a whole number of at least 0.
     """
     answer: Any = policy.num_frozen(decision)
     try:
@@ -326,15 +328,15 @@ def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_l
 
 
 def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None = None) -> None:
-    """Refuse decision times, or a bound, that make no sense.
+    """Check when decisions are made, and the bound on the number of frozen layers.
 
     Args:
-        strategy: "epoch": at each epoch's begin but the first; "steps": every `steps` optimizer steps.
-        steps: a whole number, or a share of the training's steps below 1; not looked at for "epoch".
+        strategy: "epoch": at the start of each epoch but the first; "steps": every `steps` optimizer steps.
+        steps: a whole number, or below 1 a fraction of all training steps; ignored for "epoch".
         max_frozen_layers: the user's bound, or None.
 
     Raises:
-        ValueError: naming the field, its value and what it may be.
+        ValueError: a value is invalid; the message names the field, its value and the valid values.
     """
     if strategy not in ("epoch", "steps"):
         raise ValueError(f"freeze_strategy={strategy!r} is unknown: choose 'epoch' or 'steps'.")
@@ -356,12 +358,12 @@ def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None
 
 
 def steps_between_decisions(steps: float, max_steps: int) -> int:
-    """`freeze_steps` as a whole number; a share below 1 is one of `max_steps`, rounded up, as `eval_steps` is."""
+    """`freeze_steps` as a whole number; a fraction below 1 of `max_steps` is rounded up, as for `eval_steps`."""
     return int(steps) if steps >= 1 else max(1, _ceil(steps * max_steps))
 
 
 def check_something_to_freeze(max_frozen: int, num_layers: int) -> None:
-    """Refuse a model of which no layer can be frozen.
+    """Refuse a model in which no layer can be frozen.
 
     Raises:
         ValueError: freezing a single layer would leave nothing trainable.
@@ -374,13 +376,13 @@ def check_something_to_freeze(max_frozen: int, num_layers: int) -> None:
 
 
 def agreed_num_frozen(proposals: Sequence[int]) -> int:
-    """The number that all ranks propose.
+    """Return the number that all ranks propose.
 
     Args:
-        proposals: of every rank, in the order of ranks.
+        proposals: one proposal per rank, in rank order.
 
     Raises:
-        ValueError: they differ, naming each number and the ranks that propose it.
+        ValueError: the proposals differ; the message names each number and the ranks that propose it.
     """
     ranks_of: dict[int, list[int]] = {}
     for rank, proposal in enumerate(proposals):
@@ -417,9 +419,9 @@ def _relative_change(old: float, new: float) -> float:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation, as numpy's.
+    """Percentile with linear interpolation, as in numpy.
 
-    numpy.percentile itself gives NaN where one of the values is infinite, as the change of a layer from gradient 0 is.
+    `numpy.percentile` itself returns NaN if one of the values is infinite, as the change of a gradient from 0 is.
     """
     ordered = sorted(values)
     position = percent / 100 * (len(ordered) - 1)

@@ -1,1 +1,1 @@
-"""What happened in a training: its records, and a page made of them."""
+"""The report of a training: reading its records and creating an HTML page from them."""

@@ -1,6 +1,6 @@
-"""`hf-pipetransformer report`: one HTML file that says what happened in a training, and needs no network.
+"""`hf-pipetransformer report`: a single HTML file that shows what happened in a training, without network access.
 
-plotly.js is in the file, packed: 4.8 MB become 1.9. Needs the optional packages of the extra "report".
+The file contains plotly.js, compressed from 4.8 MB to 1.9 MB. It needs the packages of the optional extra "report".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILE_NAME = "report.html"
 NEEDED = ("plotly", "jinja2")
 TEMPLATE = "report.html.jinja"
 DEFAULTS = {"elastic": True, "mixed_precision": "no", "max_steps": -1, "weight_decay": 0}
-"""Of recorded arguments, where they are not None or False: a report leaves them out."""
+"""Default values of recorded arguments, if they are not None or False; a report omits arguments with these values."""
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
@@ -30,10 +30,10 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 
     Args:
         folder: the training's `output_dir`.
-        output: the file; None: `report.html` in the folder.
+        output: path of the report; None: `report.html` in the folder.
 
     Returns:
-        The file.
+        The path of the report.
 
     Raises:
         ValueError: there is nothing to report, a package is missing, or the file cannot be written.
@@ -57,7 +57,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def page(trainings: Sequence[Training], folder: Path) -> str:
-    """The page of the last training."""
+    """Render the page of the last training."""
     import jinja2
     from plotly.offline import get_plotlyjs_version
 
@@ -96,7 +96,7 @@ def _packed_plotly() -> str:
 
 
 def _json_of(figure: Any) -> str:
-    """A figure's data inside of a script element, which "</script>" in a name would end."""
+    """A figure's data as JSON for a script element, with "<" escaped, as a "</script>" in a name would end it."""
     text: str = figure.to_json()
     return text.replace("<", "\\u003c")
 
@@ -118,7 +118,7 @@ def _subtitle(training: Training, folder: Path) -> list[str]:
 
 
 def _tiles(training: Training) -> list[tuple[str, str]]:
-    """Value and label of the numbers at the top; those that are not known are left out."""
+    """Value and label of the numbers at the top of the page; unknown ones are omitted."""
     tiles = []
     total = sum(training.seconds.values())
     if total:
@@ -155,7 +155,7 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
 
 
 def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
-    """The header and a row for each layout; none without layouts."""
+    """The header and a row for each layout; empty without layouts."""
     if not layouts:
         return []
     head = ("event", "steps", "K × R", "stages from layer", "frozen", "cached", "M", "samples/s", "ms a step")
@@ -189,7 +189,7 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
 
 
 def _slice_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
-    """The header and a row for each shape of batch that was cut along its tokens; none where none was."""
+    """The header and a row for each shape of batch that was split along its tokens; empty if there is none."""
     rows = [
         (
             layout.shape,
@@ -207,7 +207,7 @@ def _slice_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
 
 
 def _arguments(facts: Any) -> list[tuple[str, str]]:
-    """What was recorded of the run, as words."""
+    """The recorded facts and arguments of the run, as text."""
     if not facts:
         return []
     name = facts.get("name_or_path")

@@ -1,12 +1,12 @@
-"""What a training has left in its folder, put together for a report.
+"""Reads the records that a training has written to its folder, and combines them for a report.
 
     pipeline_events.jsonl           layouts, with what was predicted of them
     pipeline_metrics.jsonl          logged numbers, time, memory
     [checkpoint-*/]trainer_state.json   logged numbers, where the former lack them
 
-A folder may hold several trainings, and a training may consist of several calls of `train()`, each resumed from a
-checkpoint of an earlier one. What an interrupted call did after that checkpoint has been done again, and is left out
-of the curves, but not out of the time:
+A folder may contain several trainings, and a training may consist of several calls of `train()`, each resumed from a
+checkpoint of an earlier one. Steps of an interrupted call after that checkpoint were repeated; they are omitted from
+the curves, but included in the time:
 
     call 1   steps 1 ... 200 [saved] 201 ... 260 interrupted        1 ... 200 count
     call 2               resumed at  201 ... 500                  201 ... 500
@@ -35,17 +35,17 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan that was in force, from its event to the next one.
+    """A plan and the period in which it was in effect, from its event to the next one.
 
     Attributes:
-        event: as recorded.
-        last_step: the last optimizer step under it.
-        steps: that it was in force for, as far as their time is known.
-        rows: trained in them, over all pipelines.
-        seconds: that they took on the main process.
-        waiting: seconds of the main process between them, for the next batch.
-        usage: memory and micro-batches as used; None where that was not recorded.
-        slices: how batches were cut along their tokens; empty where they were not.
+        event: the event as recorded.
+        last_step: the last optimizer step with this plan.
+        steps: number of steps with this plan whose time is known.
+        rows: number of samples trained in these steps, over all pipelines.
+        seconds: time of these steps on the main process.
+        waiting: time in which the main process waited between these steps for the next batch.
+        usage: memory and number of micro-batches as measured; None if not recorded.
+        slices: how batches were split along their tokens; empty if they were not.
     """
 
     event: Line
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def first_step(self) -> int:
-        """Optimizer steps done when it came into force."""
+        """Number of optimizer steps done when the plan took effect."""
         return int(self.event["global_step"])
 
     @property
@@ -80,18 +80,18 @@ class Layout:
 
     @property
     def num_microbatches(self) -> int:
-        """M as it was used most; as planned, where that is not known."""
+        """M of most steps; the planned M if that is unknown."""
         used = self.usage.get("num_microbatches") if self.usage is not None else None
         return int(used or self.event["num_microbatches"])
 
     @property
     def shape(self) -> str:
-        """Such as "4 × 1"."""
+        """Stages × replicas, such as "4 × 1"."""
         return f"{self.num_stages} × {self.num_replicas}"
 
     @property
     def prediction(self) -> Line | None:
-        """Of a step with the M that was used; None where the model's parts were not timed, or rows were sliced."""
+        """Prediction of a step with the M that was used; None if parts were not timed, or sequences were split."""
         if self.slices:
             return None
         steps = self.event.get("predicted", {}).get("steps", [])
@@ -99,30 +99,30 @@ class Layout:
 
     @property
     def timed_slices(self) -> Line | None:
-        """Of the recorded batches that were cut along their tokens by a profile, the one with most tokens."""
+        """The largest recorded batch, by tokens, that was split along its tokens with measured times."""
         timed = [cut for cut in self.slices if cut.get("latencies")]
         return max(timed, key=lambda cut: cut["rows"] * cut["tokens"], default=None)
 
     @property
     def samples_per_second(self) -> float | None:
-        """While it trained: without evaluating, saving, and changing over."""
+        """Throughput while training, without evaluation, saving and changes of the layout."""
         taken = self.seconds + self.waiting
         return self.rows / taken if self.rows and taken > 0 else None
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training, from step 0 or from what is the first that the folder knows.
+    """One training, from step 0 or from the first step that is recorded in the folder.
 
     Attributes:
-        name: when it began.
-        calls: of `train()`.
-        events: of layouts and slices, those that count.
-        lines: of metrics, those that count.
+        name: time at which it started.
+        calls: number of calls of `train()`.
+        events: the valid events of layouts and slices.
+        lines: the valid lines of metrics.
         logs: (step, name -> number), as logged.
-        seconds: of the main process by what it did, over all calls, repeated steps included.
-        repeated_steps: done again after an interruption.
-        is_complete: whether the last call has returned; None: not known.
+        seconds: activity -> time of the main process, over all calls, including repeated steps.
+        repeated_steps: number of steps that were repeated after an interruption.
+        is_complete: whether the last call has returned; None if unknown.
         problems: what is missing, and why.
     """
 
@@ -143,7 +143,7 @@ class Training:
 
     @cached_property
     def facts(self) -> Line:
-        """What was recorded of model, machine and arguments when the last call began."""
+        """Recorded facts about the model, the machine and the arguments, from the start of the last call."""
         return next((event["facts"] for event in reversed(self.events) if "facts" in event), {})
 
     @cached_property
@@ -159,7 +159,7 @@ class Training:
             if not layouts or line["kind"] not in ("time", "usage"):
                 continue
             step = int(line["global_step"])
-            # an event at step s is of the steps after s
+            # an event at step s applies to the steps after s
             index = max((k for k, layout in enumerate(layouts) if layout.first_step < step), default=0)
             old = layouts[index]
             if line["kind"] == "usage":
@@ -176,18 +176,18 @@ class Training:
         return tuple(layouts)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of what was logged under a name."""
+        """Steps and values that were logged under a name."""
         found = {step: values[name] for step, values in self.logs if name in values}
         return list(found), list(found.values())
 
     @property
     def names(self) -> list[str]:
-        """Of everything logged, in the order of appearance."""
+        """Names of all logged values, in the order of their first appearance."""
         return list(dict.fromkeys(name for _, values in self.logs for name in values))
 
 
 def read_trainings(folder: Path) -> list[Training]:
-    """All trainings of a folder, the oldest first.
+    """Return all trainings of a folder, the oldest first.
 
     Args:
         folder: a training's `output_dir`.
@@ -218,7 +218,7 @@ def read_trainings(folder: Path) -> list[Training]:
 
 @dataclass(frozen=True)
 class _Call:
-    """Of `train()`."""
+    """One call of `train()`."""
 
     name: str
     events: list[Line]
@@ -240,7 +240,7 @@ def _calls(event_lines: Sequence[Line], metric_lines: Sequence[Line]) -> list[_C
     name = ""
     for number, event in enumerate(event_lines):
         if event["event"] in BEGINNINGS:
-            name = event.get("run") or f"line {number + 1:06d}"  # of an early version, which sorts before any date
+            name = event.get("run") or f"line {number + 1:06d}"  # of an early version; this sorts before any date
         calls.setdefault(name, _Call(name, [], [])).events.append(event)
     for line in metric_lines:
         calls.setdefault(line["run"], _Call(line["run"], [], [])).lines.append(line)
@@ -251,7 +251,7 @@ def _group_calls(calls: Sequence[_Call]) -> list[list[_Call]]:
     groups: list[list[_Call]] = []
     for call in calls:
         if not call.events and not any(line.get("steps") for line in call.lines):
-            continue  # it failed before its first step
+            continue  # the call failed before its first step
         if call.is_resumed and groups:
             groups[-1].append(call)
         else:
@@ -260,11 +260,11 @@ def _group_calls(calls: Sequence[_Call]) -> list[list[_Call]]:
 
 
 def _join(calls: Sequence[_Call], state: Line | None) -> Training:
-    """The training that these calls make up.
+    """Combine the calls of one training.
 
     Args:
-        calls: in the order of time.
-        state: the Trainer's own, of the newest checkpoint.
+        calls: the calls in order of time.
+        state: the Trainer's own state, from the newest checkpoint.
     """
     ends = [call.first_step for call in calls[1:]]
     kept_events: list[Line] = []
@@ -273,7 +273,7 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
     repeated = 0
     for index, call in enumerate(calls):
         end = min(ends[index:], default=None)
-        # an event at the step of the checkpoint is of steps that were done again
+        # an event at the step of the checkpoint applies to steps that were repeated
         kept_events += [e for e in call.events if end is None or e["global_step"] < end]
         for line in call.lines:
             is_kept = end is None or line["global_step"] <= end
@@ -288,7 +288,7 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
     history = [
         (int(entry["step"]), _numbers(entry)) for entry in (state or {}).get("log_history", []) if "step" in entry
     ]
-    # of a training that began here everything is in the lines, and the state may be of another one
+    # if the training started here, the lines contain everything, and the state may be that of another training
     is_of_this = not kept_lines or calls[0].is_resumed
     before = [(step, values) for step, values in history if is_of_this and (not logs or step < logs[0][0])]
     if not kept_lines:
@@ -324,10 +324,10 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
 
 
 def _logged(lines: Sequence[Line]) -> list[tuple[int, dict[str, float]]]:
-    """Steps and numbers of what was logged.
+    """Steps and numbers that were logged.
 
-    An evaluation after `train()` counts only where there is none yet: it may be of other weights (the best
-    checkpoint's) or of other data (MNLI's second set), under the name and at the step of the training's last one.
+    An evaluation after `train()` counts only if there is none yet. It may use other weights (those of the best
+    checkpoint) or other data (MNLI's second set), but has the name and the step of the training's last evaluation.
     """
     logs: list[tuple[int, dict[str, float]]] = []
     seen: set[str] = set()
@@ -345,7 +345,7 @@ def _logged(lines: Sequence[Line]) -> list[tuple[int, dict[str, float]]]:
 
 
 def timeline_of_slices(cut: Line) -> Timeline:
-    """The step that was predicted of a batch.
+    """Simulate the predicted step of a batch that was split along its tokens.
 
     Args:
         cut: a record of slices with its latencies.
@@ -356,7 +356,7 @@ def timeline_of_slices(cut: Line) -> Timeline:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those values that are numbers; "nan" and "inf" are written as words."""
+    """The values that are numbers, including "nan" and "inf", which are written as strings."""
     numbers = {}
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -366,7 +366,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_lines(path: Path, needed: Sequence[str]) -> tuple[list[Line], int]:
-    """The objects of a file, and how many lines are none: the last one, if the process was killed while it wrote."""
+    """The objects of a file, and the number of invalid lines (the last one, if the process was killed mid-write)."""
     lines: list[Line] = []
     bad = 0
     if path.is_file():
@@ -384,7 +384,7 @@ def _read_lines(path: Path, needed: Sequence[str]) -> tuple[list[Line], int]:
 
 
 def _newest_state(folder: Path) -> Line | None:
-    """The Trainer's state that was written last; None if there is none that can be read."""
+    """The newest state of the Trainer that can be read; None if there is none."""
     paths = [*folder.glob(f"checkpoint-*/{STATE_NAME}"), folder / STATE_NAME]
     for path in sorted((p for p in paths if p.is_file()), key=lambda p: p.stat().st_mtime, reverse=True):
         try:
@@ -397,7 +397,7 @@ def _newest_state(folder: Path) -> Line | None:
 
 
 def thinned(xs: Sequence[Any], ys: Sequence[float], most: int = 1500) -> tuple[list[Any], list[float]]:
-    """At most `most` points of a long curve; of each stretch its lowest and its highest, so that no peak is lost."""
+    """Reduce a long curve to at most `most` points: the lowest and the highest of each section, to keep all peaks."""
     if len(xs) <= most:
         return list(xs), list(ys)
     edges = [round(k * len(xs) / (most // 2)) for k in range(most // 2 + 1)]

@@ -1,6 +1,6 @@
-"""The figures of a report, each from a training's records, or the reason why there is none.
+"""The figures of a report. Each shows a training's records, or the reason why they cannot be shown.
 
-All over steps have the same axis, with a line where the layout changed.
+All figures over steps have the same x axis, with a line at each change of the layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
 MOST_LAYOUTS_DRAWN = 6
 MOST_RANKS_DRAWN = 16
 MOST_BINS = 400
-"""Of the curve of samples/s."""
+"""Maximum number of points of the samples/s curve."""
 MOST_MICRO_BATCHES_NAMED = 32
 TECHNICAL = ("_runtime", "_per_second", "_samples", "_time", "_seconds", "_bytes", "_flos", "_delta", "_allocated")
 
@@ -41,14 +41,14 @@ ACTIVITIES = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure with its words.
+    """A figure with its title and caption.
 
     Attributes:
-        name: of its element on the page.
+        name: name of its element on the page.
         title: what it shows.
         caption: how to read it, and where its numbers come from.
-        figure: None: it cannot be drawn, and `caption` says why.
-        is_wide: takes the page's whole width.
+        figure: the figure; None if it cannot be drawn, in which case `caption` gives the reason.
+        is_wide: whether it takes the full width of the page.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Drawing:
 
 
 def all_drawings(training: Training) -> list[Drawing]:
-    """The figures in the order of the page."""
+    """Create the figures in the order of the page."""
     makers: tuple[Callable[[Training], Drawing], ...] = (
         *(draw_loss, draw_quality, draw_layers, draw_shape, draw_speed, draw_cache),
         *(draw_step, draw_time, draw_memory, draw_learning_rate, draw_gradients),
@@ -354,12 +354,12 @@ def draw_memory(training: Training) -> Drawing:
 
 
 def _predicted_by_rank(layout: Layout) -> list[float]:
-    """rank = replica * K + stage."""
+    """Predicted memory of each rank, where rank = replica * K + stage."""
     return list(layout.event.get("predicted", {}).get("memory_bytes", [])) * layout.num_replicas
 
 
 def _bars(by_layout: Sequence[Sequence[float]]) -> list[tuple[str, str, list[float | None]]]:
-    """Label, colour and a value for each layout; of many processes the extremes and the middle."""
+    """Label, color and one value per layout; for many processes only the largest, the median and the smallest."""
     world = max((len(values) for values in by_layout), default=0)
     if world <= MOST_RANKS_DRAWN:
         shades = _shades(world)
@@ -381,16 +381,16 @@ def _bars(by_layout: Sequence[Sequence[float]]) -> list[tuple[str, str, list[flo
 # ---------------------------------------------------------------------------------------- one step
 @dataclass(frozen=True)
 class _Step:
-    """A step of a layout that can be drawn.
+    """A predicted step of a layout.
 
     Attributes:
-        layout: that it is one of.
-        timeline: of one pipeline.
-        unit: what passes through the stages.
-        names: of the units.
-        seconds: predicted.
-        seconds_at_end: in them after the pipeline, for the gradients over replicas and the optimizer.
-        batch: that it is predicted for, in words.
+        layout: the layout that it belongs to.
+        timeline: timeline of one pipeline.
+        unit: what passes through the stages: "micro-batch" or "slice".
+        names: names of the micro-batches or slices.
+        seconds: predicted time of the step.
+        seconds_at_end: part of it after the pipeline, for the all-reduce of gradients and the optimizer.
+        batch: the batch for which it is predicted, as text.
     """
 
     layout: Layout
@@ -403,7 +403,7 @@ class _Step:
 
     @classmethod
     def of(cls, layout: Layout) -> _Step | None:
-        """None where nothing was predicted."""
+        """Create it from a layout; None if nothing was predicted."""
         prediction, cut = layout.prediction, layout.timed_slices
         if cut is not None:
             timeline, parts = timeline_of_slices(cut), cut["parts"]
@@ -563,7 +563,7 @@ def _figure(y_title: str) -> go.Figure:
 
 def _style(figure: go.Figure, y_title: str) -> None:
     figure.update_layout(
-        template="none",  # plotly's own take a second for each figure
+        template="none",  # plotly's own templates take a second for each figure
         height=280,
         margin={"l": 56, "r": 16, "t": 36, "b": 44},
         font={"family": "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif", "size": 12},
@@ -600,7 +600,7 @@ def _corners(training: Training) -> list[int]:
 
 
 def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
-    """Those that had steps, each once: a resumed training begins with the layout it had."""
+    """The layouts that had steps, each once, since a resumed training starts with the layout that it had."""
     found: dict[tuple[Any, ...], Layout] = {}
     for layout in layouts:
         key = (*layout.event["stage_bounds"], layout.num_frozen, layout.num_cached, layout.num_microbatches)
@@ -616,7 +616,7 @@ def _label(layout: Layout) -> str:
 
 
 def _shades(count: int) -> list[str]:
-    """Blues, from dark to light."""
+    """Shades of blue, from dark to light."""
     dark, light = (43, 84, 140), (178, 203, 232)
     steps = [k / max(count - 1, 1) for k in range(count)]
     return [

@@ -1,1 +1,1 @@
-"""Nothing lost: whole checkpoints, SIGTERM, and what a job does when one of its processes dies or hangs."""
+"""Fault tolerance: atomic checkpoints, preemption, and the handling of processes that die or hang."""

@@ -1,15 +1,16 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints: a checkpoint is either complete or does not exist.
 
-A checkpoint is written under another name. When all its files are on the disk, a manifest with their sizes and
-checksums is added, and only then it gets its own name:
+A checkpoint is written under another name. When all its files are on disk, a manifest with their sizes and checksums
+is added, and only then the folder is renamed to its final name:
 
-    output_dir/_saving/checkpoint-40/     written, killed at any time: nobody takes it for a checkpoint
-    output_dir/checkpoint-40/             whole, with manifest.json
+    output_dir/_saving/checkpoint-40/     being written; never taken for a checkpoint, even if the process is killed
+    output_dir/checkpoint-40/             complete, with manifest.json
 
-(The hub's uploads leave out names that begin with "_".)
+(Uploads to the Hub skip names that begin with "_".)
 
-Others remove a checkpoint file by file: the stock Trainer when it keeps the best one only, a user. What is left of it
-could look like one of the stock Trainer, which has no manifest. So `trainer_state.json` says whether it had one.
+Other programs delete a checkpoint file by file: the stock Trainer when it keeps only the best one, or a user. A
+partially deleted checkpoint could look like one of the stock Trainer, which has no manifest. Therefore
+`trainer_state.json` records whether the checkpoint had a manifest.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ MANIFEST = "manifest.json"
 SAVING = "_saving"
 REPLACED = "replaced"
 STATE = "trainer_state.json"
-"""What the stock Trainer writes last."""
+"""The file that the stock Trainer writes last."""
 KEPT = "PipelineState"
-"""Entry of the trainer's state that only checkpoints with a manifest have; of the step at which it was written, since
-the stock Trainer hands on what it was resumed from."""
+"""Entry of the trainer's state that only checkpoints with a manifest have. It holds the step at which it was written,
+since the stock Trainer copies the state that it was resumed from into its own checkpoints."""
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 WEIGHTS = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 SHARD = re.compile(r"-\d+-of-\d+\.")
@@ -42,14 +43,14 @@ CHUNK = 2**22
 
 
 def publish(written: Path, final: Path) -> None:
-    """Give a checkpoint its name, once all its files are on the disk. One that had the name before is replaced.
+    """Rename a checkpoint to its final name, once all its files are on disk. An existing one of that name is replaced.
 
     Args:
-        written: a folder in another one, on the same file system as `final`.
-        final: its name.
+        written: folder of the files, inside another folder on the same file system as `final`.
+        final: final path of the checkpoint.
 
     Raises:
-        OSError: the disk is full or refuses.
+        OSError: the disk is full, or an operation on it fails.
     """
     manifest = {}
     for path in sorted(written.rglob("*")):
@@ -62,18 +63,18 @@ def publish(written: Path, final: Path) -> None:
         os.fsync(file.fileno())
     _synchronise(written)
     replaced = written.parent / REPLACED / final.name
-    if final.exists():  # of an earlier training; a folder cannot be replaced in one step
+    if final.exists():  # from an earlier training; a folder cannot be replaced in one step
         replaced.parent.mkdir(exist_ok=True)
         final.rename(replaced)
-    written.rename(final)  # where this fails, or never comes, `remove_incomplete` puts the old one back
+    written.rename(final)  # if this fails, or is never reached, `remove_incomplete` restores the replaced one
     _synchronise(final.parent)
 
 
 def validate(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None: nothing.
+    """Describe what is wrong with a checkpoint; None if it is valid.
 
-    One without a manifest comes from the stock Trainer, or is what is left of one. Of the stock Trainer's it is only
-    known that the last file is there.
+    A checkpoint without a manifest was written by the stock Trainer, or is a partially deleted one of ours. For those
+    of the stock Trainer, only the presence of the file that is written last is checked.
     """
     try:
         content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
@@ -98,9 +99,9 @@ def validate(checkpoint: Path) -> str | None:
 
 
 def replaced_weights(checkpoint: Path) -> list[str]:
-    """Files with weights that are gone from a checkpoint where others have come: somebody has sharded or merged them.
+    """Weight files that are missing from a checkpoint because they were sharded or merged into other weight files.
 
-    The manifest says nothing about the new ones, but that they can be read.
+    The manifest has no checksums of the new files; it is only known that they can be read.
     """
     try:
         return sorted(_replaced_weights(checkpoint, json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))))
@@ -128,7 +129,7 @@ def _has_all_shards(index: Path) -> bool:
 
 
 def _is_readable(weights: Path) -> bool:
-    """Whether a file with weights has the length that it says it has."""
+    """Whether a weight file is readable and as long as its header states."""
     if weights.suffix != ".safetensors":
         return zipfile.is_zipfile(weights)
     try:
@@ -150,7 +151,7 @@ def _damage_without_manifest(checkpoint: Path) -> str | None:
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in a folder that is not damaged, and what is wrong with those that are newer."""
+    """Return the newest valid checkpoint in a folder, and what is wrong with the newer ones."""
     problems: list[str] = []
     for checkpoint in reversed(_checkpoints(folder)):
         damage = validate(checkpoint)
@@ -161,26 +162,26 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove what a killed process had not finished; what it was about to replace gets its name back."""
+    """Remove what a killed process left unfinished; a checkpoint that it was about to replace is restored."""
     restore_replaced(folder)
     shutil.rmtree(folder / SAVING, ignore_errors=True)
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give what a killed process was about to replace its name back."""
+    """Restore the name of a checkpoint that a killed process was about to replace."""
     for replaced in (folder / SAVING / REPLACED).glob("*"):
         if not (folder / replaced.name).exists():
             replaced.rename(folder / replaced.name)
 
 
 def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> None:
-    """Remove the oldest checkpoints beyond a limit, never the newest or the best.
+    """Remove the oldest checkpoints beyond a limit, but never the newest or the best.
 
-    Those with higher numbers than the newest, of another training or damaged, are left alone. A checkpoint is moved
-    away before it is removed: half of one could look like one of the stock Trainer.
+    Checkpoints with higher numbers than the newest (of another training, or damaged) are kept. A checkpoint is moved
+    away before it is removed, because a partially deleted one could look like one of the stock Trainer.
 
     Args:
-        limit: `save_total_limit`; None or 0: keep all.
+        limit: `save_total_limit`; None or 0 keeps all checkpoints.
     """
     if not limit or limit < 0:
         return
@@ -195,7 +196,7 @@ def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> 
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """By their steps. `checkpoint-40-merged` is the user's own."""
+    """Checkpoints sorted by step. Names such as `checkpoint-40-merged` are the user's own and are ignored."""
     steps = {}
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         match = CHECKPOINT.fullmatch(path.name)
@@ -213,11 +214,11 @@ def _checksum(path: Path) -> int:
 
 
 def _synchronise(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems cannot do it for folders
+    except OSError as error:  # some file systems do not support fsync of folders
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:

@@ -1,11 +1,13 @@
-"""At the interpreter's end, this process ends the threads that would otherwise abort it.
+"""Shutdown of the process groups and threads that would otherwise abort this process when the interpreter exits.
 
-A thread of gloo, or one of ours inside a call of torch, that is still there while the interpreter is taken down ends
-the process by "terminate called without an active exception" (exit code -6), after a whole training. The threads of a
-gloo group end with its object, and `dist.destroy_process_group` alone does not free that: trainers hold it, too.
+If a thread of gloo, or one of our threads inside a call of torch, is still running while the interpreter shuts down,
+the process ends with "terminate called without an active exception" (exit code -6), after a complete training. The
+threads of a gloo group end when its object is freed. `dist.destroy_process_group` alone does not free it, because
+trainers hold references to it as well.
 
-No peer is needed for it. What could wait for one anyway (a collective that is under way, a device) is bounded in time.
-It is left to threads that have been started before: from Python 3.12 on none can be started at the interpreter's end.
+The shutdown needs no peer. Operations that could still wait for one (a collective in progress, a device) have a
+timeout. They run in threads that were started earlier, because from Python 3.12 on no thread can be started while
+the interpreter shuts down.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 SECONDS = 5.0
-"""Upper bound for ending the process groups in order, and once more for aborting them."""
+"""Upper bound, in seconds, for destroying the process groups, and again for aborting them."""
 
 _work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -37,22 +39,22 @@ _is_registered = False
 
 
 def end_at_exit(thread: threading.Thread | None = None) -> None:
-    """End the process groups when the interpreter ends, and wait for a thread that has been told to end before.
+    """Destroy the process groups when the interpreter exits, and first wait for a thread that was told to end.
 
-    May be called any number of times, and before there is a process group.
+    It may be called any number of times, and before a process group exists.
     """
     global _is_registered
     if thread is not None:
         _threads.add(thread)
     if not _is_registered:
         _is_registered = True
-        for _ in range(2):  # the second one aborts what the first one cannot end
+        for _ in range(2):  # the second one aborts the groups that the first one cannot destroy
             threading.Thread(target=_do_work, name="exit", daemon=True).start()
         atexit.register(end)
 
 
 def _forget_in_child() -> None:
-    """A forked process has none of the threads."""
+    """Reset the state in a forked process, which has none of the threads."""
     global _is_registered
     _is_registered = False
 
@@ -61,10 +63,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def end(seconds: float = SECONDS) -> bool:
-    """End this process's part in all process groups. Not collective.
+    """Destroy this process's part of all process groups. Not collective.
 
     Returns:
-        Whether all were ended in time.
+        Whether all of them were destroyed in time.
     """
     end_at_exit()
     deadline = time.monotonic() + seconds
@@ -93,7 +95,7 @@ def _ends(work: Callable[[], None], seconds: float) -> bool:
 
 
 def _destroy() -> None:
-    with suppress(Exception):  # a peer or a device may be gone
+    with suppress(Exception):  # a peer or a device may no longer exist
         groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
         _release(groups)
@@ -105,8 +107,8 @@ def _abort() -> None:
 
 
 def _release(groups: list[Any]) -> None:
-    """Let go of groups that other objects hold: trainers that live until the interpreter has been taken down."""
-    traceback.clear_frames(getattr(sys, "last_traceback", None))  # of the error that has ended the program
+    """Drop other objects' references to the groups, such as those of trainers that outlive the interpreter's exit."""
+    traceback.clear_frames(getattr(sys, "last_traceback", None))  # of the error that ended the program
     gc.collect()
     for group in groups:
         for holder in gc.get_referrers(group):

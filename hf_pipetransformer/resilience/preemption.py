@@ -1,8 +1,8 @@
-"""SIGTERM means: save, and leave.
+"""Preemption: on SIGTERM, save a checkpoint and exit.
 
-Schedulers announce the end of an allocation by SIGTERM, to one process or to all, at any time. A process that saved at
-once would do so alone. So the signal only sets a flag, which travels with the loss of the next step; then all of them
-save at the same step's end.
+Schedulers announce the end of an allocation by SIGTERM, to one process or to all, at any time. If a process saved as
+soon as it receives the signal, it would do so alone. Therefore the signal only sets a flag, which is communicated with
+the loss of the next step; then all processes save at the end of the same step.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_CODE = getattr(os, "EX_TEMPFAIL", 75)
-"""Of a process that has saved and left: try again later."""
+"""Exit code of a process that was preempted and has saved a checkpoint: the job can be started again."""
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """At the start of a data loader's worker: leave the process group.
+    """Initializer of a data loader's worker that makes the worker leave the process group of the training process.
 
-    Launchers and schedulers send SIGTERM to whole groups. A worker that ended by it would end the training as a
-    failure, before the checkpoint is saved.
+    Launchers and schedulers send SIGTERM to whole process groups. A worker that is terminated by it would make the
+    training fail before the checkpoint is saved.
 
     Attributes:
-        init: of the loader, called with the worker's number.
+        init: the loader's own `worker_init_fn`, called with the worker's number.
     """
 
     init: Callable[[int], None] | None
@@ -40,9 +40,9 @@ class WorkerStart:
 
 
 class StopSignal:
-    """Notes SIGTERM while it is entered; what has been noted when it is left without an error is delivered then.
+    """Context manager that records SIGTERM. A recorded signal is raised again on exit, if there was no error.
 
-    Does nothing in another thread than the main one, which alone gets signals.
+    It does nothing outside the main thread, because only the main thread receives signals.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         if self._is_installed:
-            # None: a handler that was not installed from Python
+            # None means that the handler was not installed from Python
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
             self._is_installed = False
-            if self.is_asked and kind is None:  # it came too late for a step to see to it
+            if self.is_asked and kind is None:  # the signal came too late for a training step to handle it
                 signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork that has inherited this handler, and which somebody wants to end
+        if os.getpid() != self._pid:  # a forked process that inherited this handler and is to be terminated
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self.is_asked = True

@@ -1,10 +1,11 @@
-"""What this process is doing, where others can read it: also when the process is dead.
+"""A record of what this process is doing, which other processes can read even after this process has died.
 
     with phase("move"):
         ...
 
-A record of a few hundred bytes: process id, step, phase, when something was last finished, where the main thread is.
-The main thread writes it without any call to the system; a `Watchdog` puts it into a file that its peers map as well.
+The record has a few hundred bytes: process id, step, phase, the time at which something was last finished, and the
+position of the main thread. The main thread writes it without a system call. A `Watchdog` places it in a file that the
+other processes of the host map into memory as well.
 """
 
 from __future__ import annotations
@@ -20,41 +21,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAIN = struct.Struct("<iqdd32s")
-"""Written by the main thread: pid, step, when something was last finished, patience, phase."""
+"""Fields written by the main thread: process id, step, time at which something was last finished, patience, phase."""
 WATCHDOG = struct.Struct("<ddd160s")
-"""Written by the watchdog's thread: when it last did so, since when the main thread waits for nobody, when that last
-used the processor, where it is."""
+"""Fields written by the watchdog's thread: the time of the last write, the time since when the main thread has not
+waited for other processes, the time at which it last used the CPU, and its position in the code."""
 SIZE = MAIN.size + WATCHDOG.size
 
 PACED = frozenset({"step", "all-reduce", "update", "prediction"})
-"""Phases that come again and again, each about as long as the last time."""
+"""Phases that repeat, and take about as long each time."""
 UNEVEN = frozenset({"data", "freeze", "move", "drop", "build"})
-"""Phases that take longer at times: data from a network, weights that move."""
+"""Phases that sometimes take longer, for example while data comes from a network or weights are moved."""
 LONGER_THAN_EVER = 5
-"""A paced phase counts as stuck after so many times the longest pause so far."""
+"""A paced phase counts as stuck after this many times its longest pause so far."""
 UNKNOWN_PACE = 10
-"""Timeouts that a phase may take whose usual length is not known."""
+"""Number of timeouts that a phase may take if its usual duration is unknown."""
 
 DOING = "_hf_pipetransformer_doing"
-"""Attribute of an error: what the process was doing."""
+"""Attribute of an error that describes what the process was doing."""
 LEFT = "left"
-"""The phase of a process that takes part no more: whatever becomes of it is no fault."""
+"""Phase of a process that no longer takes part; whatever happens to it is not reported as a failure."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a process was doing when it last wrote it down. Times are of `time.monotonic`, the same for all of a host.
+    """What a process was doing when it last wrote its record.
+
+    Times are those of `time.monotonic`, which all processes of a host share.
 
     Attributes:
-        pid: of the process.
+        pid: process id.
         step: number of optimizer steps done.
-        since: when something was last finished.
-        patience: seconds that this phase may take with nothing finished.
-        phase: its name.
-        beat: when the watchdog's thread was last here.
-        own_since: since when the main thread was never seen waiting for other processes.
-        busy_at: when it last used the processor.
-        place: where the main thread was last seen.
+        since: time at which something was last finished.
+        patience: seconds that this phase may take without finishing anything.
+        phase: name of the phase.
+        beat: time of the last write by the watchdog's thread.
+        own_since: time since when the main thread was never seen waiting for other processes.
+        busy_at: time at which the main thread last used the CPU.
+        place: position of the main thread when it was last seen.
     """
 
     pid: int
@@ -69,7 +72,7 @@ class Record:
 
     @classmethod
     def read(cls, buffer: bytearray | mmap.mmap) -> Record:
-        """Two readings that agree: the other process may be writing."""
+        """Read until two readings agree, because the other process may be writing."""
         seen = bytes(buffer[:SIZE])
         while (again := bytes(buffer[:SIZE])) != seen:
             seen = again
@@ -87,16 +90,17 @@ class Record:
 
 
 class Progress:
-    """This process's record. All methods but `note_watch` are the main thread's.
+    """This process's record. All methods but `note_watch` are called by the main thread only.
 
-    A phase has a patience: the seconds that may pass with nothing finished (`tick`) before the process counts as
-    stuck. Where the training loop is paced by its own steps it is short; where data comes or weights move, longer; all
-    else, where files are written or the user's code runs, has as long as the peers would wait for it anyway.
+    Each phase has a patience: the seconds that may pass without finishing anything (`tick`) before the process counts
+    as stuck. It is short in the training loop, whose steps take about the same time, and longer while data is loaded
+    or weights are moved. In all other phases, in which files are written or the user's code runs, it is as long as the
+    other processes' collectives would wait anyway.
 
     Attributes:
-        timeout: seconds, of the paced phases.
-        limit: seconds, of the phases of which nothing is known.
-        on_enter: told each phase that begins, and the step: for tests that let something happen there.
+        timeout: seconds, for the paced phases.
+        limit: seconds, for the phases whose duration is unknown.
+        on_enter: called with each phase that begins, and the step; tests use it to inject faults.
     """
 
     def __init__(self) -> None:
@@ -106,15 +110,15 @@ class Progress:
         self._step = 0
         self._phase = LEFT
         self._since = 0.0
-        self._longest: dict[str, float] = {}  # of each paced phase: the longest pause in it so far
-        self._pause = 0.0  # the longest in the present one
+        self._longest: dict[str, float] = {}  # the longest pause so far, of each paced phase
+        self._pause = 0.0  # the longest pause in the current phase
 
     @property
     def phase(self) -> str:
         return self._phase
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """What comes now."""
+        """Begin a phase."""
         self._finish()
         if self._phase in PACED:
             self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), self._pause)
@@ -126,12 +130,12 @@ class Progress:
             self.on_enter(phase, self._step)
 
     def tick(self) -> None:
-        """Something is finished, and the next thing begins."""
+        """Record that something was finished, so that the phase's patience starts anew."""
         self._finish()
         self._write()
 
     def forget_pace(self) -> None:
-        """The next steps may take longer than those before."""
+        """Discard the longest pauses so far, because the next steps may take longer."""
         self._longest.clear()
 
     def _finish(self) -> None:
@@ -149,18 +153,18 @@ class Progress:
     def _write(self) -> None:
         name = self._phase.encode()[:32]
         record = MAIN.pack(os.getpid(), self._step, self._since, self._patience(), name)
-        self._buffer[: MAIN.size] = record  # at once: pack_into would write zeros first
+        self._buffer[: MAIN.size] = record  # one assignment, because pack_into would first write zeros
 
     def share(self, file: Path) -> None:
-        """Keep the record in a file from now on."""
+        """Keep the record in a memory-mapped file from now on."""
         with file.open("wb+") as opened:
-            opened.write(bytes(SIZE))  # there is room for it, or an error now
+            opened.write(bytes(SIZE))  # allocate the space, so that a full disk is an error now
             opened.flush()
             self._buffer = mmap.mmap(opened.fileno(), SIZE)
         self.tick()
 
     def note_watch(self, own_since: float, busy_at: float, place: str) -> None:
-        """By the watchdog's thread: it is alive, and this is where the main thread is."""
+        """Record, from the watchdog's thread, that it is alive and where the main thread is."""
         name = place.encode(errors="replace")[:160]
         self._buffer[MAIN.size : SIZE] = WATCHDOG.pack(time.monotonic(), own_since, busy_at, name)
 
@@ -173,12 +177,12 @@ def _text(field: bytes) -> str:
 
 
 PROGRESS = Progress()
-"""Of this process."""
+"""The record of this process."""
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Inside, this process is in that phase. An error that leaves it remembers it: see `doing_when`."""
+    """Context manager: this process is in that phase inside it. An error that leaves it carries `doing_when`."""
     before = PROGRESS.phase
     try:
         PROGRESS.enter(name)
@@ -187,13 +191,13 @@ def phase(name: str) -> Iterator[None]:
         setattr(error, DOING, doing_when(error))
         raise
     finally:
-        PROGRESS.enter(before)  # somebody may go on after the error
+        PROGRESS.enter(before)  # the caller may handle the error and continue
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from or while that was handled, and so on.
+    """Yield an error, the error that caused it (or during whose handling it was raised), and so on.
 
-    Whoever raises an error's own cause in its place makes a ring of the two.
+    If an error's own cause is raised in its place, the two form a cycle, so errors already seen end the iteration.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -204,7 +208,7 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def doing_when(error: BaseException) -> str:
-    """What this process was doing when the error came, or the one that it was made of."""
+    """Describe what this process was doing when the error, or the one that caused it, was raised."""
     for one in chain_of(error):
         doing: str | None = getattr(one, DOING, None)
         if doing is not None:

@@ -1,8 +1,8 @@
-"""Stores of a job's own, over which its processes find one another.
+"""A separate TCP store for each attempt of a job, through which its processes connect to each other.
 
-`torchrun` and `accelerate launch` keep one store for all attempts of a job. When they start it again, the processes
-read in it where those of the attempt before could be reached, and never come together. So rank 0 keeps a new store in
-each attempt, and only its address goes through the launcher's.
+`torchrun` and `accelerate launch` keep one store for all attempts of a job. When they restart the job, the processes
+read the addresses of the previous attempt in that store, and never connect. Therefore rank 0 creates a new store in
+each attempt, and only its address is exchanged through the launcher's store.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from datetime import timedelta
 import torch.distributed as dist
 
 ADDRESS = "hf_pipetransformer/store"
-"""Where rank 0 writes the address, in the launcher's store. What an attempt before has left may be there, too."""
+"""Key in the launcher's store under which rank 0 writes the address; it may still hold that of an earlier attempt."""
 ATTEMPT = "attempt"
-"""In the new store: which attempt it belongs to."""
+"""Key in the new store that identifies the attempt it belongs to."""
 CONNECTED, ALL_CONNECTED = "connected", "all connected"
 TRY = timedelta(seconds=5)
 
-_kept: list[dist.TCPStore] = []  # a store lives as long as its object
+_kept: list[dist.TCPStore] = []  # a store exists as long as its object
 
 
 def own_address(towards: str | None) -> str:
-    """The address that others reach this host by: the one it has on the way to `towards`, an address or a name."""
+    """The address of this host on its route to `towards` (an address or a name), where other hosts can reach it."""
     towards = towards or "localhost"
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 own = str(probe.getsockname()[0])
-                # a host's own name often leads to its loopback; by that name others reach it all the same
+                # a host's own name often resolves to its loopback; other hosts can still reach it by that name
                 return towards if own.startswith("127.") or own == "::1" else own
     return socket.getfqdn()
 
 
 def keep_store(timeout: timedelta) -> dist.TCPStore:
-    """A new store in this process, on a port of the system's choice."""
+    """Create a new store in this process, on a free port that the system chooses."""
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> None:
-    """Let the process group be made over a store of this attempt alone; `wait_for_connections` when it has been.
+    """Make the process group use a store of this attempt only; call `wait_for_connections` once the group exists.
 
     Collective over all processes of a launcher.
 
-    Nothing is done if there is a process group already, or no launcher that keeps a store.
+    It does nothing if a process group exists already, or if no launcher keeps a store.
 
     Args:
-        environ: of the process; `MASTER_ADDR` and `MASTER_PORT` are changed.
-        timeout: how long the others wait for rank 0.
+        environ: environment of the process; `MASTER_ADDR` and `MASTER_PORT` are changed.
+        timeout: how long the other processes wait for rank 0.
 
     Raises:
-        ValueError: the launcher has given port 0.
-        TimeoutError: rank 0 was not there in time; or torch's own error of a store, where it never was.
+        ValueError: the launcher has set port 0.
+        TimeoutError: rank 0 could not be reached in time; torch raises its own store error if rank 0 never started.
     """
     if "RANK" in environ and environ.get("MASTER_PORT") == "0" and not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -68,7 +68,7 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
     is_launched = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if not is_launched or int(environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_available() or dist.is_initialized():
         return
-    if _kept:  # this process has been here, and its process group is gone
+    if _kept:  # this process has called this function before, and its process group has been destroyed
         return
     launchers = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     if environ["RANK"] == "0":
@@ -84,9 +84,9 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
 
 
 def wait_for_connections(timeout: timedelta) -> None:
-    """After the process group has been made: rank 0 does not go on before all others have made theirs.
+    """Make rank 0 wait, after the process group was created, until all other processes have created theirs.
 
-    They read its store for that. If an error of the user's ended rank 0 first, they would have another one.
+    They read rank 0's store to do so. If a user's error ended rank 0 before, they would report a different error.
     """
     if not _kept or not dist.is_initialized():
         return
@@ -98,15 +98,15 @@ def wait_for_connections(timeout: timedelta) -> None:
 
 
 def _find_store(launchers: dist.TCPStore, deadline: float) -> tuple[dist.TCPStore, str, str]:
-    """Rank 0's store: an address that an attempt before has left leads nowhere."""
+    """Find rank 0's store. An address that an earlier attempt left behind cannot be connected to."""
     while True:
         address, port, attempt = launchers.get(ADDRESS).decode().split()
         try:
-            socket.create_connection((address, int(port)), timeout=1).close()  # a store tries for longer, and aloud
+            socket.create_connection((address, int(port)), timeout=1).close()  # a store retries longer, and logs it
             store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=TRY)
             if store.check([ATTEMPT]) and store.get(ATTEMPT).decode() == attempt:
                 return store, address, port
-        except (OSError, RuntimeError):  # nobody there, or no store
+        except (OSError, RuntimeError):  # nothing listens there, or it is not a store
             pass
         if time.monotonic() > deadline:
             raise TimeoutError(f"Rank 0's store was not found: the last address was {address}:{port}.")

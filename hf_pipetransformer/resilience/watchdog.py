@@ -1,14 +1,14 @@
-"""When one process of a job dies, stops or hangs, the others say which one and where, and end.
+"""Watchdog: when one process of a job dies, stops or hangs, the others report which one and where, and exit.
 
-Elsewhere the peers of a killed process fail with the number of a port, and the peers of a stopped one wait for the
-timeout of their collectives, half an hour. Here each process has two threads:
+Without it, the peers of a killed process fail with an error that names only a port, and the peers of a stopped one
+wait for the timeout of their collectives, half an hour. With it, each process has two threads:
 
-    this host     reads the peers' records (`progress.py`) and asks the system whether they live
-    other hosts   says through a store of the job's own that this process lives, and reads who else does
+    this host     reads the peers' records (`progress.py`) and asks the operating system whether they are alive
+    other hosts   announces through a separate store of the job that this process is alive, and reads which others are
 
-The first verdict wins: all log the same one. A process whose main thread can still raise does so (`PeerFailedError`);
-one that is blocked inside a collective, or computes on, cannot be reached and leaves with `EXIT_CODE`. Nothing is
-repaired inside a process: the job is started again, and resumes.
+The first verdict wins, and all processes log the same one. A process whose main thread can still raise an error does
+so (`PeerFailedError`); one that is blocked inside a collective, or keeps computing, cannot be interrupted and exits
+with `EXIT_CODE`. Nothing is repaired inside a process: the job is started again, and resumes.
 """
 
 from __future__ import annotations
@@ -43,38 +43,39 @@ from .stores import keep_store, own_address
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 76
-"""Of a process that was blocked when the job was given up."""
+"""Exit code of a process that was blocked when the watchdog ended the job."""
 BEAT = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 BUSY = 0.1
-"""Share of the time between two looks in which a thread that computes has the processor; one that waits has it not."""
+"""A thread that uses the CPU for more than this fraction of the time between two checks is computing, not waiting."""
 GRACE = 1.0
-"""Seconds that the main thread has to leave by an error of its own, once there is a verdict."""
+"""Seconds that the main thread has to exit by an error of its own, once there is a verdict."""
 SECONDS_TO_CONNECT = 12.0
-"""To the store, at least: torch looks up the names of both ends, and a name server that is silent takes five each."""
+"""Minimum timeout for connecting to the store. Torch resolves the names of both ends, and a name server that does not
+respond takes five seconds for each."""
 SECONDS_FOR_A_VERDICT = 5.0
-"""That a lost connection is waited for to be explained."""
+"""Seconds to wait for a verdict that explains a lost connection."""
 VERDICT = "verdict"
 PUBLISH = "publish"
-"""The phase in which a checkpoint, all of whose files are written, gets its name."""
+"""Phase in which a checkpoint, all of whose files are written, is renamed to its final name."""
 LEAVING = "leaving"
-"""The phase of a process that has an error, and finds out whose."""
+"""Phase of a process that has an error, and determines which process caused it."""
 LIBRARIES = ("torch.", "hf_pipetransformer.", "transformers.", "accelerate.")
-"""Whose code may be waiting for other processes; elsewhere it is the process itself that takes long."""
+"""Modules whose code may be waiting for other processes; in other code, the process itself takes long."""
 LOST_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out", "timeout", "remote process")
-"""Words in the errors of a collective whose peer is gone."""
+"""Words in the error messages of a collective whose peer no longer exists."""
 
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What a process tells the others about itself.
+    """What a process announces about itself to the others.
 
     Attributes:
-        node: the first rank on its host, and where its process id means something.
-        host: its name.
-        pid: of the process.
-        file: with its record.
-        store: address of the job's store; of rank 0, which keeps it.
+        node: the first rank on its host, and the namespace in which its process id is valid.
+        host: name of its host.
+        pid: process id.
+        file: path of the file with its record.
+        store: address of the job's store; rank 0, which keeps the store, sets it.
     """
 
     node: tuple[int, int]
@@ -85,7 +86,7 @@ class _Introduction:
 
 
 class _Neighbour:
-    """Another process of this host."""
+    """Another process of the same host."""
 
     def __init__(self, rank: int, introduction: _Introduction) -> None:
         self.rank = rank
@@ -98,7 +99,7 @@ class _Neighbour:
         return Record.read(self._record)
 
     def state(self) -> str:
-        """ "gone", "stopped" or "running"."""
+        """State of the process: "gone", "stopped" or "running"."""
         try:
             status = self._process.status() if self._process.is_running() else psutil.STATUS_DEAD
         except psutil.NoSuchProcess:
@@ -108,18 +109,18 @@ class _Neighbour:
         return "stopped" if status == psutil.STATUS_STOPPED else "running"
 
     def kill(self) -> None:
-        """A stopped process hears no other signal, and its launcher would wait for it."""
+        """Kill the process. A stopped process reacts to no other signal, and its launcher would wait for it."""
         if self._process.is_running():
             self._process.kill()
 
 
 @dataclass(frozen=True)
 class _Beat:
-    """What a process of another host has last said: a number, its patience, and what it does.
+    """The last message of a process of another host: a counter, its patience, and what it is doing.
 
     Attributes:
-        text: all of it.
-        at: when it was first read.
+        text: the whole message.
+        at: time at which it was first read.
     """
 
     text: str
@@ -135,12 +136,12 @@ class _Beat:
 
 @dataclass(frozen=True)
 class _Finding:
-    """Why the job is given up.
+    """The reason for ending the job.
 
     Attributes:
-        text: in words.
-        without_store: the process that keeps the job's store is the one that is gone: all of its host can see that.
-        victim: a stopped process, to be killed.
+        text: the reason in words.
+        without_store: whether the process that failed keeps the job's store; its whole host can see that.
+        victim: a stopped process that has to be killed.
     """
 
     text: str
@@ -149,15 +150,15 @@ class _Finding:
 
 
 class Watchdog:
-    """Watches all processes of a job while it is entered. Entering and leaving without an error are collective.
+    """Context manager that watches all processes of a job. Entering it and leaving it without an error are collective.
 
     Args:
-        rank: of this process.
-        local_rank: of this process among those of its host.
-        gather: every process's small object, on every process; collective.
+        rank: rank of this process.
+        local_rank: rank of this process among those of its host.
+        gather: returns every process's small object on every process; collective.
         timeout: seconds after which a process that is stopped, or stuck in the training loop, ends the job.
-        limit: seconds after which one that is stuck anywhere does.
-        has_accelerator: the main thread may be waiting for others wherever it asks a device for something.
+        limit: seconds after which a process that is stuck anywhere ends the job.
+        has_accelerator: whether there is an accelerator, in which case any operation on a device may wait for others.
     """
 
     def __init__(
@@ -172,8 +173,8 @@ class Watchdog:
         self._rank, self._local_rank, self._gather, self._timeout = rank, local_rank, gather, timeout
         self._limit = max(limit, timeout)
         self._has_accelerator = has_accelerator
-        self._main = 0  # the thread that trains
-        self._is_leaving = False  # the main thread is on its way out
+        self._main = 0  # identifier of the thread that trains
+        self._is_leaving = False  # the main thread has an error and is about to exit
         self._is_given_up = False
         self._has_told = False
         self._done = threading.Event()
@@ -182,14 +183,14 @@ class Watchdog:
         self._verdict: str | None = None
         self._kept: dist.TCPStore | None = None
         self._for_verdicts: dist.TCPStore | None = None
-        self._address = ("", 0)  # of the job's store
+        self._address = ("", 0)  # address of the job's store
         self._has_store = False
-        self._heard: dict[int, _Beat] = {}  # of the processes of other hosts
-        self._answered_at = math.inf  # the store did; not before there is a connection, which has a timeout
+        self._heard: dict[int, _Beat] = {}  # rank -> the last message, for processes of other hosts
+        self._answered_at = math.inf  # last answer of the store; inf until connected, as connecting has a timeout
         self._own_since = self._awake_since = self._busy_at = time.monotonic()
-        self._processor_seconds = 0.0  # of the main thread
+        self._processor_seconds = 0.0  # CPU time of the main thread
 
-    # ------------------------------------------------------------------------------------ of the main thread
+    # ------------------------------------------------------------------------------------ main thread
     def __enter__(self) -> Watchdog:
         PROGRESS.timeout, PROGRESS.limit = self._timeout, self._limit
         PROGRESS.forget_pace()
@@ -207,7 +208,7 @@ class Watchdog:
             self._address = self._everyone[0].store
             self._meet(node)
             self._look_at_main_thread(time.monotonic())
-            # all have opened the files, and beat
+            # all processes have opened the files, and announce themselves
             self._has_store = all(self._gather(self._reaches_store()))
         finally:
             os.unlink(name)
@@ -233,12 +234,12 @@ class Watchdog:
                 if other.node != node:
                     raise FileNotFoundError(other.file)
                 self._neighbours.append(_Neighbour(rank, other))
-            except (OSError, psutil.Error):  # in a container of its own, for one
+            except (OSError, psutil.Error):  # for example because it runs in a container of its own
                 self._distant.append(rank)
 
     def _reaches_store(self) -> bool:
         try:
-            self._for_verdicts = self._connect()  # now: a name server may take seconds
+            self._for_verdicts = self._connect()  # early, because resolving names may take seconds
             self._for_verdicts.set(f"beat {self._rank}", "0")
         except RuntimeError:
             return False
@@ -250,20 +251,20 @@ class Watchdog:
         if error is not None and not (isinstance(error, SystemExit) and error.code == PREEMPTED):
             return self._explain(error)
         try:
-            self._gather(None)  # nobody takes the end for a death
+            self._gather(None)  # afterwards no process takes the exit of another one for a failure
         except RuntimeError as lost:
             self._explain(lost)
             raise
         finally:
             self._end()
         with suppress(RuntimeError):
-            self._gather(None)  # nobody looks into the store any more
+            self._gather(None)  # afterwards no process reads the store any more
 
     def _explain(self, error: BaseException) -> None:
-        """Before an error of the main thread goes on: whose it is.
+        """Determine which process caused an error of the main thread, before the error propagates.
 
         Raises:
-            PeerFailedError: another process's.
+            PeerFailedError: another process caused it.
         """
         self._is_leaving = True
         own = f"rank {self._rank} failed {doing_when(error)}: {type(error).__name__}: {error}"
@@ -284,7 +285,7 @@ class Watchdog:
             raise PeerFailedError(f"{self._verdict.rstrip('.')}. This is rank {self._rank}.") from error
 
     def _who_let_wait(self) -> _Finding | None:
-        """A process of this host that computed, and did not come to a collective before its time was over."""
+        """Find a process of this host that computed for too long and did not reach a collective in time."""
         now = time.monotonic()
         for neighbour in self._neighbours:
             record = neighbour.read()
@@ -295,7 +296,7 @@ class Watchdog:
         return None
 
     def _wait_for_readers(self) -> None:
-        """Until this process has logged the verdict and, where it keeps the store, the others have read it."""
+        """Wait until this process has logged the verdict and, if it keeps the store, the others have read it."""
         deadline = time.monotonic() + (GRACE if self._rank == 0 else 2 * BEAT)
         while time.monotonic() < deadline:
             try:
@@ -303,7 +304,7 @@ class Watchdog:
                     not self._distant
                     and all(other.read().phase == LEFT or other.state() == "gone" for other in self._neighbours)
                 )
-            except (OSError, psutil.Error):  # too many open files, for one
+            except (OSError, psutil.Error):  # for example too many open files
                 is_read = False
             if self._has_told and is_read:
                 return
@@ -311,11 +312,11 @@ class Watchdog:
 
     @property
     def _longest_beat(self) -> float:
-        """Seconds within which a process of another host is heard that lives and holds no interpreter."""
+        """Longest time in seconds between two messages of a live process on another host, unless the GIL is held."""
         return self._timeout / 4 + GRACE
 
     def _connect(self) -> dist.TCPStore:
-        """Each thread has a connection of its own: one waits for its answer."""
+        """Connect to the store. Each thread has its own connection, because a request blocks its connection."""
         return dist.TCPStore(*self._address, timeout=self._store_timeout)
 
     @property
@@ -331,13 +332,13 @@ class Watchdog:
         last = time.monotonic()
         while not self._done.wait(BEAT):
             now = time.monotonic()
-            if now - last > GRACE:  # the machine, or all of the job, was asleep
+            if now - last > GRACE:  # the machine, or the whole job, was suspended
                 self._awake_since = now
             last = now
             try:
                 self._look_at_main_thread(now)
                 finding = self._look_at_neighbours(now) or self._look_for_the_stuck(now) or self._look_at_store(now)
-            except Exception:  # too many open files, for one: the next look may be better
+            except Exception:  # for example too many open files; the next check may succeed
                 logger.debug("could not look", exc_info=True)
                 continue
             if finding is not None:
@@ -377,26 +378,26 @@ class Watchdog:
         return None
 
     def _look_for_the_stuck(self, now: float) -> _Finding | None:
-        """Who gets nowhere by itself; or all, each waiting for another."""
+        """Find a process that makes no progress by itself, or report that all of them wait for each other."""
         records = {neighbour.rank: neighbour.read() for neighbour in self._neighbours}
         records[self._rank] = PROGRESS.read()
         records = {rank: record for rank, record in records.items() if record.phase != LEFT}
         if any(neighbour.stopped_since < math.inf for neighbour in self._neighbours):
-            return None  # it is to blame, in a moment
+            return None  # the stopped process will be blamed once its timeout is over
         if any(record.phase == LEAVING for record in records.values()):
-            return None  # it will say why
+            return None  # that process will report the reason itself
         waiting = []
         for rank, record in sorted(records.items()):
             since = max(record.since, self._awake_since)
             idle_since = max(since, record.busy_at)
-            # where nothing is known of a phase, one that computes is not stuck
+            # if the usual duration of a phase is unknown, a process that computes is not stuck
             own = now - max(since if record.is_paced else idle_since, record.own_since)
             silent = now - max(since, record.beat)
             if own > record.patience:
                 return _Finding(f"rank {rank} has been stuck for {own:.0f} s {record.doing}, in {record.place}")
             if silent > max(record.patience, self._timeout):
                 return _Finding(f"rank {rank} has held the interpreter for {silent:.0f} s {record.doing}")
-            # a little longer, so that one of them that waits for nobody is blamed before; it may be on another host
+            # a little longer, so that a process that waits for no other, maybe on another host, is blamed first
             if now - idle_since > (self._limit if self._distant else record.patience) + GRACE:
                 waiting.append(f"rank {rank} {record.doing}, in {record.place}")
         if records and len(waiting) == len(records):
@@ -404,7 +405,7 @@ class Watchdog:
         return None
 
     def _look_at_store(self, now: float) -> _Finding | None:
-        """A request to a host that is cut off has no end of its own."""
+        """Report a store that does not answer. A request to a disconnected host has no timeout of its own."""
         silent = now - max(self._answered_at, self._awake_since)
         if not self._distant or not self._has_store or silent <= self._timeout + 2 * GRACE:
             return None
@@ -432,7 +433,7 @@ class Watchdog:
                     continue
                 next_beat, beat = now + self._timeout / 8, beat + 1
                 mine = PROGRESS.read()
-                # where the interpreter may be held for long, no beat is no proof
+                # in phases that may hold the GIL for long, a missing message proves nothing
                 patience = min(max(mine.patience, self._timeout), UNKNOWN_PACE * self._timeout)
                 store.set(f"beat {self._rank}", f"{beat} {patience:g} {mine.doing}")
                 answers = store.multi_get([f"beat {rank}" for rank in self._distant])
@@ -443,11 +444,11 @@ class Watchdog:
                 if finding is not None:
                     return self._give_up(finding)
         except (RuntimeError, OSError) as error:
-            if not self._told.wait(GRACE) and not self._done.is_set():  # this host knows better if it was rank 0
+            if not self._told.wait(GRACE) and not self._done.is_set():  # if it was rank 0, its host reports more
                 self._give_up(self._without_store(f"({type(error).__name__})"))
 
     def _silent_host(self, patience: float | None = None) -> _Finding | None:
-        """Processes of other hosts that have not been heard for as long as they said, or for `patience` seconds."""
+        """Find processes of other hosts that are silent for longer than they announced, or than `patience` seconds."""
         now = time.monotonic()
         silent = {
             rank: beat
@@ -466,7 +467,7 @@ class Watchdog:
 
     # ------------------------------------------------------------------------------------ verdicts
     def _store_answers(self) -> bool:
-        """Also soon after the start, when the other thread may still be waiting for its own connection."""
+        """Whether the store answers, even right after the start, while the other thread may still be connecting."""
         answers: list[bool] = []
 
         def ask() -> None:
@@ -481,13 +482,13 @@ class Watchdog:
         return bool(answers)
 
     def _judge(self, finding: _Finding) -> None:
-        """Settle what happened: the first one to say so is right."""
+        """Agree on what happened: the first verdict in the store wins."""
 
         def tell() -> None:
             try:
                 assert self._for_verdicts is not None
                 agreed.append(self._for_verdicts.compare_set(VERDICT, "", finding.text).decode())
-            except Exception:  # the store is gone, too
+            except Exception:  # the store is gone as well
                 logger.debug("no store to write a verdict to", exc_info=True)
 
         with self._judging:
@@ -510,7 +511,7 @@ class Watchdog:
         logger.error("[rank %d] %s.", self._rank, (self._verdict or "").rstrip("."))
         self._has_told = True
         if finding.victim is not None:
-            time.sleep(2 * BEAT)  # the others see that it is stopped, too
+            time.sleep(2 * BEAT)  # so that the others see that it is stopped, too
             with suppress(psutil.Error):
                 finding.victim.kill()
         began = time.monotonic()
@@ -530,10 +531,10 @@ class Watchdog:
             os._exit(EXIT_CODE)
 
     def _may_still_leave(self, seconds: float) -> bool:
-        """Whether the main thread may end by itself, `seconds` after the verdict.
+        """Whether the main thread may still exit by itself, `seconds` after the verdict.
 
-        A checkpoint whose files are all there is given its name; and where a process works by itself, outside of the
-        steps, an error of its own may be about to come, or a collective that fails.
+        A checkpoint whose files are complete may still be renamed. A process that computes outside of the training
+        steps may be about to raise an error of its own, or to reach a collective that fails.
         """
         if seconds < GRACE:
             return True
@@ -545,12 +546,12 @@ class Watchdog:
 
 
 def _may_wait(frame: FrameType, anywhere: bool) -> bool:
-    """Whether a thread that is here may be waiting for other processes.
+    """Whether a thread in this frame may be waiting for other processes.
 
     Args:
-        frame: the innermost one.
-        anywhere: also in code that the libraries have called: what is asked of an accelerator waits for all that was
-            given to it before, wherever that is asked.
+        frame: the innermost frame.
+        anywhere: check the outer frames, too, so that code called by the libraries counts: any operation on an
+            accelerator waits for all operations that were queued on it before.
     """
     inner: FrameType | None = frame
     while inner is not None:
@@ -561,7 +562,7 @@ def _may_wait(frame: FrameType, anywhere: bool) -> bool:
 
 
 def _pid_namespace() -> int:
-    """Of containers, which may have process ids of their own; 0 where there is no such thing."""
+    """Identifier of the process id namespace, which containers may have of their own; 0 if there are none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -569,7 +570,7 @@ def _pid_namespace() -> int:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error may only be the consequence of another process's end."""
+    """Whether an error may be the mere consequence of another process's failure."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, (dist.DistError, ConnectionError)):
