@@ -19,7 +19,7 @@ from ..randomness import global_state_kept
 from ..resilience.progress import PROGRESS
 
 FIRST = torch.zeros(1, dtype=torch.long)
-"""Index of the only micro-batch, for a step without a schedule."""
+"""Index of the micro-batch when `micro_batches` holds only one."""
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 """Calls the model on a micro-batch and returns this micro-batch's part of the loss, a tensor of one element."""

@@ -77,7 +77,7 @@ class WeightState:
         self._flags_here: list[bool] = []  # the flags that `keep_only` has left in `_here`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
-        """Return self: a copied model (a teacher, for example) copies the model's hooks, which act on it alone."""
+        """Return self: a copied model (a teacher, for example) has its hooks, which act on the original alone."""
         return self
 
     @property

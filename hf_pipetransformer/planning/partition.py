@@ -150,7 +150,7 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
       (13 samples in 3 stages: 13 micro-batches instead of 1), because under 1F1B more micro-batches do
       not need more memory.
 
-    The result may still be below K (fewer rows than stages, a small request); the caller then runs
+    The result may still be below K (fewer samples than stages, a small request); the caller then runs
     GPipe.
 
     Args:

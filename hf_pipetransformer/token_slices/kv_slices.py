@@ -104,7 +104,7 @@ class SequenceStates:
         return self._layers[index]
 
     def forget(self) -> None:
-        """Release all states after the backward of the first slice: layers without key gradients do not do it."""
+        """Release all states after the backward of the first slice: layers whose keys have no gradient do not."""
         self._layers.clear()
 
     def first_visible(self, index: int, start: int) -> int:

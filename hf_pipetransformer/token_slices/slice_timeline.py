@@ -79,7 +79,6 @@ def choose_slices(
 
     Returns:
         The parts, and the predicted seconds of forward and backward of a step.
-        The parts, and predicted seconds of forward and backward of a step.
     """
     together = [stage.both for stage in stages]
     best = whole_rows(rows, length, num_parts)
