@@ -136,7 +136,7 @@ class ElasticPipeline(nn.Module):
         table = self.stack.table
         return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
-    # ------------------------------------------------------------------------------------ from plan to plan
+    # ------------------------------------------------------------------------------------ changing the plan
     def place(self, plan: PipelinePlan, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
@@ -271,7 +271,7 @@ class ElasticPipeline(nn.Module):
         assert self.placed is not None, "place() first"
         return self.placed
 
-    # ------------------------------------------------------------------------------------ whole again
+    # ------------------------------------------------------------------------------------ leaving a plan
     def put_back(self) -> None:
         """Restore the complete weights that `place` has set aside, after an evaluation. No communication."""
         assert self._set_aside is not None
@@ -335,7 +335,7 @@ class ElasticPipeline(nn.Module):
         self.weights.onload()
         return prediction.outputs_of_frozen(self._current.stage, self._current.messages, batch, boundary, seed)
 
-    # ------------------------------------------------------------------------------------ the module's face
+    # ------------------------------------------------------------------------------------ interface of nn.Module
     def train(self, mode: bool = True) -> ElasticPipeline:
         super().train(mode)  # sets the mode of the stage, which sets the model's
         if self.stage is None:
@@ -389,7 +389,7 @@ class ElasticPipeline(nn.Module):
         finally:
             self._gradients_synchronise = True
 
-    # ------------------------------------------------------------------------------------ training, as it is placed
+    # ------------------------------------------------------------------------------------ training steps
     def share(self, mine: Any) -> Any:
         """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
         return self._current.share(mine)

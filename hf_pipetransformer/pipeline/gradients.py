@@ -86,7 +86,7 @@ class StageGradients:
         self.shared_are_summed = bool(self._shared)
 
     def keep_sums_once(self) -> None:
-        """Keep summed gradients on one stage only if accumulation goes on, so that they are not counted twice."""
+        """If gradients accumulate on their sums over the stages, keep them on one stage, so that they count once."""
         if not self.shared_are_summed:
             return
         for shared in self._shared:

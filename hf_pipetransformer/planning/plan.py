@@ -101,7 +101,7 @@ class PipelinePlan:
                 f" ({self.num_frozen_layers}), and the first stage, of {bounds[1]} units, holds them all."
             )
 
-    # -- who is where ----------------------------------------------------------------------------------------
+    # -- stages and ranks ----------------------------------------------------------------------------------------
 
     @property
     def num_units(self) -> int:
@@ -161,7 +161,7 @@ class PipelinePlan:
         best = min(seconds.values())
         return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
 
-    # -- what it costs ---------------------------------------------------------------------------------------
+    # -- costs ---------------------------------------------------------------------------------------
 
     def predict(self, rows: int, num_microbatches: int) -> StepPrediction:
         """Predict the time of a training step on one pipeline's batch from measured times.
