@@ -1,14 +1,14 @@
-"""The order of the samples on several nodes: each node meets its own samples again in every epoch.
+"""The order of the samples on several nodes: each node gets the same samples again in every epoch.
 
-What a node has cached is of use only if the same samples come back to it. So they are divided among the nodes once, at
-random, and each global batch takes its share from each node's samples:
+The outputs that a node has cached are of use only if the same samples return to this node. So the samples are divided
+among the nodes once, at random, and each global batch takes its share from each node's samples:
 
     nodes               0  0  0  0  1  1  1  1        2 nodes of 4 processes
-    rows of a batch    [7  3  9  1  4  8  0  5]       7, 3, 9, 1 and 6 are node 0's for the whole training
+    samples of a batch [7  3  9  1  4  8  0  5]       7, 3, 9, 1 and 6 are node 0's for the whole training
     next epoch         [9  6  7  3  0  5  8  2]
 
-For one node it is the ordinary order. A random partition makes batches like those of a global shuffle, but for a fixed
-number of samples from each part; one by the order of a file that is sorted by label would not.
+For one node it is the ordinary order. A random partition makes batches like those of a global shuffle, except that the
+number of samples from each part is fixed; a partition by the order of a file that is sorted by label would not.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def order_by_node(
 ) -> list[int]:
     """Rearrange an epoch's order so that each node gets its own samples.
 
-    Every sample stays, as often as it was there. Samples that are left when a node has too few for its share of a
-    batch come last, wherever they fall.
+    Every sample is kept, as often as it occurs. When a node has too few samples for its share of a batch, the
+    remaining samples of all nodes come last, without regard to nodes.
 
     Args:
-        order: of an epoch's samples, as a sampler gives it.
-        shares: processes on each node; their sum divides `batch_size`.
-        batch_size: rows of a global batch; the first `batch_size * shares[0] / sum(shares)` are node 0's.
-        num_samples: of the data set.
-        seed: of the partition, the same in every epoch.
+        order: the indices of an epoch's samples, from a sampler.
+        shares: number of processes on each node; their sum divides `batch_size`.
+        batch_size: samples of a global batch; the first `batch_size * shares[0] / sum(shares)` are node 0's.
+        num_samples: number of samples in the data set.
+        seed: seed of the partition, the same in every epoch.
     """
     if len(shares) == 1:
         return list(order)

@@ -1,16 +1,16 @@
 """The training loader: a global sequence of numbered batches, of which each pipeline takes its slice.
 
-The order of the samples and what a batch holds depend on (seed, epoch, number) only, never on how many pipelines there
-are:
+The order of the samples and the content of a batch depend only on (seed, epoch, number), not on the number of
+pipelines:
 
     batch number        0                1                2
     samples        [7 3 9 1 | ...]  [4 8 0 5 | ...]  [2 6]          one global batch is per_device_batch x world size
     pipeline 0      7 3              4 8              2
     pipeline 1      9 1              0 5              6
 
-`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so all that
-the Trainer and Accelerate do with a loader (length, skipping on resume, epochs) acts on numbers. Behind it
-`NumberedBatches` runs the user's dataset, collator and workers over the slices.
+`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so everything
+that the Trainer and Accelerate do with a loader (length, skipping on resume, epochs) acts on numbers. It reads from
+`NumberedBatches`, which runs the user's dataset, collator and workers over the slices.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .node_order import order_by_node
 Collator = Callable[[list[Any]], Any]
 
 SEED = "seed"
-"""Where an order is drawn from a seed, and not from the generators as they were."""
+"""Key of an order that is drawn from a seed, and not from the state of the global generators."""
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Which part of a global batch the batch just read is."""
+    """The part of a global batch that the last batch read on this process is."""
 
-    rows: int  # of this pipeline; 0: it got one row that must not count
+    rows: int  # samples of this pipeline; 0 if it got one sample that must not count
     global_rows: int
-    keys: BatchKeys | None = field(default=None, compare=False)  # of the rows in the activation cache, on the CPU
-    items: int | float = 0  # that a loss counts in it, as the collator has returned it
+    keys: BatchKeys | None = field(default=None, compare=False)  # of the samples in the activation cache, on the CPU
+    items: int | float = 0  # number of items that the loss counts in the slice, as the collator has returned it
 
 
 def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """First and last + 1 of `rows` for one of `parts` pipelines: contiguous, sizes differing by at most one."""
+    """Bounds [start, stop) of one of `parts` pipelines in `rows` samples; the parts' sizes differ by at most one."""
     return rows * index // parts, rows * (index + 1) // parts
 
 
@@ -59,7 +59,7 @@ class _SeededRows(list[int]):
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's dataset; seeds the process (a worker's, if there are workers) before it reads a slice."""
+    """The user's dataset; seeds the process (or the worker process) before it reads a slice."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -72,10 +72,10 @@ class _SeededDataset(Dataset[Any]):
 
 
 class _Slices(Sampler[list[int]]):
-    """This pipeline's rows of each batch from the next number on."""
+    """This pipeline's sample indices in each batch from the next number on."""
 
     def __init__(self, batches: NumberedBatches) -> None:
-        # in a reference cycle, workers would outlive the loader until the next garbage collection, and end slowly
+        # in a reference cycle, workers would outlive the loader until the next garbage collection, and stop slowly
         self._batches: NumberedBatches = weakref.proxy(batches)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -85,18 +85,18 @@ class _Slices(Sampler[list[int]]):
 
 
 class KeysApart:
-    """An evaluation's loader, whose batches may have keys for the activation cache; they are taken out, and kept here.
+    """An evaluation loader that takes keys for the activation cache out of its batches, and keeps them here.
 
-    So whoever sees the batch, a user's `prediction_step` for one, can pass it to a model.
+    So any code that gets the batch, for example a user's `prediction_step`, can pass it to a model.
 
     Args:
-        loader: whatever else is asked for is its own.
+        loader: the loader whose batches may have keys; it also provides all other attributes.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.keys: BatchKeys | None = None
-        """Of the latest batch."""
+        """Keys of the latest batch."""
 
     def __iter__(self) -> Iterator[Any]:
         for keyed in self._loader:
@@ -111,23 +111,24 @@ class KeysApart:
 
 
 class NumberedBatches(Dataset[Any]):
-    """Batch number -> this pipeline's slice of it, collated.
+    """Maps a batch number to this pipeline's slice of the batch, collated.
 
     `len()` is the number of samples, as the Trainer expects of a loader's dataset; the number of batches is
     `num_batches`.
 
     Args:
-        dataset: map-style or iterable.
-        sampler: order of a map-style dataset's samples; `set_epoch` is called where it exists.
+        dataset: map-style or iterable dataset.
+        sampler: order of a map-style dataset's samples; its `set_epoch` is called if it exists.
         collate_fn: the user's collator.
-        global_batch_size: samples in one batch, over all pipelines.
-        drop_last: leave out a last batch that is not full.
-        seed: of everything that is drawn while data is read.
-        keyed: makes of a collator one that adds keys for the activation cache; None: no keys.
-        node_shares: processes on each node, if its samples shall stay with a node.
-        agree: gives every process rank 0's value; collective.
-        draws_as_stock: let a sampler without a generator of its own draw from the global ones, as they are: then the
-            order is the stock Trainer's. If not, it depends on seed and epoch, whatever else has been drawn.
+        global_batch_size: number of samples in one batch, over all pipelines.
+        drop_last: whether to omit a last batch that is not full.
+        seed: seed of all random numbers that are drawn while data is read.
+        keyed: turns a collator into one that adds keys for the activation cache; None for no keys.
+        node_shares: number of processes on each node, if samples must stay with a node.
+        agree: returns rank 0's value on every process; collective.
+        draws_as_stock: let a sampler without its own generator draw from the global ones in their current state; then
+            the order is the stock Trainer's. Otherwise the order depends only on seed and epoch, whatever else has
+            been drawn.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
@@ -156,19 +157,19 @@ class NumberedBatches(Dataset[Any]):
         self._seed = seed
         self._agree = agree
         self._node_shares = tuple(node_shares)
-        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement`, where another job has begun it
-        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what its order was drawn from, likewise
-        self._drawn_from: Mapping[str, Any] = {}  # the present order: a seed, or states of the global generators
+        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement` of an epoch another job began
+        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what that job drew the epoch's order from
+        self._drawn_from: Mapping[str, Any] = {}  # for the current order: a seed, or states of the global generators
         self._draws_as_stock = draws_as_stock
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: list[int] | None = None
-        self.next_number = 0  # of the batch that `_iterator` yields next
+        self.next_number = 0  # number of the batch that `_iterator` yields next
         self._iterator: Iterator[Any] | None = None
-        self._peeked: list[Any] | None = None  # an iterable's batch 0, where it was read for `sample_rows`
+        self._peeked: list[Any] | None = None  # batch 0 of an iterable dataset, if it was read for `sample_rows`
         self.is_iterable = self.may_never_repeat = isinstance(dataset, IterableDataset)
         ordered = dataset if self.is_iterable else sampler
-        self.num_batches: int | None = None  # a stream's length is seldom known
+        self.num_batches: int | None = None  # the length of an iterable dataset is rarely known
         if isinstance(ordered, Sized):
             full, rest = divmod(len(ordered), global_batch_size)
             self.num_batches = full + (1 if rest and not drop_last else 0)
@@ -177,7 +178,7 @@ class NumberedBatches(Dataset[Any]):
 
     def _make_loader(self) -> DataLoader[Any]:
         if self.is_iterable:
-            # whole global batches: which samples a slice holds is only known when they have come
+            # whole global batches, because it is known only when they arrive which samples a slice holds
             return DataLoader(
                 self.dataset,
                 batch_size=self.global_batch_size,
@@ -193,7 +194,7 @@ class NumberedBatches(Dataset[Any]):
         )
 
     def use_collator(self, collate_fn: Collator) -> None:
-        """Collate otherwise, where an epoch begins."""
+        """Change the collator; takes effect when an epoch begins."""
         self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn)
         self._iterator, self._loader = None, self._make_loader()
 
@@ -201,36 +202,38 @@ class NumberedBatches(Dataset[Any]):
         return len(self.dataset)
 
     def close(self) -> None:
-        """End the workers. The next batch that is asked for starts them again."""
+        """Stop the workers. They start again when the next batch is requested."""
         self._iterator = None
 
     @property
     def arrangement(self) -> tuple[Sequence[int], int]:
-        """Shares of the nodes and rows of a batch, by which the samples of the present epoch are arranged."""
+        """The nodes' shares and the global batch size by which the samples of the current epoch are arranged."""
         return self._kept.get(self._epoch, (self._node_shares, self.global_batch_size))
 
     @property
     def memory(self) -> dict[str, Any]:
-        """For a checkpoint: what the order of the present epoch follows from. In plain values for JSON."""
+        """The state that determines the order of the current epoch, for a checkpoint, as plain values for JSON."""
         shares, rows = self.arrangement
         return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
 
     def keep_order(
         self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None
     ) -> None:
-        """An epoch that was begun by another job, on other nodes, is brought to its end in the order that it had.
+        """Finish an epoch that another job began, possibly on other nodes, in the order that it had there.
 
         Args:
-            epoch: its number.
-            shares: as in `memory`, likewise the others.
+            epoch: number of the epoch.
+            shares: as in `memory`.
+            rows: as in `memory`.
+            drawn_from: as in `memory`; None for older checkpoints, which do not contain it.
         """
         self._kept = {epoch: (tuple(shares), rows)}
-        # checkpoints of before it was noted: always the seed
+        # older checkpoints do not contain it: there, the order was always drawn from the seed
         self._kept_draws = {epoch: {SEED: self._seed + epoch} if drawn_from is None else drawn_from}
 
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
-            return  # the first batch of this epoch has been read and waits
+            return  # the first batch of this epoch has been read already and is kept
         self._epoch, self._order, self._iterator, self._peeked = epoch, None, None, None
         for part in (self.sampler, self.dataset):
             follow = getattr(part, "set_epoch", None)
@@ -238,25 +241,25 @@ class NumberedBatches(Dataset[Any]):
                 follow(epoch)
 
     def reslice(self, parts: int, index: int) -> None:
-        """From the next number on take slice `index` of `parts`. What was prefetched is read again, never lost."""
+        """Take slice `index` of `parts` from the next number on. Prefetched batches are read again, none is lost."""
         if (parts, index) != (self._parts, self._index):
             self._parts, self._index = parts, index
             if not self.is_iterable:
                 self._iterator = None
 
     def sample_rows(self, count: int) -> list[Any]:
-        """A few samples, the same on every process, without moving on in the data."""
+        """Return a few samples, the same on every process, without advancing in the data."""
         if not self.is_iterable:
             with self._looking():
                 return first_samples(self.dataset, count)
-        if self._peeked is None:  # a stream may give its samples once: they are kept for batch 0
+        if self._peeked is None:  # an iterable may yield its samples only once: they are kept for batch 0
             self.set_epoch(self._epoch)
             self._start_at(0)
             self._peeked = self._read(0, [])
         return _repeated(self._peeked, count, self.dataset)
 
     def spread_rows(self, count: int) -> list[Any]:
-        """Samples from all over the data set, which may be sorted; of a stream the first ones."""
+        """Return samples spread over the data set, which may be sorted; of an iterable the first ones."""
         if self.is_iterable:
             return self.sample_rows(count)
         with self._looking():
@@ -264,7 +267,7 @@ class NumberedBatches(Dataset[Any]):
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Inside, samples are read that no step trains on: the data set draws and counts as if they were not."""
+        """Inside, read samples without training on them: generators and the data set's state are restored after."""
         with seeded(self._seed), generators_kept(self.dataset), left_as_found(self.dataset):
             yield
 
@@ -277,16 +280,16 @@ class NumberedBatches(Dataset[Any]):
             with seeded(self._slice_seed(number, start)):
                 batch = self._keying_collate_fn(batch[start:stop] or batch[:1])
         self.next_number = number + 1
-        # apart from the batch: the Trainer would move them to the device, and a model does not know them
+        # separate from the batch: the Trainer would move the keys to the device, and a model does not accept them
         batch, keys = BatchKeys.taken_out_of(batch)
         self.last_slice = BatchSlice(stop - start, global_rows, keys)
         return batch
 
     def slice_of(self, number: int) -> list[int]:
-        """For the inner loader: this pipeline's rows of a batch."""
+        """This pipeline's sample indices of a batch, for the inner loader."""
         rows = self._rows_of(number)
         start, stop = part_of(len(rows), self._parts, self._index)
-        mine = _SeededRows(rows[start:stop] or rows[:1])  # nothing for this pipeline: one row that will not count
+        mine = _SeededRows(rows[start:stop] or rows[:1])  # an empty slice gets one sample that will not count
         mine.seed = self._slice_seed(number, start)
         return mine
 
@@ -299,18 +302,18 @@ class NumberedBatches(Dataset[Any]):
         return self._seed + 7919 * self._epoch + 104729 * number + 1
 
     def _slice_seed(self, number: int, start: int) -> int:
-        """Of a slice that starts at this row: pipelines with other rows draw other augmentations."""
+        """Seed of a slice that starts at this index, so that pipelines draw different augmentations."""
         return self._batch_seed(number) + 1 + start
 
     def _go_to(self, number: int) -> None:
-        """Let `_read` give batch `number` next."""
+        """Make batch `number` the one that `_read` returns next."""
         if not self.is_iterable:
             if self._iterator is None or self.next_number != number:
                 self._start_at(number)
             return
         if self._iterator is None or self.next_number > number:
             self._start_at(0)
-        while self.next_number < number:  # a stream is read, not searched: what comes before is left out
+        while self.next_number < number:  # an iterable has no random access: earlier batches are read and discarded
             PROGRESS.tick()
             if self._peeked is None:
                 self._read(self.next_number)
@@ -322,11 +325,11 @@ class NumberedBatches(Dataset[Any]):
             order = self._agree(self._draw_order())
             self._order = order_by_node(order, *self.arrangement, len(self), self._seed)
         self.next_number, self._peeked = number, None
-        with seeded(self._batch_seed(number)):  # DataLoader draws the seed of its workers
+        with seeded(self._batch_seed(number)):  # DataLoader draws its workers' base seed here
             self._iterator = iter(self._loader)
 
     def _draw_order(self) -> list[int]:
-        """The sampler's; what it is drawn from is noted."""
+        """Draw the sampler's order, and record what it was drawn from."""
         assert self.sampler is not None
         self._drawn_from = self._kept_draws.get(self._epoch, {SEED: self._seed + self._epoch})
         if self._epoch not in self._kept_draws and self._draws_as_stock:
@@ -346,16 +349,16 @@ class NumberedBatches(Dataset[Any]):
 
 
 class GivenBatches:
-    """The batches of a training loader that the user has made, where one process takes them all.
+    """The batches of a training loader that the user has created, all of which one process takes.
 
-    In place of `NumberedBatches`: the Trainer reads the loader itself, as the stock one does.
+    Used in place of `NumberedBatches`: the Trainer reads the loader itself, as the stock one does.
 
     Args:
-        sample: a few samples, and what collates them, without moving on in the data; called when asked for.
+        sample: returns a few samples and their collator, without advancing in the data; called on first use.
     """
 
     may_never_repeat = True
-    """Nothing is known of the loader's order."""
+    """True, because the loader's order is unknown."""
 
     def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
         self.dataset = dataset
@@ -363,16 +366,16 @@ class GivenBatches:
         self._sampled: tuple[list[Any], Collator] | None = None
 
     def sample_rows(self, count: int) -> list[Any]:
-        """A few samples."""
+        """Return a few samples."""
         return self._samples[0][:count]
 
     def spread_rows(self, count: int) -> list[Any]:
-        """The same: what lies between the loader and its samples is not known."""
+        """Return the same samples: how the loader gets its samples from the dataset is unknown."""
         return self.sample_rows(count)
 
     @property
     def collate_fn(self) -> Collator:
-        """Makes batches of these samples."""
+        """The collator of these samples."""
         return self._samples[1]
 
     @property
@@ -382,32 +385,32 @@ class GivenBatches:
         return self._sampled
 
     def slice_of(self, batch: Any) -> BatchSlice:
-        """All of it."""
+        """The slice is the whole batch."""
         rows = batch_rows(batch)
         return BatchSlice(rows, rows)
 
     @property
     def memory(self) -> dict[str, Any]:
-        """Nothing is known of the loader's order."""
+        """Empty, because the loader's order is unknown."""
         return {}
 
     def keep_order(self, epoch: int, **memory: Any) -> None:
-        """Not ours."""
+        """Do nothing: the order is the user's loader's."""
 
     def reslice(self, parts: int, index: int) -> None:
-        """There is one part."""
+        """Check that there is one part."""
         assert (parts, index) == (1, 0)
 
     def close(self) -> None:
-        """The loader is the user's."""
+        """Do nothing: the loader is the user's."""
 
 
 class _Numbers(Sampler[list[int]]):
-    """[0], [1], ...: Accelerate's `skip_first_batches` finds it and skips numbers."""
+    """Yields [0], [1], ...; Accelerate's `skip_first_batches` finds this sampler and skips numbers."""
 
     def __init__(self, batches: NumberedBatches) -> None:
         self._batches = batches
-        self.batch_size = batches.global_batch_size  # as on one process; callbacks read them
+        self.batch_size = batches.global_batch_size  # as on one process; callbacks read these attributes
         self.sampler = batches.sampler
         self.drop_last = batches.drop_last
 
@@ -417,7 +420,7 @@ class _Numbers(Sampler[list[int]]):
         return self._batches.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        known = None if self._batches.is_iterable else self._batches.num_batches  # a stream itself says when it ends
+        known = None if self._batches.is_iterable else self._batches.num_batches  # an iterable itself signals its end
         return ([number] for number in (itertools.count() if known is None else range(known)))
 
     def set_epoch(self, epoch: int) -> None:
@@ -425,10 +428,11 @@ class _Numbers(Sampler[list[int]]):
 
 
 class NumberedLoader(DataLoader[Any]):
-    """What the Trainer iterates over: batch after batch of `NumberedBatches`.
+    """The loader that the Trainer iterates over: batch after batch of `NumberedBatches`.
 
-    What callbacks read off Accelerate's loader is what one process with the global batch would show. Only `dataset` is
-    another: it gives batches by their numbers, and the user's samples are in `dataset.dataset`.
+    The attributes of Accelerate's loader that callbacks read have the values of a single process with the global
+    batch. Only `dataset` differs: it returns batches by their numbers, and the user's samples are in
+    `dataset.dataset`.
     """
 
     dataset: NumberedBatches
@@ -437,14 +441,14 @@ class NumberedLoader(DataLoader[Any]):
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
 
     def __iter__(self) -> Any:
-        if self.collate_fn is not _the_only_one:  # a callback has given the loader another one, for samples
+        if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
             self.dataset.use_collator(self.collate_fn)
             self.collate_fn = _the_only_one
         return super().__iter__()
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a batch, over all processes."""
+        """Number of samples in a batch, over all processes."""
         return self.dataset.global_batch_size
 
     @property
@@ -456,10 +460,10 @@ class NumberedLoader(DataLoader[Any]):
 
 
 def first_samples(dataset: Any, count: int) -> list[Any]:
-    """The first samples of a dataset, from the first one again where it has fewer.
+    """Return the first samples of a dataset, repeated if it has fewer.
 
     Raises:
-        ValueError: the dataset is empty.
+        ValueError: if the dataset is empty.
     """
     if isinstance(dataset, IterableDataset):
         samples = list(itertools.islice(iter(dataset), count))
@@ -469,10 +473,10 @@ def first_samples(dataset: Any, count: int) -> list[Any]:
 
 
 def refuse_empty(dataset: Any) -> None:
-    """Refuse a dataset without samples, where its length is known.
+    """Refuse a dataset without samples, if its length is known.
 
     Raises:
-        ValueError: it is 0.
+        ValueError: if the length is 0.
     """
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise ValueError(f"train_dataset ({type(dataset).__name__}) is empty: give it at least one sample.")

@@ -1,1 +1,1 @@
-"""A model taken apart: its layers found, run in ranges, frozen; its loss. Knows no process."""
+"""A single model: finding its layers, running ranges of them, freezing them, and its loss. No process groups."""

@@ -1,4 +1,4 @@
-"""Train mode without dropout: what a model computes in training, made repeatable."""
+"""Training mode without dropout, to make what a model computes in training reproducible."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ DROPOUTS = frozenset(
     )
     for suffix in ("", "_")
 )
-"""Functions of torch that return their first argument where nothing is dropped."""
+"""Functions of torch that return their first argument if nothing is dropped."""
 
 DROPOUT_ARGUMENT: Mapping[str, tuple[str, int]] = {
     "scaled_dot_product_attention": ("dropout_p", 4),
     "multi_head_attention_forward": ("dropout_p", 10),
 }
-"""Functions with a dropout of their own -> the argument's name, and its position."""
+"""Functions with a dropout argument -> the argument's name and position."""
 
 
 class WithoutDropout(TorchFunctionMode):
     """Inside, torch's dropout functions drop nothing, whatever mode the modules are in.
 
-    Setting the modules to evaluation mode would also turn off what a model does in training only (a loss term, class
-    weights, a mixup), which is what an examination must see. Dropout is often no module: transformers passes a
-    probability to its attention functions.
+    Setting the modules to eval mode would also disable what a model does in training only (a loss term, class weights,
+    a mixup), which a probe must include. Dropout is often not a module: transformers passes a probability to its
+    attention functions.
     """
 
     def __torch_function__(

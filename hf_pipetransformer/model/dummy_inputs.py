@@ -1,13 +1,13 @@
-"""A small batch that any model accepts, made from its configuration alone.
+"""Creates a small batch that any model accepts, from its configuration alone.
 
-Finding the units of a model and measuring their costs needs one forward, but no data: the shapes count, the
-values do not. What a model is fed depends on its `main_input_name`:
+Finding the units of a model and measuring their costs needs one forward, but no data: the shapes matter, the
+values do not. The inputs of a model depend on its `main_input_name`:
 
     input_ids            [B, T]                 text; with attention_mask
     input_ids            [B, choices, T]        multiple choice
     pixel_values         [B, C, H, W]           images
     pixel_values         [B, frames, C, H, W]   video; also as pixel_values_videos
-    input_values         [B, samples]           raw audio, as long as the convolutions need
+    input_values         [B, samples]           raw audio, of the length that the convolutions need
     input_values         [B, frames, mels]      audio spectrogram transformers
     input_features       [B, mels, frames]      Whisper
     input_features       [B, frames, features]  other audio features
@@ -24,26 +24,26 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
-DEFAULT_IMAGE_SIZE = 224  # for configurations that leave it open (ResNet)
+DEFAULT_IMAGE_SIZE = 224  # for configurations that do not specify it (ResNet)
 NUM_CHOICES = 2
 AUDIO_FRAMES = 16  # more than SpecAugment's default mask of 10 frames
 
 
 def dummy_batch(model: PreTrainedModel, rows: int = 2, *, tokens: int = 8) -> dict[str, torch.Tensor]:
-    """Make a batch without labels on the model's device.
+    """Create a batch without labels on the model's device.
 
     The values are the same at every call and on every rank.
 
     Args:
-        model: The model; its parameters' values are not looked at.
-        rows: Rows of the batch, B.
-        tokens: Tokens of each text row, T. Images and audio have the size that the configuration asks for.
+        model: The model; its parameters' values are not used.
+        rows: Number of samples in the batch, B.
+        tokens: Number of tokens of each text sample, T. Images and audio have the size set in the configuration.
 
     Returns:
         The keyword arguments of the model's forward.
 
     Raises:
-        ValueError: If a number is below 1, or the model's input is of no known kind.
+        ValueError: If a number is below 1, or the type of the model's input is unknown.
     """
     if rows < 1 or tokens < 1:
         raise ValueError(f"rows is {rows} and tokens {tokens}, but a batch needs at least 1 of each.")
@@ -85,7 +85,7 @@ def _text(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, torch.Ten
 
 
 def _token_ids(config: PreTrainedConfig, rows: int, tokens: int, start: int | None = None) -> torch.Tensor:
-    """Return ordinary tokens, then the end token: BART and T5 read a classification off it. `[B, T]`"""
+    """Return ordinary tokens, then the end token, from which BART and T5 compute a classification. `[B, T]`"""
     text = config.get_text_config()
     vocabulary = int(_first(text, ("vocab_size", "n_vocab", "src_vocab_size"), 1000))
     special = {
@@ -96,7 +96,7 @@ def _token_ids(config: PreTrainedConfig, rows: int, tokens: int, start: int | No
         for token in (value if isinstance(value, (list, tuple)) else (value,))
         if isinstance(token, int)
     }
-    # Ordinary tokens: as many as needed, none of them special. A tiny vocabulary repeats them.
+    # Ordinary tokens: as many as needed, none of them special. With a tiny vocabulary they are repeated.
     ordinary = [token for token in range(vocabulary) if token not in special][: rows * tokens] or [0]
     ids = torch.tensor([ordinary[i % len(ordinary)] for i in range(rows * tokens)]).view(rows, tokens)
     if start is not None:
@@ -120,7 +120,7 @@ def _decoder_start(config: PreTrainedConfig) -> int:
 
 
 def _is_two_towers(config: PreTrainedConfig) -> bool:
-    """Tell whether text and image are both needed, each on its own way (CLIP; not LLaVA)."""
+    """Whether text and image are both needed, as inputs of separate encoders (CLIP; not LLaVA)."""
     parts = [getattr(config, name, None) for name in ("text_config", "vision_config")]
     in_text = any(
         getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index", "media_token_id")
@@ -129,7 +129,7 @@ def _is_two_towers(config: PreTrainedConfig) -> bool:
 
 
 def _pixels(config: PreTrainedConfig, rows: int) -> torch.Tensor:
-    """Return black images, or videos where the configuration counts frames."""
+    """Return black images, or videos if the configuration has a number of frames."""
     vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     size = _first(vision, ("image_size", "input_size", "img_size", "crop_size"), DEFAULT_IMAGE_SIZE)
     height, width = _pair(size)
@@ -157,7 +157,7 @@ def _audio_values(config: PreTrainedConfig, rows: int) -> torch.Tensor:
 
 
 def _audio_features(config: PreTrainedConfig, rows: int) -> torch.Tensor:
-    """Return audio features, of the one length that Whisper accepts, or short."""
+    """Return audio features: of the only length that Whisper accepts, or short ones."""
     positions = getattr(config, "max_source_positions", None)
     per_frame = _first(config, ("input_feat_per_channel", "feature_projection_input_dim", "input_dim"), None)
     if per_frame is not None:  # Speech2Text, Wav2Vec2-BERT
@@ -174,7 +174,7 @@ def _audio_features(config: PreTrainedConfig, rows: int) -> torch.Tensor:
 
 
 def _own_dummy_inputs(model: PreTrainedModel, rows: int) -> dict[str, torch.Tensor]:
-    """Return the model's own `dummy_inputs`, cut or repeated to the number of rows."""
+    """Return the model's own `dummy_inputs`, truncated or repeated to the number of samples."""
     own: dict[str, Any] = model.dummy_inputs if type(model).dummy_inputs is not PreTrainedModel.dummy_inputs else {}
     if model.main_input_name not in own:
         raise ValueError(
@@ -198,7 +198,7 @@ def _first(config: PreTrainedConfig, names: Sequence[str], default: Any) -> Any:
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    """Return height and width from an int, a pair, or a dict as image processors have it."""
+    """Return height and width from an int, a pair, or a dict as image processors use it."""
     if isinstance(size, dict):
         return int(size["height"]), int(size["width"])
     if isinstance(size, (list, tuple)):

@@ -1,12 +1,12 @@
-"""The bottom layers of a model, frozen: which parameters that means, and a whole model in which they are.
+"""Freezing the bottom layers of a model: which parameters freeze, and how a whole model runs with frozen layers.
 
     model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
     frozen, f = 2       `requires_grad` is off           | nothing changes
 
-How frozen layers then run, here and in a pipeline, is in `frozen_units`.
+`frozen_units` describes how frozen layers run, in a whole model and in a pipeline.
 
 A parameter that a frozen layer shares with an active one or with the head (a head tied to the embeddings, ALBERT's
-one layer) is frozen for both: the output of frozen layers must not change any more.
+one layer) is frozen for both, because the output of frozen layers must not change any more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from .placeholders import evaluation_mode, reachable_leaves
 
 @dataclass(frozen=True)
 class FreezableLayers:
-    """What freezing means for the units of one model; pure, and the same on every process.
+    """Which parameters freeze with the units of one model; immutable, and the same on every process.
 
     Attributes:
-        owners: for each unit the names of the parameters that it needs (`LayerStack.owners`).
-        inside: for each unit those of them that lie in its own module: what its gradient norm is taken over.
-        head: names that the loss depends on though every unit is frozen.
-        trainable: names that training would move if nothing was frozen: they require a gradient and get one.
+        owners: for each unit, the names of the parameters that it needs (`LayerStack.owners`).
+        inside: for each unit, the names of those that lie in its own module; its gradient norm is computed over these.
+        head: names of the parameters that the loss depends on even if every unit is frozen.
+        trainable: names of the parameters that training would change if nothing was frozen: they require a gradient
+            and get one.
     """
 
     owners: tuple[frozenset[str], ...]
@@ -41,11 +42,11 @@ class FreezableLayers:
 
     @classmethod
     def of(cls, stack: LayerStack, batch: dict[str, Any]) -> FreezableLayers:
-        """Look at a complete model; costs about two forwards of a small batch.
+        """Derive the layers from a complete model; costs about two forwards of a small batch.
 
         Args:
             stack: the model's units.
-            batch: keyword arguments of `model.forward`, 1 or 2 rows.
+            batch: keyword arguments of `model.forward`, with 1 or 2 samples.
         """
         names = stack.table.names
         return cls(
@@ -64,20 +65,20 @@ class FreezableLayers:
 
     @property
     def max_frozen(self) -> int:
-        """The most units that can be frozen such that something is left to train; 0: none."""
+        """The maximum number of units that can be frozen such that something remains to train; 0 if none can be."""
         return next((f for f in range(self.num_layers, 0, -1) if self.trainable - self.frozen(f)), 0)
 
     @property
     def never_frozen(self) -> frozenset[str]:
-        """Names of the parameters that are trained when every unit is frozen: the head's."""
+        """Names of the parameters that are trained even if every unit is frozen: the head's."""
         return self.trainable - self.frozen(self.num_layers)
 
     def frozen(self, num_frozen: int) -> frozenset[str]:
         """Names of the parameters that freeze with the first `num_frozen` units.
 
-        The embeddings freeze with the first unit, and so does what else uses them, a tied head: were it trained, the
-        frozen layers' input would change under them. What the head alone needs freezes never, though the last unit
-        owns it.
+        The embeddings freeze with the first unit, and so does a tied head that uses them: if it was trained, the
+        frozen layers' input would change. Parameters that only the head needs never freeze, although the last unit
+        owns them.
         """
         head_alone = self.head - frozenset[str]().union(*self.owners[:-1])
         return frozenset[str]().union(*self.owners[:num_frozen]) - head_alone
@@ -86,12 +87,12 @@ class FreezableLayers:
 def squared_norms(
     inside: Sequence[Sequence[str]], gradients: Mapping[str, torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """For each unit the square of its gradient's 2-norm; 0 for a unit without gradients. No synchronisation.
+    """Squared 2-norm of each unit's gradient; 0 for a unit without gradients. No synchronisation.
 
     Args:
-        inside: for each unit the names of its parameters (`FreezableLayers.inside`).
-        gradients: those that are here, by name.
-        device: of the result.
+        inside: for each unit, the names of its parameters (`FreezableLayers.inside`).
+        gradients: the gradients that exist on this process, by parameter name.
+        device: device of the result.
 
     Returns:
         `[L]`, float64.
@@ -106,22 +107,22 @@ def squared_norms(
 
 
 class FrozenPrefix:
-    """Freezes the bottom units of a complete model that is run as a whole.
+    """Freezes the bottom units of a complete model that is not split into stages.
 
-    The model's runner overrides `forward` on the layer modules' instances, so that frozen units run in eval mode and
-    build no graph whatever mode the Trainer sets before a step. Evaluation is not touched. `begin_forward` is to be
-    called before each forward of the model, from a hook.
+    The model's runner overrides `forward` on the instances of the layer modules, so that frozen units run in eval mode
+    and build no graph, whatever mode the Trainer sets before a step. Evaluation is not affected. `begin_forward` must
+    be called before each forward of the model, from a hook.
 
     Args:
         stack: the model's units.
-        layers: what freezing them means.
+        layers: which parameters freeze with the units.
     """
 
     def __init__(self, stack: LayerStack, layers: FreezableLayers) -> None:
         self.layers = layers
         self._stack = stack
         self._stays_in_eval: set[nn.Module] = set()
-        self._required_gradient: list[nn.Parameter] = []  # before we froze them
+        self._required_gradient: list[nn.Parameter] = []  # the parameters that did so before they were frozen here
         stack.runner.install()
 
     @property
@@ -132,8 +133,8 @@ class FrozenPrefix:
         """Freeze the first `num_frozen` units, at least as many as before.
 
         Returns:
-            The parameters that no longer require a gradient. Their gradients are gone; whoever calls drops their
-            optimizer state and rebuilds what reduces gradients.
+            The parameters that no longer require a gradient. Their gradients are deleted; the caller must drop their
+            optimizer state and rebuild whatever reduces gradients.
         """
         assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
         table = self._stack.table
@@ -150,11 +151,11 @@ class FrozenPrefix:
         return parameters
 
     def begin_forward(self) -> None:
-        """To be called before each forward of the model."""
+        """Prepare for a forward of the model; must be called before each one."""
         self._stack.runner.begin_plain_call()
 
     def remove(self) -> None:
-        """Give the model its own forward, its modes and its `requires_grad` flags back."""
+        """Restore the model's own forward, its modes and its `requires_grad` flags."""
         self._stack.runner.remove()
         self._stack.runner.freeze(0)
         for parameter in self._required_gradient:
@@ -164,7 +165,7 @@ class FrozenPrefix:
         self._required_gradient, self._stays_in_eval = [], set()
 
     def _modules_of_prefix_alone(self, num_frozen: int, frozen: frozenset[str]) -> set[nn.Module]:
-        """Frozen layers, and modules (embeddings) of which every parameter is frozen, with no active layer in them."""
+        """Frozen layers, and modules (embeddings) all of whose parameters are frozen, without active layers inside."""
         units = self._stack.units
         active = {module for unit in units[num_frozen:] for module in unit.module.modules()}
         layers = {unit.module for unit in units[:num_frozen]}
@@ -179,7 +180,7 @@ class FrozenPrefix:
 
 
 def _units(stack: LayerStack) -> Sequence[Unit | None]:
-    return stack.units or (None,) * stack.num_units  # an uncut model has one unit and no layers
+    return stack.units or (None,) * stack.num_units  # an unsplit model has one unit and no layers
 
 
 def _is_inside(name: str, unit: Unit | None, stack: LayerStack) -> bool:
@@ -187,7 +188,7 @@ def _is_inside(name: str, unit: Unit | None, stack: LayerStack) -> bool:
 
 
 def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]:
-    """Leaves behind the model's answer when every unit returns what was computed before, without its graph."""
+    """The parameters that the loss depends on when every unit returns a precomputed output without a graph."""
     if not stack.units:
         return frozenset()
     runner, carry = stack.runner, Carry()
@@ -199,7 +200,7 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
                 runner.trace(batch, lambda unit, output: carry.__setitem__(unit.stack, tensors_of(output)))
             with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
                 output = output_tensors(stack.model(**batch))
-            # T5 also returns its encoder's output, LLaVA its projector's: nothing is learnt from them
+            # T5 also returns its encoder's output, LLaVA its projector's: these do not contribute to training
             reached = {id(leaf) for leaf in reachable_leaves(loss_outputs(output))}
             return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)
     finally:

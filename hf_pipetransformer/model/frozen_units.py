@@ -1,9 +1,9 @@
-"""How the first units of a model run once they are frozen, whoever runs them: a pipeline's stage, or a plain Trainer.
+"""How the first units of a model run once they are frozen, both in a pipeline's stage and under a plain Trainer.
 
     model(**batch)        embeddings   unit 0    unit 1    unit 2    unit 3    head
     num_frozen = 2        eval mode    eval mode, no graph | modes as before, with gradient
 
-Code of the user's own around units that still train (the model's `forward`, for one) keeps its mode throughout.
+User code around units that still train (the model's `forward`, for example) keeps its mode throughout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 class FrozenUnits:
     """Counts the units of one call of the model, and runs the frozen ones in eval mode and without a graph.
 
-        begin      the model is called: what precedes the units, and they themselves, go to eval mode
+        begin      the model is called: the units and the part before them are set to eval mode
         count      a unit is called
-        run, skip  it computes, or what it gives is known already; behind the last frozen one modes are as before
-        end        likewise, wherever the call was left
+        run, skip  the unit computes, or its output is known already; after the last frozen unit, modes are restored
+        end        the call of the model is over, wherever it was left; modes are restored
 
-    What is a call of the model is for those to say who know. A pass of a `LayerRangeRunner` is one in eval mode, too:
-    its frozen units build no graph. In a plain Trainer only a call in training mode is one, so evaluation is not
-    touched, and the next call ends it.
+    The users of this class define what a call of the model is. For a `LayerRangeRunner` every pass is one, also in
+    eval mode, and its frozen units build no graph. In a plain Trainer only a call in training mode is one, so
+    evaluation is not affected; the next call ends it.
 
     Args:
         model: the complete model.
@@ -34,42 +34,42 @@ class FrozenUnits:
     def __init__(self, model: nn.Module) -> None:
         self.num_frozen = 0
         self.position = 0
-        """The unit that is called next."""
+        """Index of the unit that is called next."""
         self.is_called = False
-        """Between `begin` and `end`."""
+        """True between `begin` and `end`."""
         self._model = model
         self._keeps_training: set[nn.Module] = set()
         self._stays_in_eval: Collection[nn.Module] = ()
-        self._switched: list[tuple[nn.Module, bool]] = []  # with their modes behind the frozen units
+        self._switched: list[tuple[nn.Module, bool]] = []  # modules, and their modes after the frozen units
 
     def freeze(
         self, num_frozen: int, active: Collection[nn.Module], stays_in_eval: Collection[nn.Module] = ()
     ) -> None:
-        """From the next call on the first `num_frozen` units are frozen.
+        """Freeze the first `num_frozen` units from the next call of the model on.
 
         Args:
-            num_frozen: may also be fewer than before, where it is tried how a model would run.
+            num_frozen: number of units; it may be smaller than before while a probe tries how a model would run.
             active: the modules of the other units.
-            stays_in_eval: modules that are in eval mode behind the frozen units, too. A pipeline has none, as its
-                stages are in one mode between two passes; in a plain Trainer what the user's callbacks see of frozen
-                layers, and what calls them outside of the model's forward, shall find them frozen.
+            stays_in_eval: modules that stay in eval mode after the frozen units. A pipeline has none, as its stages
+                are in one mode between two passes. In a plain Trainer, callbacks and code that calls frozen layers
+                outside of the model's forward must find them in eval mode.
         """
         self.num_frozen = num_frozen
         self._keeps_training = modules_around(self._model, active) if num_frozen else set()
         self._stays_in_eval = stays_in_eval
 
     def begin(self, trains_before: Collection[nn.Module] = ()) -> None:
-        """The model is called.
+        """Begin a call of the model.
 
         Args:
-            trains_before: in a model in eval mode, what is in training mode until the frozen units are through.
+            trains_before: in a model in eval mode, modules that are in training mode until the frozen units have run.
         """
         self.position, self.is_called = 0, True
         switched: list[nn.Module] = []
         if not self._model.training:
             switched = [module for module in trains_before if not module.training]
         elif self.num_frozen:
-            # all modules, not only those of frozen units: dropout on the embeddings often is no module of its own
+            # all modules, not only those of frozen units: dropout on the embeddings is often not a separate module
             kept = self._keeps_training
             switched = [module for module in self._model.modules() if module.training and module not in kept]
         stays = self._stays_in_eval
@@ -78,7 +78,7 @@ class FrozenUnits:
             _set_mode(module, not module.training)
 
     def count(self) -> int:
-        """The number of the unit that is called now."""
+        """Return the index of the unit that is called now, and advance to the next."""
         self.position += 1
         return self.position - 1
 
@@ -90,21 +90,21 @@ class FrozenUnits:
         with torch.no_grad():
             output = forward(*args, **kwargs)
         if index + 1 == self.num_frozen:
-            self._leave()  # the head may be all that trains
+            self._leave()  # the head may be the only part that trains
         return output
 
     def skip(self, index: int) -> None:
-        """A unit does not compute."""
+        """Register that a unit does not compute."""
         if index + 1 >= self.num_frozen:
             self._leave()
 
     def end(self) -> None:
-        """The call of the model is over, however it ended. What is called now is no part of one."""
+        """End the call of the model, however it was left. Later calls of units are not part of it."""
         self._leave()
         self.forget()
 
     def forget(self) -> None:
-        """Likewise, but where modes have been set anew since the call."""
+        """End the call without restoring modes, because they have been set anew since the call began."""
         self.position, self.is_called, self._switched = 0, False, []
 
     def _leave(self) -> None:
@@ -114,11 +114,11 @@ class FrozenUnits:
 
 
 def modules_around(model: nn.Module, layers: Collection[nn.Module]) -> set[nn.Module]:
-    """The model and what else in it calls these layers, where that is code of the user's own.
+    """The model, and those modules around these layers that are user code.
 
-    Such code may ask at its beginning whether it trains, for more than dropout: in the stock Trainer it does, whatever
-    layers are frozen. In transformers' own modules, all that the mode decides before the layers is dropout and masking
-    of the embeddings, which are frozen with the layers.
+    At its beginning such code may ask whether it trains, for more than dropout: in the stock Trainer it does, whatever
+    layers are frozen. In transformers' own modules, the mode only decides about dropout and masking of the embeddings
+    before the layers, and the embeddings are frozen with the layers.
     """
     layers = set(layers)
     return {
@@ -131,7 +131,7 @@ def modules_around(model: nn.Module, layers: Collection[nn.Module]) -> set[nn.Mo
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:
-    """Thousands of times a step; nn.Module's own way is slow, and what is scripted has no other."""
+    """Set the mode of one module. It is called thousands of times a step, and `nn.Module`'s own way is slow."""
     if "training" in module.__dict__:
         module.__dict__["training"] = training
     else:

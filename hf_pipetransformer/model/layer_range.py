@@ -1,14 +1,14 @@
-"""Run only the layers [start, stop) of a model, through the model's own forward.
+"""Runs only the layers [start, stop) of a model, through the model's own forward.
 
-No forward per model family and no tracing: the model's Python code runs as it is, but the layers before
-`start` hand back a value that was computed elsewhere, and after layer `stop - 1` the forward is left.
+There is no forward per model family and no tracing: the model's Python code runs as it is, but the layers before
+`start` return a value that was computed elsewhere, and the forward is left after layer `stop - 1`.
 
     model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
     run(1, 3, carry)    computed     skipped   COMPUTED  COMPUTED  -         -
                                      └ returns `carry`          └ forward is left here, its output is returned
 
-What precedes the layers (embeddings, masks, rotary tables, position bias) is recomputed by every range from the
-batch's own inputs, so nothing but the layers' outputs has to travel between devices.
+Every range recomputes the part before the layers (embeddings, masks, rotary tables, position bias) from the batch's
+own inputs, so only the layers' outputs have to be sent between devices.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Carry = dict[int, tuple[torch.Tensor, ...]]
 
 
 class _RangeDone(BaseException):
-    """Leaves the model's forward after the last unit of a range.
+    """Raised to leave the model's forward after the last unit of a range.
 
-    Not an `Exception`, so that no `except Exception` in a model's code can swallow it.
+    It is not an `Exception`, so that no `except Exception` in a model's code can catch it.
     """
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One call of a layer module, in the order of execution (ALBERT calls one module many times)."""
+    """One call of a layer module, in execution order (ALBERT calls one module many times)."""
 
     name: str
     module: nn.Module = field(compare=False, repr=False)
@@ -49,15 +49,15 @@ class Unit:
 
 
 Observer = Callable[[Unit, Any], None]
-"""Called with a unit that has computed, and its output."""
+"""Called with each unit that has been computed, and with its output."""
 
 
 @dataclass(frozen=True)
 class _OutputStructure:
-    """How to put a unit's output together again from its tensors."""
+    """Describes how a unit's output is rebuilt from its tensors."""
 
     spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # the leaves that are no tensors; None in a tensor's place
+    constants: tuple[Any, ...]  # the leaves that are not tensors; None in place of each tensor
     is_tensor: tuple[bool, ...]
     is_floating: tuple[bool, ...]  # for each tensor
 
@@ -83,11 +83,11 @@ def tensors_of(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 class ForwardOverride:
-    """What a module's `forward` is for some time. A copy of the module has the forward of before, bound to the copy.
+    """Replaces a module's `forward` temporarily. A copy of the module gets the earlier forward, bound to the copy.
 
     Args:
-        module: the module whose `forward` it is going to be.
-        forward: called in its place.
+        module: the module whose `forward` is replaced.
+        forward: the function that is called instead.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -112,15 +112,15 @@ class _Pass:
     carry: Carry
     outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
     calls: list[Unit] | None = None  # filled by `trace`
-    structures: list[_OutputStructure] = field(default_factory=list)  # likewise, of each unit
-    observer: Observer | None = None  # told of each unit that computed
+    structures: list[_OutputStructure] = field(default_factory=list)  # of each unit's output, filled by `trace`
+    observer: Observer | None = None  # called for each unit that is computed
     may_repeat: bool = False  # the model may be called several times, each time through all units
 
 
 class LayerRangeRunner:
-    """Overrides `forward` on the layer modules' instances, so that ranges of them can be run.
+    """Overrides `forward` on the instances of the layer modules, so that ranges of them can be run.
 
-    Classes, names, attributes and gradient checkpointing stay as they are; `remove()` undoes it.
+    Classes, names, attributes and gradient checkpointing stay as they are; `remove()` restores the layers.
 
     Args:
         model: the complete model.
@@ -133,14 +133,14 @@ class LayerRangeRunner:
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
         self._pass: _Pass | None = None
-        self._computable: range | None = None  # None: every unit has its weights here
+        self._computable: range | None = None  # None: the weights of all units are here
         self._poisons_skipped = False
         self._on_entry: Callable[[], None] | None = None
         self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
-        """Names in a batch that the loss keeps from the model (sample weights): ranges of units do not get them."""
-        layers: dict[nn.Module, tuple[int, str]] = {}  # a module that stands in a list several times is one layer
+        """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
                 layers.setdefault(model.get_submodule(name), (stack, name))
@@ -161,11 +161,11 @@ class LayerRangeRunner:
             self._replaced.append((module, earlier_override))
             module.forward = ForwardOverride(module, self._ranged_forward(Unit(name, module, stack), module.forward))
         self._hook = self.model.register_forward_pre_hook(
-            lambda module, _: self._begin_call() if module is self.model else None  # nor a copy of it
+            lambda module, _: self._begin_call() if module is self.model else None  # ignores copies of the model
         )
 
     def remove(self) -> None:
-        """Give the layers their own `forward` back."""
+        """Restore the layers' own `forward`."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -177,10 +177,10 @@ class LayerRangeRunner:
         self._replaced.clear()
 
     def restrict_to(self, computable: range | None) -> None:
-        """Say which units have their weights on this process; None: all of them.
+        """Set the units whose weights are on this process; None means all units.
 
-        Calling the model outside of `range` then fails clearly, where it would compute nonsense with weights that
-        are not here.
+        Calling the model outside of this range then fails with a clear error, where it would otherwise compute with
+        weights that are not here.
         """
         self._computable = computable
 
@@ -189,16 +189,16 @@ class LayerRangeRunner:
         return self._frozen.num_frozen
 
     def freeze(self, num_frozen: int, stays_in_eval: Collection[nn.Module] = ()) -> None:
-        """From now on the first units, and what precedes them, run in eval mode and build no graph (`FrozenUnits`).
+        """Run the first units, and the part before them, in eval mode and without a graph (`FrozenUnits`) from now on.
 
         Args:
-            num_frozen: units, counted from the bottom.
+            num_frozen: number of units, counted from the bottom.
             stays_in_eval: as in `FrozenUnits.freeze`.
         """
         self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
 
     def begin_plain_call(self) -> None:
-        """The whole model is called next, outside of any pass. Where it trains, its frozen units run as in one."""
+        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass."""
         if self.model.training:
             self._frozen.begin()
         else:
@@ -206,7 +206,7 @@ class LayerRangeRunner:
 
     @contextmanager
     def training_before_units(self) -> Iterator[None]:
-        """Inside, passes of a model in eval mode begin as those of a training with frozen units do."""
+        """Inside, passes of a model in eval mode begin like those of a training run with frozen units."""
         self._is_in_training_before_units = True
         try:
             yield
@@ -215,9 +215,9 @@ class LayerRangeRunner:
 
     @contextmanager
     def poisoning_skipped(self) -> Iterator[None]:
-        """Inside, skipped units return NaN, but for the last one of each stack, whose output the next one takes.
+        """Inside, skipped units return NaN, except the last one of each stack, whose output the next unit takes.
 
-        Shows whether anything reads the outputs of earlier units, which a range cannot give.
+        This shows whether anything reads the outputs of earlier units, which a range cannot provide.
         """
         self._poisons_skipped = True
         try:
@@ -227,7 +227,7 @@ class LayerRangeRunner:
 
     @contextmanager
     def telling_entries(self, on_entry: Callable[[], None]) -> Iterator[None]:
-        """Inside, `on_entry` is called before each unit that computes in a pass."""
+        """Inside, `on_entry` is called before each unit that is computed in a pass."""
         self._on_entry = on_entry
         try:
             yield
@@ -236,12 +236,12 @@ class LayerRangeRunner:
 
     @property
     def start_of_pass(self) -> int:
-        """The first unit that computes in the forward under way; 0 for a plain call."""
+        """The first unit that is computed in the current forward; 0 for a plain call."""
         return 0 if self._pass is None else self._pass.start
 
     # ------------------------------------------------------------------------------------ running
     def trace(self, batch: dict[str, Any], observer: Observer | None = None) -> Any:
-        """Run the whole model once, note which units it calls in which order, and return its output.
+        """Run the whole model once, record which units it calls in which order, and return its output.
 
         Args:
             batch: the model's keyword arguments.
@@ -256,20 +256,20 @@ class LayerRangeRunner:
         return output
 
     def floating_outputs(self, stack: int) -> tuple[bool, ...]:
-        """For each tensor in an output of this stack: is it floating point (can it have a gradient)?"""
+        """For each tensor in an output of this stack, whether it is floating point (and can have a gradient)."""
         return self._structures[stack].is_floating
 
     def run(
         self, start: int, stop: int, carry: Carry | None, batch: dict[str, Any], observer: Observer | None = None
     ) -> Carry:
-        """Run units [start, stop), and not the head.
+        """Run units [start, stop) without the head.
 
         Args:
-            start: first unit that computes.
-            stop: first unit that does not.
-            carry: what the units before `start` would have returned (nothing for `start` = 0).
+            start: first unit that is computed.
+            stop: first unit that is not computed any more.
+            carry: the outputs of the units before `start` (none for `start` = 0).
             batch: the model's keyword arguments.
-            observer: called with each unit that computes and its output.
+            observer: called with each unit that is computed and its output.
 
         Returns:
             The outputs after unit `stop - 1`, for every stack that has run so far.
@@ -295,13 +295,14 @@ class LayerRangeRunner:
     ) -> Iterator[None]:
         """Inside, one call `model(**batch)` runs units [start, end) and the head.
 
-        Whatever calls the model (a Trainer's `compute_loss`, `prediction_step`) so runs the last stage unchanged.
+        So any code that calls the model (a Trainer's `compute_loss`, `prediction_step`) runs the last stage unchanged.
 
         Args:
-            start: first unit that computes.
-            carry: what the units before it would have returned.
-            observer: called with each unit that computes and its output.
-            may_repeat: the model may be called not at all, or again: further calls run all units, and nobody is told.
+            start: first unit that is computed.
+            carry: the outputs of the units before `start`.
+            observer: called with each unit that is computed and its output.
+            may_repeat: whether the model may be called several times or not at all. Further calls run all units,
+                without calling the observer.
         """
         current = _Pass(start, None, carry or {}, observer=observer, may_repeat=may_repeat)
         with self._running(current):
@@ -316,23 +317,23 @@ class LayerRangeRunner:
                 )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Those inputs of a batch that the model is called on."""
+        """Return the inputs of a batch that are passed to the model."""
         return (
             {name: value for name, value in batch.items() if name not in self.kept_back} if self.kept_back else batch
         )
 
     @property
     def is_running(self) -> bool:
-        """Whether a pass is under way."""
+        """Whether a pass is in progress."""
         return self._pass is not None
 
     def begin_elsewhere(self, start: int, carry: Carry | None, observer: Observer | None) -> None:
-        """Change the pass under way, which has not reached a unit yet: where it begins, and who is told.
+        """Change the start and the observer of the current pass, which must not have reached a unit yet.
 
         Args:
-            start: as in `to_the_end`; with `carry` only.
-            carry: likewise; None: it begins as it was to.
-            observer: likewise.
+            start: as in `to_the_end`; used only together with `carry`.
+            carry: as in `to_the_end`; None keeps the start of the pass.
+            observer: as in `to_the_end`.
         """
         assert self._pass is not None and not self._frozen.position, "no pass that begins"
         self._pass.observer = observer
@@ -352,7 +353,7 @@ class LayerRangeRunner:
             self._pass = None
 
     def _begin_call(self) -> None:
-        """When the model or a part of it is called, not before: what calls it may ask whether it trains."""
+        """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains."""
         current = self._pass
         if current is None:
             return
@@ -371,8 +372,8 @@ class LayerRangeRunner:
                 self._check_weights_are_here(unit)
                 if self._frozen.is_called and unit in self.units:
                     return self._frozen.run(self._frozen.count(), original, *args, **kwargs)
-                return original(*args, **kwargs)  # a plain call, or gradient checkpointing computing a layer again
-            self._begin_call()  # where a part of the model is called
+                return original(*args, **kwargs)  # a plain call, or gradient checkpointing that recomputes a layer
+            self._begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
                 current.calls.append(unit)
@@ -399,7 +400,7 @@ class LayerRangeRunner:
         return forward
 
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
-        """Of a unit's own output: Donut's layers return the size of their image beside it, and halve it."""
+        """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""
         own = self._structure_of_unit[index]
         return own if sum(own.is_tensor) == num_tensors else self._structures[unit.stack]
 

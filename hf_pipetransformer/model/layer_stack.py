@@ -1,8 +1,8 @@
-"""Find the sequential layers of any model, and which parameters each of them needs.
+"""Finds the sequential layers of any model, and the parameters that each of them needs.
 
-Nothing here knows a model family. What is found is checked before it is trusted: `LayerStack.discover` runs the model
-one unit at a time, with every parameter and value that the unit should not need set to NaN, and compares the result
-with the uncut model.
+Nothing here is specific to a model family. The result is verified before it is used: `LayerStack.discover` runs the
+model one unit at a time, with every parameter and value that the unit should not need set to NaN, and compares the
+result with the unsplit model.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class CarrySlot:
 
 
 class LayerStack:
-    """The units of one model: what a pipeline can be cut into.
+    """The units of one model, between which it can be split into pipeline stages.
 
     Attributes:
-        model: the model, complete when it is discovered.
+        model: the model, which must be complete when its units are discovered.
         runner: runs ranges of the units.
         table: the model's parameters by name.
-        units: one entry per layer call, in the order of execution.
-        owners: for each unit, the names of the parameters it needs; the first unit also needs what precedes the
-            layers, the last one the head. A parameter needed by several units (a tied head, ALBERT's layers) is
-            *shared*.
+        units: one entry per layer call, in execution order.
+        owners: for each unit, the names of the parameters it needs; the first unit also needs those of the part before
+            the layers, the last one those of the head. A parameter needed by several units (a tied head, ALBERT's
+            layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
-        unreached: names that no gradient reached in the sample; they count with a unit all the same.
-        only_returned: names that the last unit needs for an output which is no part of the loss (T5 returns its
-            encoder's output): run alone, it gives them no gradient.
+        unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
+        only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
+            encoder's output): if the unit runs alone, they get no gradient.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class LayerStack:
         return len(self.owners)
 
     def owned(self, start: int, stop: int) -> frozenset[str]:
-        """Names of the parameters that a stage of units [start, stop) needs."""
+        """Names of the parameters that a stage with the units [start, stop) needs."""
         return frozenset().union(*self.owners[start:stop])
 
     def shared(self, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Parameters that several stages need, with those stages, for stages cut at `bounds` (0, ..., num_units)."""
+        """The parameters that several stages need, and these stages, for a split at `bounds` (0, ..., num_units)."""
         stages: dict[str, tuple[int, ...]] = {}
         for stage, (start, stop) in enumerate(pairwise(bounds)):
             for name in self.owned(start, stop):
@@ -91,21 +91,21 @@ class LayerStack:
     def discover(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
-        Costs about two forwards and one autograd graph of the batch (no backward). The model's weights, modes and
-        `requires_grad` flags are as before when it returns, and its layers run unchanged outside of the runner.
+        Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
+        modes and `requires_grad` flags are as before, and its layers run unchanged outside of the runner.
 
         1. Find the stacks of layers, and the order in which a forward calls them.
         2. Run one unit at a time; the leaves of its autograd graph are the parameters and carried values it needs.
-        3. Run again with everything else set to NaN: the result must equal the uncut model's.
+        3. Run again with everything else set to NaN: the result must equal the unsplit model's.
 
         Args:
             model: the complete model, on one device.
-            batch: keyword arguments of `model.forward`, 1 or 2 rows, such that it returns a loss or logits.
+            batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
 
         Raises:
-            UnsupportedModelError: the model has no sequential layers, or they depend on one another in a way that
-                cannot be cut.
-            Exception: whatever the whole model raises on the batch.
+            UnsupportedModelError: if the model has no sequential layers, or they depend on one another in a way that
+                prevents a split.
+            Exception: any error that the unsplit model raises on the batch.
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
@@ -119,7 +119,7 @@ class LayerStack:
                 unreached = frozenset(table.names) - frozenset().union(*reached)
                 boundaries = _boundaries(runner, used)
                 # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then
-                # does not tell who needs it: if the frugal candidate fails, it goes everywhere.
+                # does not show which unit needs it: if the minimal candidate fails, all units get it.
                 candidates = (
                     cls(
                         runner,
@@ -147,7 +147,7 @@ class LayerStack:
 
     @classmethod
     def uncut(cls, model: nn.Module) -> LayerStack:
-        """The whole model as one unit: any model, also one without layers. It is not called."""
+        """The whole model as one unit. Works for any model, also one without layers; the model is not called."""
         table = ParameterTable(model)
         return cls(LayerRangeRunner(model, []), table, [frozenset(table.names)], [()], frozenset())
 
@@ -174,9 +174,9 @@ class LayerStack:
 
 @contextmanager
 def _refusing_what_fails(model: nn.Module) -> Iterator[None]:
-    """Inside, an error of the model is a refusal: the whole model has just run on the same batch.
+    """Convert a model error into an `UnsupportedModelError`, as the whole model has just run on the same batch.
 
-    Gemma 3n's upper layers take keys and values from a dictionary that lower ones have filled.
+    Gemma 3n's upper layers, for example, take keys and values from a dictionary that lower layers have filled.
     """
     try:
         yield
@@ -192,22 +192,23 @@ def _refusing_what_fails(model: nn.Module) -> Iterator[None]:
 
 
 def output_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """The loss, logits and other tensors at the top of a model's output."""
+    """The loss, logits and other tensors at the top level of a model's output."""
     if isinstance(output, dict):
         return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
     return {str(index): value for index, value in enumerate(tensors_of(output))}
 
 
 def loss_outputs(outputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of a model's outputs those that a loss can be made of: the loss and logits of any name, or else all."""
+    """The outputs from which a loss can be computed: the loss and logits of any name; without these, all outputs."""
     return [value for key, value in outputs.items() if key == "loss" or "logits" in key] or list(outputs.values())
 
 
 def refuse_by_configuration(model: nn.Module) -> None:
-    """Raise for what is known from the configuration alone to have no exact pipeline.
+    """Refuse models whose configuration alone shows that they have no exact pipeline.
 
     Raises:
-        UnsupportedModelError: quantised weights, a router loss over all layers, or layers left out at random.
+        UnsupportedModelError: for quantised weights, a router loss over all layers, outputs of all layers, or layers
+            that are skipped at random.
     """
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(
@@ -239,10 +240,10 @@ def refuse_by_configuration(model: nn.Module) -> None:
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
-    """Raise for batch normalisation, which micro-batches would change.
+    """Refuse batch normalisation, whose result micro-batches would change.
 
     Raises:
-        UnsupportedModelError: naming the layer.
+        UnsupportedModelError: if the model has such a layer; the message names it.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -257,11 +258,11 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
     """Names of the layer modules of each stack.
 
-    A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`; in a model without
-    any, a list whose members are called one after the other, each on the output of the one before.
+    A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`. In a model without such
+    a list, it is a list whose members are called one after the other, each on the output of the previous one.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: if the model has no stack.
     """
     lists = _outermost_module_lists(model)
     stacks = [names for names in lists if _are_layers([model.get_submodule(name) for name in names])]
@@ -277,9 +278,9 @@ def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
 
 
 def _outermost_module_lists(module: nn.Module, prefix: str = "") -> list[list[str]]:
-    """Names of the members of each `nn.ModuleList`, of those that are nested the outermost.
+    """Names of the members of each `nn.ModuleList` that is not nested in another one.
 
-    A list of plain modules (`encoder.blocks`, each with its own list of layers) gives way to lists of
+    A list of plain modules (`encoder.blocks`, each with its own list of layers) is replaced by the lists of
     `GradientCheckpointingLayer` inside it.
     """
     found: list[list[str]] = []
@@ -302,13 +303,13 @@ def _holds_layers(module: nn.Module) -> bool:
 
 
 def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:
-    """Those lists of which a call's output tensor is an input of the next call."""
+    """The lists in which each call's output tensor is an input of the next call."""
     chained = []
     for names in lists:
         inputs: list[set[int]] = []
-        outputs: list[tuple[torch.Tensor, ...]] = []  # kept alive, so that ids are not used again
-        layers = dict.fromkeys(model.get_submodule(name) for name in names)  # one may stand there several times
-        for layer in layers:  # not a hook: some models call layer.forward()
+        outputs: list[tuple[torch.Tensor, ...]] = []  # kept alive, so that ids are not reused
+        layers = dict.fromkeys(model.get_submodule(name) for name in names)  # a module may occur several times
+        for layer in layers:  # no hooks, because some models call layer.forward()
             layer.forward = _noting(layer.forward, inputs, outputs)
         try:
             with torch.no_grad():
@@ -339,7 +340,7 @@ def _reached_by_each_unit(
 ) -> tuple[list[set[str]], list[set[tuple[int, int]]], frozenset[str]]:
     """For each unit, run alone: names of the parameters and (stack, position) of the carried tensors it needs.
 
-    Last, the names that the last unit needs for other outputs than loss and logits.
+    The third value holds the names that the last unit needs only for outputs other than loss and logits.
     """
     owners: list[set[str]] = []
     used: list[set[tuple[int, int]]] = []
@@ -368,10 +369,10 @@ def _reached_by_each_unit(
 def _with_unreached(
     reached: Sequence[set[str]], units: Sequence[Unit], unreached: frozenset[str], everywhere: bool
 ) -> list[frozenset[str]]:
-    """Give each unit the parameters of its own module that the sample did not reach (experts without a token).
+    """Give each unit the parameters of its own module that the probed batch did not reach (experts without a token).
 
-    Those outside of all units go to the first that reaches another one of the same module (of an embedding of the
-    user's own); else (a pooler that nobody reads) to the last unit, or to all units.
+    Parameters outside of all units go to the first unit that reaches another parameter of the same module (such as a
+    user's own embedding); otherwise (an unused pooler) to the last unit, or to all units with `everywhere`.
     """
     completed = [set(names) for names in reached]
     elsewhere = list(range(len(units))) if everywhere else [len(units) - 1]
@@ -385,7 +386,7 @@ def _with_unreached(
 
 
 def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) -> list[tuple[CarrySlot, ...]]:
-    """From what each unit reads, what must still travel at each boundary."""
+    """From the values that each unit reads, derive which values must cross each boundary."""
     num_units = len(runner.units)
     boundaries: list[tuple[CarrySlot, ...]] = [()] * num_units
     needed_later: set[tuple[int, int]] = set()
@@ -422,6 +423,6 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if not a.is_floating_point():
         return bool(torch.equal(a, b))
-    # the same kernels on the same values: only the order of a few additions may differ
+    # the same kernels ran on the same values: only the order of a few additions may differ
     tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2
     return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True))

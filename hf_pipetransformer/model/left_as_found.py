@@ -1,7 +1,7 @@
-"""Run a user's code for trial, and leave no trace of it.
+"""Runs user code for a probe and undoes its side effects.
 
-What is examined before the first step calls the user's model and loss. They may count their calls, append to lists or
-update buffers; training must begin as if nobody had called them.
+Probes before the first step call the user's model and loss. These may count their calls, append to lists or update
+buffers; training must begin as if they had never been called.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CONTAINERS: tuple[type, ...] = (list, dict, set, collections.deque)
 MAX_DEPTH = 3
 """Containers inside containers are restored down to this depth."""
 MAX_ENTRIES = 2_000
-"""Of one attribute, with all containers inside it. Beyond them it is left alone: it holds data, not counters."""
+"""Limit for one attribute, with all containers inside it. Larger ones hold data, not counters, and are left alone."""
 MAX_ELEMENTS = 2**22
 """Larger tensors that are neither parameters nor buffers are left alone."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Where an `nn.Module` keeps what is registered; their entries are restored with the module."""
+"""Attributes in which an `nn.Module` keeps registered objects; their entries are restored with the module."""
 
 
 STOCK = (
@@ -37,17 +37,17 @@ STOCK = (
     "tokenizers",
     "hf_pipetransformer",
 )
-"""Packages whose objects keep nothing from call to call that matters."""
+"""Packages whose objects keep no state from call to call that matters here."""
 
 
 def with_parts(*objects: Any) -> list[Any]:
-    """Objects, and what those that are no modules have as attributes: modules (a criterion), a user's own objects."""
+    """Return the objects, with the modules (a criterion) and user objects that non-modules have as attributes."""
     found = {id(value): value for value in objects}
     for owner in objects:
         if isinstance(owner, nn.Module) or not hasattr(owner, "__dict__"):
             continue
         for value in vars(owner).values():
-            part = getattr(value, "__self__", value)  # of a method
+            part = getattr(value, "__self__", value)  # the object of a bound method
             package = type(part).__module__.partition(".")[0]
             is_stock = package in STOCK and not (isinstance(part, nn.Module) and package == "torch")
             if not is_stock and hasattr(part, "__dict__") and not isinstance(part, type):
@@ -57,9 +57,9 @@ def with_parts(*objects: Any) -> list[Any]:
 
 @contextmanager
 def left_as_found(*objects: Any) -> Iterator[None]:
-    """Inside, objects may change; afterwards they have the attributes, containers and buffers that they had.
+    """Inside, objects may change; afterwards their attributes, containers and buffers are restored.
 
-    Parameters keep their values by themselves: nothing that is tried takes an optimizer step.
+    Parameters need no restoring, because a probe takes no optimizer step.
 
     Args:
         objects: modules, with all their submodules, or any other objects with attributes (`with_parts`).
@@ -106,7 +106,7 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
 
 
 def _contents_of(value: Any, budget: list[int], depth: int = 0) -> Callable[[], None] | None:
-    """Restores what a container holds; None for anything else, and where that would be too much."""
+    """Return a function that restores a container; None for other values and for containers that are too large."""
     container: Any = value
     if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > budget[0]:
         return None
@@ -136,7 +136,7 @@ def _holds_the_same(one: Any, other: Any) -> bool:
 
 
 def _values_of(tensors: list[torch.Tensor], largest: int | None = MAX_ELEMENTS) -> Callable[[], None]:
-    """Restores the values of tensors that have been written to."""
+    """Return a function that restores the values of tensors that have been changed."""
     noted = [
         (tensor, tensor._version, tensor.detach().clone())
         for tensor in tensors
@@ -150,7 +150,7 @@ def _values_of(tensors: list[torch.Tensor], largest: int | None = MAX_ELEMENTS) 
 
     def restore() -> None:
         for tensor, version, value in noted:
-            # writes through `.data` are not counted as versions
+            # the version counter does not count writes through `.data`
             if tensor._version == version and tensor.shape == value.shape and torch.equal(tensor, value):
                 continue
             if tensor.shape == value.shape:

@@ -1,15 +1,16 @@
-"""What a model's loss asks of a pipeline, tried on a few rows before the model is cut.
+"""Probes what a model's loss requires of a pipeline, on a few samples before the model is split.
 
-The Trainer's users compute losses as they like. What a pipeline asks of one cannot be read off it, so it is tried,
-where every process still holds the whole model and all can refuse it at once. It is tried as it trains, in training
-mode with dropout off, on rows of all classes and with weights that are slightly moved: with a new head all rows have
-nearly one loss, and then every weighted mean looks like a plain one.
+Users of the Trainer compute losses in any way they like. What a loss requires of a pipeline cannot be seen from its
+code, so it is tried, while every process still holds the whole model and all can refuse it at once. The probe runs the
+loss as training does: in training mode with dropout off, on samples of all classes, and with slightly changed weights.
+With a new head, all samples would have nearly the same loss, and then every weighted mean looks like a plain one.
 
-1. Does the loss keep a state (a buffer, a counter, a running mean) from call to call?
-2. Is it random beyond dropout? Then the rest is tried in evaluation mode, and whether rows mix in training mode.
-3. Which parameters does it give no gradient?
-4. How do losses and gradients of parts add up to the whole batch's?
-5. With several stages: is it the same where only the last layer runs, and all that other stages hold is not there?
+1. Does the loss keep state (a buffer, a counter, a running mean) from call to call?
+2. Is it random beyond dropout? Then the remaining probes run in eval mode, and a probe in training mode checks whether
+   the outputs of a sample depend on other samples.
+3. Which parameters get no gradient from it?
+4. How do losses and gradients of parts add up to those of the whole batch?
+5. With several stages: is the loss the same if only the last layer runs, and nothing that other stages hold is there?
 """
 
 from __future__ import annotations
@@ -46,31 +47,31 @@ from .micro_batch import Batch, batch_rows
 from .placeholders import evaluation_mode, placeholder, reachable_leaves
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
-"""The loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
+"""Computes the loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
 
 MOST_PROBED = 12
-"""Parameters that are moved, and whose gradients are compared: those nearest to the loss."""
+"""Maximum number of parameters that are changed and whose gradients are compared: those nearest to the loss."""
 PROBED_ELEMENTS = 2**20
-"""Of each of them, at most."""
+"""Maximum number of elements of each of these parameters."""
 MOVED_BY = 0.2
-"""Relative to a parameter's spread. One that is zero throughout is moved by `NEW_SPREAD`."""
+"""Size of the change relative to a parameter's spread. A parameter of zeros only is changed by `NEW_SPREAD`."""
 NEW_SPREAD = 0.05
 FACTORS = (1.0, 0.1, 0.01)
-"""Of the probed parameters, one after the other until there is a loss: with large logits there may be none."""
+"""Factors on the probed parameters, tried in turn until the loss is not zero: with large logits it may vanish."""
 NOTHING = 1e-4
 MIXING_SEEDS = 3
 HOOK_TOLERANCE = 1e-2
-"""Of what hooks make of a sum of gradients, relative to their norms: half precision rounds."""
+"""Tolerance when hooks are applied to a sum of gradients, relative to their norms, because half precision rounds."""
 ONE_STAGE = "Or set pipeline_parallel_size=1."
 
 
 @dataclass(frozen=True)
 class LossProbe:
-    """What was found out about a loss.
+    """The results of probing a loss.
 
     Attributes:
-        reduction: how it adds up.
-        without_gradient: names of the parameters that it does not reach.
+        reduction: how losses of parts add up.
+        without_gradient: names of the parameters that the loss does not reach.
         is_random: whether training mode draws random numbers besides dropout.
     """
 
@@ -92,23 +93,23 @@ def probe_loss(
     apart: Sequence[Batch] = (),
     tolerance: Tolerance,
 ) -> LossProbe:
-    """Examine a loss. Model, weights, random numbers and `others` are as before when it returns.
+    """Probe a loss. Afterwards the model, its weights, random generators and `others` are as before.
 
     Args:
         stack: the units of the whole model.
-        batches: a few rows, and the same with other labels (`label_variants`).
-        compute_loss: the loss.
+        batches: a batch of a few samples, and the same samples with other labels (`label_variants`).
+        compute_loss: computes the loss.
         others: further objects whose attributes the loss may change (the trainer).
         shifts_labels: whether the model predicts label i + 1 at position i.
-        label_names: inputs that are labels.
+        label_names: names of the inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch`.
-        is_cut: whether the model will run in several stages.
+        is_cut: whether the model will be split into several stages.
         apart: as in `find_loss_reduction`.
-        tolerance: for the comparisons.
+        tolerance: tolerance of the comparisons.
 
     Raises:
-        UnsupportedModelError: with several stages, the loss or model keeps a state, or needs more of the model than
-            its last stage.
+        UnsupportedModelError: with several stages, if the loss or the model keeps state, or the loss needs more of the
+            model than its last stage.
     """
     first = batches[0]
     study = _Probe(stack, compute_loss, tuple(others), items_passed(first, shifts_labels, passes_items))
@@ -134,7 +135,7 @@ def probe_loss(
                     break
             assert found is not None
             return found
-        except Exception as error:  # it has just run as it will in training
+        except Exception as error:  # the loss itself works: it has just run as it will in training
             if is_out_of_memory(error) or isinstance(error, UnsupportedModelError):
                 raise
             why = f"it fails without the whole graph of its gradients ({type(error).__name__}: {error})"
@@ -160,7 +161,7 @@ def _probe_moved(
     tolerance: Tolerance,
     accepts_nothing: bool,
 ) -> LossProbe | None:
-    """`probe_loss` with weights that are moved; None where the loss is next to nothing, and that is asked for."""
+    """`probe_loss` with changed weights; None if the loss is almost zero and `accepts_nothing` is set."""
     first = batches[0]
     with study.mode(evaluates=False):
         is_random, keeps_state = study.repeated(first)
@@ -173,7 +174,7 @@ def _probe_moved(
             f"Change it in a callback, once for each step. {ONE_STAGE}",
         )
     with study.mode(evaluates=is_random):
-        if is_random:  # layers may have been left out
+        if is_random:  # layers may have been skipped
             reached = study.reached(first)
         reduction = (
             unexamined(shifts_labels, keeps_state)
@@ -202,13 +203,13 @@ def _probe_moved(
 
 
 class _Probe:
-    """Calls the loss in a repeatable way."""
+    """Calls the loss in a reproducible way."""
 
     def __init__(
         self, stack: LayerStack, compute_loss: ComputeLoss, others: tuple[Any, ...], num_items: NumItems
     ) -> None:
         self._stack, self._compute_loss, self._others, self._num_items = stack, compute_loss, others, num_items
-        # of a model that is cut those that the last stage holds alone: of shared ones it has a part of the gradient
+        # for a split model only parameters of the last stage alone, as it has only a part of shared ones' gradients
         alone = stack.owners[-1] - frozenset[str]().union(*stack.owners[:-1])
         self._may_be_probed = (alone or stack.owners[-1]) & frozenset(stack.table.names)
         self._compares_gradients_of_a_cut = bool(alone)
@@ -222,12 +223,12 @@ class _Probe:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all parameters."""
+        """Names of all parameters."""
         return frozenset(self._stack.table.names)
 
     @contextmanager
     def mode(self, evaluates: bool) -> Iterator[None]:
-        """Inside, the model is in evaluation mode, or in training mode without dropout."""
+        """Inside, the model is in eval mode, or in training mode without dropout."""
         self._evaluates = evaluates
         with evaluation_mode(self._stack.model), ExitStack() as stack:
             if not evaluates:
@@ -237,11 +238,11 @@ class _Probe:
 
     @contextmanager
     def moved(self, reached: Sequence[str], factor: float) -> Iterator[None]:
-        """Inside, the probed parameters have slightly other values, times a factor.
+        """Inside, the probed parameters have slightly changed values, multiplied by a factor.
 
         Args:
-            reached: names of parameters, the nearest to the loss first. The first ones are probed: the head and what
-                is below it. So a trial costs little more than a forward.
+            reached: names of parameters, the nearest to the loss first. The first ones are probed: the head and the
+                layers below it. So a probe costs little more than a forward.
         """
         table, before = self._stack.table, {}
         may_be = [name for name in reached if name in self._may_be_probed and table[name].is_floating_point()]
@@ -264,12 +265,12 @@ class _Probe:
                 table[name].data.copy_(value)
 
     def loss(self, batch: Batch, num_items: NumItems, seed: int = 0) -> torch.Tensor:
-        """One call that leaves no trace."""
+        """Compute the loss once and undo the side effects of the call."""
         with left_as_found(self._stack.model, *self._others):
             return self._compute_loss(dict(batch), num_items, seed)
 
     def outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
-        """Of the whole model; computed once for the same batch."""
+        """Outcome of the whole model, computed only once for the same batch."""
         for known, items, evaluates, outcome in self._known:
             if known is batch and (items, evaluates) == (num_items, self._evaluates):
                 return outcome
@@ -279,7 +280,7 @@ class _Probe:
         return outcome
 
     def _outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
-        """Loss and gradient of the probed parameters; the call leaves its traces."""
+        """Loss and gradient of the probed parameters; side effects of the call remain."""
         table = self._stack.table
         parameters = [table[name] for name in self._probed]
         with self._only_probed_trainable(), torch.enable_grad():
@@ -295,7 +296,7 @@ class _Probe:
 
     @contextmanager
     def _only_probed_trainable(self) -> Iterator[None]:
-        """Inside, only the probed parameters build a graph: below them nothing is kept for a backward."""
+        """Inside, only the probed parameters build a graph, so that nothing below them is kept for a backward."""
         parameters = {name: self._stack.table[name] for name in self._stack.table.names}
         before = {name: parameter.requires_grad for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
@@ -307,7 +308,7 @@ class _Probe:
                 parameter.requires_grad_(before[name])
 
     def reached(self, batch: Batch) -> tuple[str, ...]:
-        """Names of the parameters that a loss reaches, the nearest first. What is empty at first may be filled."""
+        """Names of the parameters that a loss reaches, the nearest first. State that was empty may be filled."""
         table = self._stack.table
         with torch.enable_grad(), table.all_trainable():
             leaves = reachable_leaves([self._compute_loss(dict(batch), self._num_items, 0)])
@@ -315,11 +316,11 @@ class _Probe:
         return tuple(names[id(leaf)] for leaf in leaves if id(leaf) in names)
 
     def repeated(self, batch: Batch) -> tuple[bool, str | None]:
-        """What differs where a loss is computed once more.
+        """Compute the loss again and report what differs.
 
         Returns:
-            Whether training mode draws random numbers besides dropout; and what a call leaves behind for the next one,
-            in words (None: nothing that matters, or nobody can tell for random numbers).
+            Whether training mode draws random numbers besides dropout; and a description of the state that a call
+            leaves behind for the next one (None if there is none that matters, or if random numbers hide it).
         """
         model = self._stack.model
         with left_as_found(model, *self._others):
@@ -328,10 +329,10 @@ class _Probe:
             before = _state_of(model, *self._others)
             outcome = self._outcome(batch, self._num_items)
             changed = _changed(before, _state_of(model, *self._others))
-            self._known.append((batch, self._num_items, self._evaluates, outcome))  # it counts if nothing is kept
+            self._known.append((batch, self._num_items, self._evaluates, outcome))  # valid if no state is kept
             again = one
-            if one != outcome.value:  # for another seed, another state, or by another kernel
-                with torch.no_grad():  # all from the same state, but for one that nobody can put back
+            if one != outcome.value:  # because of another seed, another state, or another kernel
+                with torch.no_grad():  # all start from the same state, except state that cannot be restored
                     again, last, other = (float(self.loss(batch, self._num_items, seed)) for seed in (1, 1, 0))
                 is_repeatable = again == last or math.isclose(again, last, rel_tol=1e-6)
                 if is_repeatable and not (math.isclose(other, again, rel_tol=1e-6) or math.isnan(other + again)):
@@ -344,12 +345,12 @@ class _Probe:
         return False, None
 
     def is_nothing(self, batch: Batch) -> bool:
-        """Whether loss and gradient are next to zero, so that all ways of adding up give the same."""
+        """Whether loss and gradient are almost zero, so that all ways of adding up give the same result."""
         outcome = self.outcome(batch, self._num_items)
         return abs(outcome.value) + (0.0 if outcome.gradient is None else float(outcome.gradient.norm())) < NOTHING
 
     def mixes_rows(self, batch: Batch) -> bool:
-        """Whether in training mode a row's outputs change with another row's inputs, for the same random numbers."""
+        """Whether in training mode a sample's outputs change with another sample's inputs, with the same seed."""
         rows = batch_rows(batch)
         if rows < 2:
             return False
@@ -367,7 +368,7 @@ class _Probe:
         return False
 
     def _outputs(self, batch: Batch, seed: int) -> list[torch.Tensor]:
-        """Of the model's first call."""
+        """Outputs of the model's first call."""
         found: list[tuple[torch.Tensor, ...]] = []
         hook = self._stack.model.register_forward_hook(lambda _, __, output: found.append(tensors_of(output)))
         try:
@@ -377,12 +378,12 @@ class _Probe:
         return list(found[0]) if found else []
 
     def check_last_stage(self, batch: Batch, tolerance: Tolerance) -> None:
-        """Compare the loss where only the last unit runs, and nothing else is there, with that of the whole model.
+        """Compare the loss of the whole model with the loss when only the last unit runs and nothing else is there.
 
         Raises:
-            UnsupportedModelError: it is another one.
+            UnsupportedModelError: if the losses differ.
         """
-        # with the flags of the parameters as they are, which a penalty may ask for
+        # the parameters keep their `requires_grad` flags, which a penalty may inspect
         with left_as_found(self._stack.model, *self._others):
             value = self._value(batch)
         pairs = [(value, self._under_the_last_unit(batch, self._value))]
@@ -407,11 +408,12 @@ class _Probe:
             return LossOutcome(float(self._compute_loss(dict(batch), self._num_items, seed)))
 
     def check_randomness(self, batch: Batch, tolerance: Tolerance) -> None:
-        """What is drawn before the layers, on each stage anew, must not matter to the last stage; else as
-        `check_last_stage`, where all layers draw the same numbers each time.
+        """Check that random numbers drawn before the layers, by each stage anew, do not affect the last stage.
+
+        Then compare losses as `check_last_stage` does, with all layers drawing the same numbers each time.
 
         Raises:
-            UnsupportedModelError: it does, or the loss is another one.
+            UnsupportedModelError: if they affect it, or if the losses differ.
         """
         stack, last = self._stack, self._stack.num_units - 1
         carry: Carry = {}
@@ -426,7 +428,7 @@ class _Probe:
             with (
                 self.mode(evaluates=False),
                 left_as_found(stack.model, *self._others),
-                # each layer, and the head with the last one, may draw what it likes, and does so alike here
+                # each layer, and the head with the last one, may draw random numbers, but draws the same ones here
                 stack.runner.telling_entries(lambda: seed_all(0)),
             ):
                 with stack.runner.to_the_end(0, None, note):
@@ -450,7 +452,7 @@ class _Probe:
             self._refuse_cut(whole, cut)
 
     def _under_the_last_unit(self, batch: Batch, compute: Callable[[Batch], LossOutcome]) -> LossOutcome:
-        """What the last stage would compute, were its stage one unit: parameters of others are NaN."""
+        """What the last stage would compute if it had one unit; the parameters of other stages are NaN."""
         stack, last = self._stack, self._stack.num_units - 1
         stack.runner.install()
         try:
@@ -463,7 +465,7 @@ class _Probe:
 
     @contextmanager
     def _on_the_last_stage(self, carry: Carry) -> Iterator[None]:
-        """Inside, one call of the model runs its last unit, and nothing of the others is there."""
+        """Inside, one call of the model runs its last unit, and the values of all other units are missing."""
         stack, table = self._stack, self._stack.table
         last = stack.num_units - 1
         absent = {
@@ -476,7 +478,7 @@ class _Probe:
 
 
 def _hooks_on_parts(model: nn.Module) -> str | None:
-    """Why hooks on parameters make something else of the gradients of parts than of their sum; None: they do not."""
+    """Return why hooks on parameters change parts' gradients differently from their sum; None if they do not."""
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             return "hooks run on parameters whenever a part's gradient has been added"
@@ -499,7 +501,7 @@ def _hooks_on_parts(model: nn.Module) -> str | None:
 
 
 def _owners_of(hook: Any) -> list[Any]:
-    """What a hook may write to: a list of norms, for one."""
+    """The objects that a hook may change, for example a list of norms."""
     if isinstance(hook, MethodType):
         return [hook.__self__]
     return parts_of_function(hook) if isinstance(hook, FunctionType) else [hook]
@@ -512,15 +514,15 @@ def _differ_below_the_first_row(one: torch.Tensor, two: torch.Tensor, rows: int)
 
 
 def _state_of(model: nn.Module, *others: Any) -> dict[str, Any]:
-    """Buffers, numbers that modules of the user's keep, and the norms of parameters, by name.
+    """Buffers, numbers in attributes of user modules, and the norms of untrained parameters, by name.
 
-    Also of modules that other objects have (a criterion of the trainer's). Of transformers' own modules only what is
-    saved: they keep tables that follow from the inputs.
+    Includes modules that other objects have (a criterion of the trainer). Of transformers' own modules it includes
+    only saved buffers, because they also keep tables that are computed from the inputs.
     """
     state: dict[str, Any] = {
         f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter.numel()  # a teacher that follows the model
+        if not parameter.requires_grad and parameter.numel()  # such as those of a teacher that follows the model
     }
     modules = list(model.named_modules())
     for part in with_parts(*others):
@@ -552,7 +554,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 
 
 def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
-    """What `probe_loss` could not see: in a step of the training the last stage's inputs were others.
+    """Report what `probe_loss` could not see: in training, the last stage got other inputs than the other stages.
 
     Raises:
         UnsupportedModelError: always.

@@ -1,16 +1,16 @@
-"""How a model's loss adds up, so that micro-batches and replicas give the loss of the one big batch.
+"""How a model's loss adds up, so that micro-batches and replicas give the loss of the whole batch.
 
-Found by trying, once, on a few samples: whether a model honours `num_items_in_batch` cannot be told from its
-signature. With n = `num_items_in_batch` and c = the number of items in a part of the batch:
+This is found by trying, once, on a few samples, because a model's signature does not show whether it honours
+`num_items_in_batch`. With n = `num_items_in_batch` and c = the number of items in a part of the batch:
 
     sum               loss(part, n) = S(part) / n         parts get the global n and are added
     sum_and_constant  loss(part, n) = S(part) / n + r     r is the same for every part (a penalty on the weights), or a
-                                                          mean over rows: a part that has the share w of the rows gets
-                                                          n w, and its loss counts w times: S / n + w r
+                                                          mean over samples: a part with the share w of the samples
+                                                          gets n w, and its loss is weighted by w: S / n + w r
     mean              loss(part)    = S(part) / c + r     parts are weighted by their share of the items
     plain_sum         loss(part)    = S(part)             parts are added
-    whole             none of these: the rows depend on one another (contrastive losses), or count by their class:
-                      exact only in one micro-batch
+    whole             none of these: the samples depend on one another (contrastive losses), or are weighted by their
+                      class: exact only in one micro-batch
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from .micro_batch import Batch, batch_rows, slice_rows
 
 IGNORED = -100
-"""The label of a position that does not count."""
+"""The label of a position that the loss ignores."""
 
 Kind = Literal["sum", "sum_and_constant", "mean", "plain_sum", "whole"]
 Items = Literal["labels", "shifted_labels", "rows", "total"]
@@ -33,20 +33,21 @@ Items = Literal["labels", "shifted_labels", "rows", "total"]
 NO_NUMBER = "it is no number on the rows that are examined, and is taken for a mean, as most losses are"
 
 NumItems = int | float | None
-"""`num_items_in_batch` as the Trainer gives it to a loss; None where it gives none."""
+"""`num_items_in_batch` as the Trainer passes it to a loss; None if it passes none."""
 
 
 @dataclass(frozen=True)
 class LossReduction:
-    """How losses of parts make the loss of the whole.
+    """How losses of parts add up to the loss of the whole batch.
 
     Attributes:
-        kind: see above.
-        items: what is counted: "labels" (not ignored), "shifted_labels" (those, without each row's first), "rows", or
-            "total", the sum of an input's values (a mask, sample weights).
-        key: the input that is counted; not of "rows".
+        kind: one of the kinds described at the top of this module.
+        items: what is counted: "labels" (that are not ignored), "shifted_labels" (the same without each sample's first
+            label), "rows" (samples), or "total", the sum of an input's values (a mask, sample weights).
+        key: name of the input that is counted; unused for "rows".
         reason: why no other kind than "whole" was found, or why a kind was not tried.
-        depends_on_padding: parts that are collated by themselves, and padded to other lengths, do not give the whole.
+        depends_on_padding: parts that are collated separately, and so padded to other lengths, do not add up to the
+            whole.
     """
 
     kind: Kind
@@ -56,7 +57,7 @@ class LossReduction:
     depends_on_padding: bool = field(default=False, compare=False)
 
     def count(self, batch: Batch) -> int | float:
-        """Items in a batch: tokens or rows that have a label, or the sum of their weights."""
+        """Number of items in a batch: tokens or samples that have a label, or the sum of their weights."""
         values = batch.get(self.key)
         shifted = batch.get("shift_labels") if self.key == "labels" else None
         if isinstance(shifted, torch.Tensor) and (self.items == "shifted_labels" or values is None):
@@ -70,15 +71,15 @@ class LossReduction:
         return int(values.ne(IGNORED).sum())
 
     def part(self, batch: Batch, num_items: NumItems, share: float) -> tuple[NumItems, float]:
-        """How the loss of a part of a batch is asked for, and how it counts.
+        """How to compute the loss of a part of a batch, and how to weight it.
 
         Args:
             batch: the part.
-            num_items: of the whole batch, over all replicas and accumulated micro-batches.
-            share: of the whole batch's rows that are in this part.
+            num_items: number of items of the whole batch, over all replicas and accumulated micro-batches.
+            share: fraction of the whole batch's samples that are in this part.
 
         Returns:
-            `num_items_in_batch` for the loss of the part, and the factor on its result.
+            `num_items_in_batch` for the loss of the part, and the factor by which its result is multiplied.
         """
         if self.kind in ("sum", "plain_sum"):
             return num_items, 1.0
@@ -91,22 +92,22 @@ class LossReduction:
 
 
 def items_passed(batch: Batch, shifts_labels: bool, passes_items: bool) -> NumItems:
-    """`num_items_in_batch` of an examined batch; None where the Trainer passes none."""
+    """`num_items_in_batch` of a probed batch; None if the Trainer passes none."""
     return max(LossReduction("sum", _token_items(shifts_labels)).count(batch), 1) if passes_items else None
 
 
 def unexamined(shifts_labels: bool, reason: str = "") -> LossReduction:
-    """For one process without accumulation, where nothing is ever added up; or where no other kind fits."""
+    """The reduction for one process without accumulation, where nothing is added up, or if no other kind fits."""
     return LossReduction("whole", _token_items(shifts_labels), reason=reason)
 
 
 @dataclass(frozen=True)
 class LossOutcome:
-    """What a loss gives for one batch.
+    """The loss of one batch, and optionally its gradient.
 
     Attributes:
         value: the loss.
-        gradient: of some parameters, flat; None where it was not asked for.
+        gradient: gradient of some parameters, flattened; None if it was not requested.
     """
 
     value: float
@@ -114,21 +115,21 @@ class LossOutcome:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss, and its gradient, are numbers."""
+        """Whether the loss and its gradient are finite."""
         return abs(self.value) < float("inf") and (self.gradient is None or bool(self.gradient.isfinite().all()))
 
 
 LossOf = Callable[[Batch, NumItems], LossOutcome]
-"""Computes a batch's loss for a number of items, the same for the same arguments."""
+"""Computes a batch's loss for a number of items; deterministic."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding explains, relative to the sum of the parts' absolute values.
+    """Differences that rounding explains, relative to the sum of the parts' absolute values.
 
     Attributes:
-        value: of losses.
-        gradient: of gradients, by their 2-norm.
+        value: tolerance of losses.
+        gradient: tolerance of gradients, by their 2-norm.
     """
 
     value: float
@@ -141,12 +142,12 @@ ABSOLUTE = 1e-7
 
 
 def difference(parts: Sequence[tuple[float, LossOutcome]], whole: LossOutcome, allowed: Tolerance) -> str | None:
-    """How weighted parts differ from the whole; None where rounding explains it.
+    """Describe how weighted parts differ from the whole; None if rounding explains the difference.
 
     Args:
-        parts: factors and outcomes.
-        whole: what they should add up to.
-        allowed: the largest differences.
+        parts: factors and outcomes of the parts.
+        whole: the outcome that the parts should add up to.
+        allowed: the largest differences that are accepted.
     """
     value = sum(weight * part.value for weight, part in parts)
     scale = max(sum(abs(weight * part.value) for weight, part in parts), abs(whole.value))
@@ -177,20 +178,20 @@ def find_loss_reduction(
     apart: Sequence[Batch] = (),
     tolerance: Tolerance = EXACT,
 ) -> LossReduction:
-    """Try how the loss of a batch follows from the losses of its rows.
+    """Find by trial how the loss of a batch follows from the losses of its samples.
 
     Args:
         loss_of: the loss as the Trainer computes it.
-        batches: variants of the same rows, the first one as the data has it (`label_variants`). The reduction must fit
-            all of them. One for which the loss fails, or is no number, counts only if it is the first.
+        batches: variants of the same samples (`label_variants`), the first one as it is in the data. The reduction
+            must fit all of them. A variant for which the loss fails or is not finite counts only if it is the first.
         shifts_labels: whether the model is known to predict label i + 1 at position i.
-        label_names: inputs that are labels.
+        label_names: names of the inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch` to this loss.
-        apart: a batch, and its parts as they are where each is collated by itself, as replicas do.
-        tolerance: of the comparisons.
+        apart: a batch, followed by its parts as they are if each is collated separately, as replicas do.
+        tolerance: tolerance of the comparisons.
 
     Returns:
-        The reduction; of kind "whole" if no other fits, with the reason.
+        The reduction; of kind "whole", with the reason, if no other kind fits.
     """
     candidates: list[LossReduction] | None = None
     reason = ""
@@ -205,7 +206,7 @@ def find_loss_reduction(
             if not whole.is_finite:  # nothing can be compared
                 return LossReduction("mean", _token_items(shifts_labels), reason=NO_NUMBER)
         except Exception:
-            if number:  # a variant that the user's loss does not take
+            if number:  # a variant that the user's loss does not accept
                 continue
             raise
         if candidates is None:
@@ -217,7 +218,7 @@ def find_loss_reduction(
         for reduction in candidates:
             try:
                 found = _check(reduction, loss_of, batch, parts, items, whole, outcomes, tolerance)
-            except Exception as error:  # whatever the model says to a part of its inputs
+            except Exception as error:  # the model may raise any error for a part of its inputs
                 found = f"a part of a batch fails ({type(error).__name__}: {error})"
             if found is None:
                 fitting.append(reduction)
@@ -249,7 +250,7 @@ def _check(
     outcomes: dict[tuple[int, NumItems], LossOutcome],
     tolerance: Tolerance,
 ) -> str | None:
-    """What speaks against a reduction; None if the parts give the whole."""
+    """Return what contradicts a reduction; None if the parts add up to the whole."""
     rows = batch_rows(batch)
     count = reduction.count(batch) if reduction.kind == "mean" else items
     if reduction.kind == "mean" and not (count and count > 0):
@@ -259,9 +260,9 @@ def _check(
         share = batch_rows(part) / rows
         asked, weight = reduction.part(part, count, share)
         if reduction.kind == "mean":
-            asked = items  # which does not matter to a mean
+            asked = items  # has no influence on a mean
             if not weight:
-                continue  # a mean over no item is no number
+                continue  # a mean over no items is not a number
         key = (index, asked)
         if key not in outcomes:
             outcomes[key] = loss_of(part, asked)
@@ -277,7 +278,7 @@ def _candidates(
     label_names: Sequence[str],
     tolerance: Tolerance,
 ) -> Iterator[LossReduction]:
-    """The reductions that are worth trying, the likeliest first."""
+    """The reductions that are worth trying, the most likely first."""
     tokens = _token_items(shifts_labels)
     scale = max(abs(whole.value), abs(doubled.value))
     if abs(whole.value - doubled.value) > tolerance.value * scale + ABSOLUTE:
@@ -304,7 +305,7 @@ def _is_labels(value: Any) -> bool:
 
 
 def _is_weight(value: torch.Tensor) -> bool:
-    """A mask, or weights: numbers that are not negative, not ids."""
+    """Whether a tensor may be a mask or weights: numbers that are not negative, and not ids."""
     if value.dim() > 2 or not value.numel() or value.is_complex():
         return False
     if not value.is_floating_point() and value.dtype != torch.bool:
@@ -313,7 +314,7 @@ def _is_weight(value: torch.Tensor) -> bool:
 
 
 def _unequal_parts(batch: Batch) -> list[Batch]:
-    """Parts of one row, of half, and of the rest: where a weight is missing, it shows."""
+    """Parts of one sample, of up to half, and of the rest, of unequal sizes so that a missing weight shows."""
     rows = batch_rows(batch)
     bounds = sorted({0, 1, max(1, rows // 2), rows})
     return [slice_rows(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -322,7 +323,7 @@ def _unequal_parts(batch: Batch) -> list[Batch]:
 def _of_a_single_row(
     loss_of: LossOf, batch: Batch, shifts_labels: bool, passes_items: bool, tolerance: Tolerance
 ) -> LossReduction:
-    """Of a batch that cannot be divided: only whether the loss depends on the number of items can be seen."""
+    """The reduction for a batch that cannot be divided: only the dependence on the number of items can be seen."""
     tokens = _token_items(shifts_labels)
     items = items_passed(batch, shifts_labels, passes_items)
     if items is not None:
@@ -340,7 +341,7 @@ def _token_items(shifts_labels: bool) -> Items:
 
 # ------------------------------------------------------------------------------------ what the loss is tried on
 MAX_CLASS_VARIANTS = 8
-"""So many batches at most are made to show every class to the loss."""
+"""Maximum number of batches that are created to show every class to the loss."""
 
 
 def label_variants(
@@ -350,17 +351,17 @@ def label_variants(
     may_ignore: bool,
     model_inputs: Sequence[str] = (),
 ) -> list[Batch]:
-    """The same rows with other labels, such that different ways of adding up losses give different results.
+    """The same samples with other labels, such that different ways of adding up losses give different results.
 
-    Rows that stand next to one another in a dataset often have one class, or one number of tokens. Then a mean over
-    rows cannot be told from a mean over tokens, nor a class-weighted loss from either.
+    Neighbouring samples of a dataset often have the same class, or the same number of tokens. Then a mean over samples
+    cannot be distinguished from a mean over tokens, nor a class-weighted loss from either.
 
     Args:
-        batch: a few rows of data.
-        label_names: inputs that are labels.
-        classes: values that labels of rows may have; none: only those in the batch.
-        may_ignore: labels may be set to `IGNORED`.
-        model_inputs: inputs that are not to be changed.
+        batch: a few samples of the data.
+        label_names: names of the inputs that are labels.
+        classes: values that labels of samples may have; if empty, only those in the batch.
+        may_ignore: whether labels may be set to `IGNORED`.
+        model_inputs: names of inputs that must not be changed.
 
     Returns:
         The batch itself, and its variants.
@@ -376,7 +377,7 @@ def label_variants(
     }
     if counted:
         variants.append({**batch, **counted})
-    # factors of at most 1 keep targets between 0 and 1 where they are
+    # factors of at most 1 leave targets between 0 and 1 in that range
     factors = 1 - torch.arange(rows, dtype=torch.float32) / (2 * rows)
     scaled = {
         name: value * factors.to(value).view(-1, *[1] * (value.dim() - 1))
@@ -398,12 +399,12 @@ def label_variants(
 
 
 def _with_unequal_counts(labels: torch.Tensor) -> torch.Tensor:
-    """Row k keeps one of k + 1 parts of its labels: all, half, a third, ..."""
+    """Keep one of k + 1 parts of the labels in sample k (k modulo 4): all, half, a third, ..."""
     labels = labels.clone()
     flat = labels.view(len(labels), -1)
     if not flat.ne(IGNORED).any():
-        flat.zero_()  # from a loss over nothing nothing can be learnt
+        flat.zero_()  # a loss without any counted label would show nothing
     for row, values in enumerate(flat):
-        counted = values.ne(IGNORED).nonzero().flatten()[1:]  # the first may not count: shifted labels
+        counted = values.ne(IGNORED).nonzero().flatten()[1:]  # the first may not count, if labels are shifted
         values[counted[: len(counted) * (row % 4) // (row % 4 + 1)]] = IGNORED
     return labels

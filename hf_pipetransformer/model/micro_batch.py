@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches along its rows."""
+"""Splits a batch into micro-batches along the batch dimension."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..errors import PeerFailedError, is_out_of_memory
 Batch = dict[str, Any]
 
 MOST_UNUSED_POSITIONS = 2
-"""At the begin of a table of positions, beyond `max_position_embeddings`: OPT's and BART's."""
+"""Positions at the start of an embedding table beyond `max_position_embeddings`, as in OPT and BART."""
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """Number of rows: the first dimension of the batch's first tensor.
+    """Number of samples: the first dimension of the batch's first tensor.
 
     Raises:
-        ValueError: there is no tensor with a dimension in it.
+        ValueError: if the batch contains no tensor that has a dimension.
     """
     for tensor in tensors_in(batch):
         if tensor.dim() > 0:
@@ -30,7 +30,7 @@ def batch_rows(batch: Mapping[str, Any]) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, also those inside of mappings, lists and tuples."""
+    """The tensors of a batch, including those inside mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -39,7 +39,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors are on a device, also those inside of mappings, lists and tuples."""
+    """Move the tensors of a batch to a device, including those inside mappings, lists and tuples."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -50,15 +50,15 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
-    """Rows [start, stop) of every tensor, list or tuple that has one entry per row; the rest as it is.
+    """Samples [start, stop) of every tensor, list or tuple that has one entry per sample; other values unchanged.
 
-    Also of those inside of dicts, lists and tuples.
+    Includes those inside dicts, lists and tuples.
     """
     return _cut(batch, batch_rows(batch), lambda value: value[start:stop])
 
 
 def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
-    """Some rows of every tensor, list or tuple that has one entry per row; the rest as it is."""
+    """Some samples of every tensor, list or tuple that has one entry per sample; other values unchanged."""
 
     def chosen(value: Any) -> Any:
         return value[rows] if isinstance(value, torch.Tensor) else type(value)(value[row] for row in rows)
@@ -67,7 +67,7 @@ def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
 
 
 def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:
-    """`part` of all that has one entry per row."""
+    """Apply `part` to all values that have one entry per sample."""
     if isinstance(value, torch.Tensor):
         return part(value) if value.dim() > 0 and value.shape[0] == rows else value
     if isinstance(value, Mapping):
@@ -80,7 +80,7 @@ def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:
 
 
 def _is_one_per_row(value: Any, rows: int) -> bool:
-    """Whether a list or tuple has one entry for each row; not tensors that have all rows each."""
+    """Whether a list or tuple has one entry per sample; False if each entry is a tensor of all samples."""
     if not isinstance(value, (list, tuple)) or len(value) != rows:
         return False
     return not all(isinstance(one, torch.Tensor) and one.shape[:1] == (rows,) for one in value)
@@ -88,10 +88,10 @@ def _is_one_per_row(value: Any, rows: int) -> bool:
 
 @contextmanager
 def naming_long_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, what a model raises for more tokens than it has positions says so.
+    """Inside, an error that the model raises for more tokens than it has positions is replaced by one that says so.
 
     Raises:
-        ValueError: the model raised an error, and the batch's rows are longer than its table of positions.
+        ValueError: if the model raised an error, and the batch's samples are longer than its table of positions.
     """
     try:
         yield
@@ -107,30 +107,30 @@ def naming_long_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Non
 
 
 def _most_tokens(model: nn.Module) -> int | None:
-    """Of a row, by the table of positions; None where there is none: rotary positions are computed for any number."""
+    """Maximum number of tokens of a sample by the position table; None without a table, as with rotary positions."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
     for module in model.modules():
         if isinstance(module, nn.Embedding) and 0 <= module.num_embeddings - most <= MOST_UNUSED_POSITIONS:
-            # RoBERTa counts from behind the id of padding on, within the table
+            # RoBERTa counts positions from the padding id + 1 on, within the table
             is_within = module.num_embeddings == most and module.padding_idx is not None
             return most - (module.padding_idx or 0) - 1 if is_within else most
     return None
 
 
 def _most_tokens_in(batch: Mapping[str, Any]) -> int:
-    """Of a row's documents, where its positions tell them apart."""
+    """Number of tokens of a sample, or of the longest document in it if its positions show where documents begin."""
     tokens, positions = batch.get("input_ids"), batch.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.numel():
-        with suppress(RuntimeError):  # a device on which a kernel has failed answers nothing more
+        with suppress(RuntimeError):  # after a kernel has failed, a device does not answer any more
             return int(positions.max()) + 1
         return 0
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:
-    """`count` micro-batches of equal size; `count` must divide the rows."""
+    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples."""
     rows = batch_rows(batch)
     assert rows % count == 0, f"{rows} rows are not divisible into {count} micro-batches"
     size = rows // count
@@ -138,7 +138,7 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:
 
 
 def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides the shapes inside the model, but for the number of rows."""
+    """Everything that determines the shapes inside the model, except the number of samples."""
     rows = batch_rows(batch)
 
     def of(value: Any) -> Any:

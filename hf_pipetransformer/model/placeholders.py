@@ -1,7 +1,7 @@
-"""A model's parameters by name, and placeholders for those that are not here.
+"""A model's parameters by name, and placeholders for those that are on other processes.
 
-A parameter object is never replaced: one that is elsewhere has one element of memory in the shape of its values. So
-tied weights, hooks on parameters, a user's lists and the optimizer's references stay right while it is away.
+A parameter object is never replaced: a parameter that is elsewhere occupies one element of memory in the shape of its
+values. So tied weights, hooks on parameters, a user's lists and the optimizer's references remain valid meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device
 
 
 class ParameterTable:
-    """Every parameter of a model by its first name, with all the names under which the model knows it.
+    """Every parameter of a model by its first name, with all its names in the model.
 
     Tied parameters (an embedding that is also the head) are one entry with several aliases.
     """
@@ -36,21 +36,21 @@ class ParameterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order of `model.named_parameters()`, which every process shares."""
+        """Names of the parameters in the order of `model.named_parameters()`, the same on every process."""
         return tuple(self.aliases)
 
     def __getitem__(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
-        """Put another parameter in its place, under all its names; for a model that nobody knows yet."""
+        """Replace a parameter under all its names; only for a model that nothing else refers to yet."""
         for alias in self.aliases[name]:
             owner, _, attribute = alias.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, parameter)
 
     @contextmanager
     def replaced(self, substitutes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, these parameters have other values, whoever holds them, and require no gradient."""
+        """Inside, these parameters have other values in all modules, and require no gradient."""
         originals = {name: (self[name], self[name].data, self[name].requires_grad) for name in substitutes}
         try:
             for name, substitute in substitutes.items():
@@ -64,7 +64,7 @@ class ParameterTable:
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:
-        """Inside, every parameter requires a gradient; afterwards those that did before."""
+        """Inside, every parameter requires a gradient; afterwards the flags are restored."""
         before = {name: self[name].requires_grad for name in self.names}
         for name in self.names:
             self[name].requires_grad_(True)
@@ -77,7 +77,7 @@ class ParameterTable:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, `model.eval()`; afterwards every submodule is in the mode it was in."""
+    """Inside, the model is in eval mode; afterwards the mode of every submodule is restored."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -91,7 +91,7 @@ def reachable_leaves(tensors: Collection[torch.Tensor]) -> dict[torch.Tensor, No
     """The leaves of the autograd graph (parameters, inputs that require a gradient) behind `tensors`.
 
     Returns:
-        A set in the order of their distance, the nearest first.
+        A set in order of distance, the nearest first.
     """
     leaves: dict[torch.Tensor, None] = {t: None for t in tensors if t.requires_grad and t.is_leaf}
     todo: deque[Any] = deque(t.grad_fn for t in tensors)

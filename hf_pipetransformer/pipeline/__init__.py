@@ -1,1 +1,1 @@
-"""A running pipeline: processes, stages, schedules, weights that move, data."""
+"""A running pipeline: processes, stages, schedules, moving weights between ranks, and data."""

@@ -9,20 +9,20 @@ import psutil
 import torch
 
 USABLE_MEMORY = 0.9
-"""Share of a device's memory that a stage may be planned to fill."""
+"""Fraction of a device's memory that a stage may be planned to fill."""
 
 
 def name_of_device(device: torch.device) -> str:
-    """What kind it is, for people and for comparison."""
+    """The kind of device, to show to people and to compare."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
 def memory_budget(device: torch.device, processes: int) -> int | None:
-    """Bytes that a stage may take on a device; None where it is not known.
+    """Number of bytes that a stage may use on a device; None if it is not known.
 
     Args:
-        device: of this process.
-        processes: that share the host, where the launcher does not say.
+        device: the device of this process.
+        processes: number of processes that share the host, used if the launcher does not set LOCAL_WORLD_SIZE.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * USABLE_MEMORY)
@@ -33,7 +33,7 @@ def memory_budget(device: torch.device, processes: int) -> int | None:
 
 
 def fits(size: int, device: torch.device) -> bool:
-    """Whether so many bytes are free on a device; on the CPU, where the model has been made, they are."""
+    """Whether `size` bytes are free on a device; always True on the CPU, where the model was created."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,7 +1,7 @@
-"""The permanent handle: a model as a pipeline of K stages x R replicas.
+"""The permanent handle of a model that runs as a pipeline of K stages x R replicas.
 
-The Trainer's loop knows an `ElasticPipeline` as its `model`. What runs inside, a `PlacedPipeline`, is built anew for
-another plan; the handle, the optimizer and the user's model stay the same objects.
+The Trainer's loop sees an `ElasticPipeline` as its `model`. The `PlacedPipeline` inside it is built anew for each
+plan; the handle, the optimizer and the user's model remain the same objects.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .state import Holders, OptimizerState, WeightState, WholeParameter, exchang
 
 @dataclass(frozen=True)
 class Transformation:
-    """What going over to another plan took, on one process.
+    """What the change to another plan cost, on one process.
 
     Attributes:
-        before: the plan that was in force.
-        after: the plan that is.
-        seconds: by phase: freeze, move, drop, build.
-        bytes_moved: received by this process.
+        before: the plan that was in force before the transformation.
+        after: the plan that is in force now.
+        seconds: duration of each phase in seconds: freeze, move, drop, build.
+        bytes_moved: number of bytes that this process received.
     """
 
     before: PipelinePlan
@@ -50,16 +50,16 @@ class Transformation:
 
 
 class ElasticPipeline(nn.Module):
-    """One process's part in running a model by a plan, and by the next one.
+    """One process's part in running a model under a plan, and under the plans that follow it.
 
     Its only child is the current stage: `parameters()`, `zero_grad()`, `train()` and `no_sync()` act on it.
 
     Args:
         stack: the units of the model, which is complete on every process.
-        mesh: the processes.
-        device: of this process.
-        wrap_replicas: makes the DDP wrapper.
-        freezable: what freezing means for the model; None: it is never frozen.
+        mesh: all processes of the run.
+        device: the device of this process.
+        wrap_replicas: creates the DDP wrapper.
+        freezable: what freezing means for the model; None if the model is never frozen.
     """
 
     stack: LayerStack
@@ -74,23 +74,23 @@ class ElasticPipeline(nn.Module):
         freezable: FreezableLayers | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__["stack"] = stack  # not registered: the stage registers what is here
+        self.__dict__["stack"] = stack  # not registered as a child: the stage registers the parameters that are here
         self.mesh = mesh
         self.device = device
         self.weights = WeightState(stack.table, mesh)
         self.freezable = freezable
         self.slicing: SequenceSlicing | None = None
-        """Cut sequences along their tokens as well, from the next plan on."""
+        """Splits sequences along their tokens as well; takes effect with the next plan."""
         self.cache: ActivationCache | None = None
         self.offloads = device.type != "cpu"
-        """Whether cached layers' weights leave the device; on the CPU they would gain nothing."""
+        """Whether the weights of cached layers are offloaded from the device; on the CPU this would save nothing."""
         self.plan: PipelinePlan | None = None
-        """By which the weights are spread; None: the model is whole."""
+        """The plan by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
-        """What runs the plan; None while nothing does: before and after, and between two plans."""
-        self.stage = None  # of what is placed, registered
+        """What runs the plan; None while nothing runs: before `place`, after leaving the plan, and between plans."""
+        self.stage = None  # the stage of `placed`, registered as a child
         self._wrap_replicas = wrap_replicas
-        self._loss_of: LossFunction | None = None  # until the plan is left
+        self._loss_of: LossFunction | None = None  # kept until the plan is left
         self._optimizer: OptimizerState | None = None
         self._set_aside: dict[str, WholeParameter] | None = None
         self._gradients_synchronise = True
@@ -132,20 +132,20 @@ class ElasticPipeline(nn.Module):
 
     @property
     def missing_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that other stages hold, by name."""
+        """The parameters that only other stages hold, by name."""
         table = self.stack.table
         return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
-    # ------------------------------------------------------------------------------------ from plan to plan
+    # ------------------------------------------------------------------------------------ changing the plan
     def place(self, plan: PipelinePlan, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
         Args:
             plan: the same on every process.
-            loss_of: computes a micro-batch's part of the loss, on the last stage, until the plans are left; None: an
-                evaluation, nobody trains.
-            keep_weights_aside: keep the complete weights where they are, for `put_back`; for an evaluation, which
-                does not change them.
+            loss_of: computes a micro-batch's part of the loss on the last stage; kept until the model leaves its
+                plans. None for an evaluation, in which nothing is trained.
+            keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
+                which does not change them.
         """
         assert not self.is_placed, "the model must be whole"
         self.weights.read_flags()
@@ -160,26 +160,26 @@ class ElasticPipeline(nn.Module):
         self._build(takes_optimizer=not keep_weights_aside)
 
     def _bring_optimizer_state(self, optimizer: OptimizerState, holders: Holders) -> None:
-        """What an earlier training has left where its last plan had the parameters. Collective over all processes."""
+        """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
         before = optimizer.holders()
         moves = moves_between(before, {name: holders[name] for name in before})
         exchange(moves, self.stack.table, self.weights, optimizer, self.mesh, self.device)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
-        """Go over to another plan, between two optimizer steps. Collective over all processes.
+        """Change to another plan, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
         2. Move: parameters and their optimizer state go to the ranks that hold them under the new plan.
-        3. Drop: what this process holds no more becomes a placeholder.
-        4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay, with other parameters in them.
+        3. Drop: parameters that this process no longer holds become placeholders.
+        4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay; the parameters in them change.
 
-        The Trainer's loop, the learning rate schedule and the gradient scaler notice nothing.
+        The Trainer's loop, the learning rate schedule and the gradient scaler are not affected.
 
         Args:
             plan: the same on every process; it may have fewer or more stages. Frozen units stay frozen.
 
         Returns:
-            What it took, on this process.
+            The cost of the transformation on this process.
         """
         before = self.current_plan
         self.weights.onload()
@@ -204,28 +204,29 @@ class ElasticPipeline(nn.Module):
         return Transformation(before, plan, seconds, moved)
 
     def replace_plan(self, plan: PipelinePlan) -> None:
-        """Go over to a plan of one stage with the same frozen layers, which counts other ones as cached.
+        """Change to a plan of one stage with the same frozen layers and another number of cached ones.
 
-        Each process does the same work at the same place, or none in its stead: what is placed stays. Not collective.
+        Each process keeps the same units and either runs the cached ones or skips them, so what is placed stays as it
+        is. Not collective.
         """
         assert self.num_stages == plan.pipeline_parallel_size == 1
         assert self.current_plan.num_frozen_layers == plan.num_frozen_layers
         self.plan = plan
 
     def follow_flags(self) -> None:
-        """Train what the user's code has set `requires_grad` for, and nothing else. Collective over all processes.
+        """Train exactly the parameters whose `requires_grad` the user's code has set.
 
-        Between two passes; the plan stays in force.
+        Collective over all processes. Call it between two passes; the plan stays in force.
 
         Raises:
-            ValueError: parameters that a freeze policy has frozen require a gradient again.
+            ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
         self.weights.onload()
         self.weights.follow_flags(self.holders())
         shared_are_summed = self._current.gradients.shared_are_summed
         self._close()
         self.weights.keep_only(self._names_here(), self.device)
-        # gradients may go on accumulating
+        # gradients may still be accumulating: remember whether those of shared parameters are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
 
@@ -235,7 +236,7 @@ class ElasticPipeline(nn.Module):
             self.weights.freeze(self.freezable.frozen(plan.num_frozen_layers))
 
     def _bounds(self) -> tuple[int, int]:
-        """This process's units: the first, and the first after them."""
+        """This process's units: the index of the first one, and the index after the last one."""
         start, stop = self.current_plan.stage_bounds[self.stage_index : self.stage_index + 2]
         return start, stop
 
@@ -244,7 +245,7 @@ class ElasticPipeline(nn.Module):
         return self.stack.owned(*self._bounds())
 
     def _build(self, takes_optimizer: bool = True) -> PlacedPipeline:
-        """What runs the plan, whose parameters are here. Collective over all processes."""
+        """Build what runs the plan; its parameters must already be here. Collective over all processes."""
         plan, (start, stop) = self.current_plan, self._bounds()
         self.stack.runner.restrict_to(range(start, stop) if self.num_stages > 1 else None)
         self.stack.runner.freeze(plan.num_frozen_layers)
@@ -270,19 +271,19 @@ class ElasticPipeline(nn.Module):
         assert self.placed is not None, "place() first"
         return self.placed
 
-    # ------------------------------------------------------------------------------------ whole again
+    # ------------------------------------------------------------------------------------ leaving a plan
     def put_back(self) -> None:
-        """After an evaluation: the complete weights that `place` has set aside. No communication."""
+        """Restore the complete weights that `place` has set aside, after an evaluation. No communication."""
         assert self._set_aside is not None
         weights, self._set_aside = self._set_aside, None
         self._leave_plan()
         self.weights.put_back(weights)
 
     def gather(self, device: torch.device) -> None:
-        """Make the model whole again on every process. Collective over all processes.
+        """Make the model complete again on every process. Collective over all processes.
 
         Args:
-            device: where the weights go.
+            device: the device that the weights are moved to.
         """
         self.synchronise_buffers()
         holders = self.holders()
@@ -300,21 +301,21 @@ class ElasticPipeline(nn.Module):
     def synchronise_buffers(self) -> None:
         """Give every process the buffers of the process that runs their module. Collective over all processes.
 
-        The first replica's count, as under DDP.
+        The values of the first replica are used, as under DDP.
         """
         synchronise_buffers(self.model, self.mesh, source_of_buffers(self.stack.table, self.holders()))
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_cache(self, cache: ActivationCache | None) -> None:
-        """From now on take frozen layers' outputs from a cache, or no longer."""
+        """From now on, read frozen layers' outputs from `cache`; None stops using a cache."""
         self.cache = cache
         if self.stage is not None:
             self.stage.cache = cache
 
     def offload_cached_layers(self) -> None:
-        """Free the device of the weights that only cached layers need.
+        """Free the device memory of the weights that only cached layers need.
 
-        The first forward that runs a cached layer, whoever asks for it, brings them back.
+        They are loaded back by the first forward that runs a cached layer, whatever has called it.
         """
         plan, stage = self.current_plan, self.stage
         if not self.offloads or stage is None or stage.start or not plan.num_cached_layers:
@@ -327,28 +328,29 @@ class ElasticPipeline(nn.Module):
         self.weights.offload(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)
 
     def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
-        """What the first `boundary` units, all frozen, make of a few rows in training: `prediction.outputs_of_frozen`.
+        """The outputs of the first `boundary` units, all frozen, for a few samples: `prediction.outputs_of_frozen`.
 
         Collective over the pipeline.
         """
         self.weights.onload()
         return prediction.outputs_of_frozen(self._current.stage, self._current.messages, batch, boundary, seed)
 
-    # ------------------------------------------------------------------------------------ the module's face
+    # ------------------------------------------------------------------------------------ interface of nn.Module
     def train(self, mode: bool = True) -> ElasticPipeline:
-        super().train(mode)  # of the stage, which sets the model's
+        super().train(mode)  # sets the mode of the stage, which sets the model's
         if self.stage is None:
             self.model.train(mode)
         return self
 
     def forward(self, *positional: Any, **batch: Any) -> Any:
-        """The model's own, where a `training_step` or `prediction_step` of the user's calls what it was given.
+        """The model's own forward, for a user's `training_step` or `prediction_step` that calls the model it is given.
 
-        Without gradients each stage of a pipeline gets the outputs for its own batch (`predict`); this is collective
+        Without gradients, each stage of a pipeline gets the outputs for its own batch (`predict`); this is collective
         over the pipeline.
 
         Raises:
-            ValueError: where gradients are computed one stage of several has no output; nor would DDP see it.
+            ValueError: if gradients are computed and there are several stages, of which one alone has no output, or
+                several replicas, where DDP would not see the call.
         """
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_placed and self.num_stages > 1:
@@ -372,7 +374,7 @@ class ElasticPipeline(nn.Module):
             return self.model(*positional, **batch)
 
     def predict(self, batch: Batch, prepare: Callable[[Batch], Batch], head: Callable[[Batch], Any]) -> Any:
-        """What the last stage makes of this process's own batch: `prediction.predict`.
+        """The last stage's outputs for this process's own batch: `prediction.predict`.
 
         Collective over the pipeline.
         """
@@ -380,24 +382,24 @@ class ElasticPipeline(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are accumulated and not yet reduced over the replicas."""
+        """Inside this context, gradients are accumulated and not yet reduced over the replicas."""
         self._gradients_synchronise = False
         try:
             yield
         finally:
             self._gradients_synchronise = True
 
-    # ------------------------------------------------------------------------------------ training, as it is placed
+    # ------------------------------------------------------------------------------------ training steps
     def share(self, mine: Any) -> Any:
-        """The first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
+        """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
         return self._current.share(mine)
 
     def prepare(self, batch: Batch) -> None:
-        """Settle how a batch of a new shape is cut, which may run parts of it. Collective over the pipeline."""
+        """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
         self._current.prepare(batch)
 
     def step(self, batch: Batch, keeps_received: bool = False) -> list[Sequence[torch.Tensor]]:
-        """Forward and backward of this pipeline's slice of a batch: `PlacedPipeline.step`.
+        """Run forward and backward of this pipeline's share of a batch: `PlacedPipeline.step`.
 
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
@@ -406,16 +408,16 @@ class ElasticPipeline(nn.Module):
     def losses_of_parts_and_whole(
         self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
     ) -> list[torch.Tensor]:
-        """On the last stage, after a step: `PlacedPipeline.losses_of_parts_and_whole`. Not collective."""
+        """On the last stage, after a step: see `PlacedPipeline.losses_of_parts_and_whole`. Not collective."""
         return self._current.losses_of_parts_and_whole(batch, received, part_of_loss)
 
     @property
     def settled_microbatches(self) -> dict[tuple[int, int], int]:
-        """Of this pipeline under the plan in force, where M was tried: (rows, elements of a row) -> M."""
+        """The micro-batch counts M settled by trials under this plan: (samples, elements per sample) -> M."""
         return self._current.settled_microbatches
 
     def settle_microbatches(self, settled: Mapping[tuple[int, int], int]) -> None:
-        """Go on with what an earlier job has settled under this plan."""
+        """Resume with the micro-batch counts that an earlier job has settled under this plan."""
         self._current.settle_microbatches(settled)
 
     def clip_grad_norm(
@@ -426,23 +428,26 @@ class ElasticPipeline(nn.Module):
         return self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in)
 
     def squared_gradient_norms(self, loss_scale: float = 1.0) -> torch.Tensor:
-        """Of each unit, before clipping: `StageGradients.squared_norms`. Collective over the pipeline."""
+        """Squared gradient norm of each unit, before clipping: `StageGradients.squared_norms`.
+
+        Collective over the pipeline.
+        """
         assert self.freezable is not None
         return self._current.gradients.squared_norms(self.freezable.inside, loss_scale)
 
     # ------------------------------------------------------------------------------------ the optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer over the whole model's parameters update those that are here, now and after `place`."""
+        """Let an optimizer of the whole model's parameters update those that are here, now and after `place`."""
         self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
 
     def detach_optimizer(self) -> None:
-        """Give back the optimizer that was adopted, for another pipeline of the model to adopt. Not collective."""
+        """Release the attached optimizer, so that another pipeline of the model can attach it. Not collective."""
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
 
     def updates_with(self, optimizer: Any) -> bool:
-        """Whether this optimizer is the one that was adopted last, with or without Accelerate's wrapper."""
+        """Whether this optimizer is the attached one, with or without Accelerate's wrapper."""
         return self._optimizer is not None and self._optimizer.optimizer is unwrapped(optimizer)
 
     @property
@@ -453,7 +458,7 @@ class ElasticPipeline(nn.Module):
 
 @contextmanager
 def _timed_phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """A phase of a transformation."""
+    """Time one phase of a transformation and store its seconds under `name`."""
     began = time.perf_counter()
     with phase(name):
         yield

@@ -1,7 +1,7 @@
-"""The gradients of one stage, brought together over the processes that have a part in them.
+"""The gradients of one stage, reduced over the processes that contribute to them.
 
 shared parameters   summed over the stages that hold them
-replicas            averaged after the step, where it is not DDP that does it
+replicas            averaged after the step, if DDP does not average them
 norm                of the whole model, over all stages
 """
 
@@ -18,16 +18,16 @@ from ..model.frozen_prefix import squared_norms
 from .stage import StageModule
 
 BUCKET_BYTES = 25 * 2**20
-"""Of gradients in one message, as DDP's; where it is not DDP that sends them."""
+"""Size of one message of gradients, the same as DDP's; used if DDP does not send them."""
 
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """Trainable parameters that the same stages hold, two or more.
+    """Trainable parameters that the same set of two or more stages holds.
 
     Attributes:
-        names: of the parameters.
-        copies: number of the stages.
+        names: names of the parameters.
+        copies: number of stages that hold them.
         group: these stages' processes in this pipeline; None on the other stages.
     """
 
@@ -41,9 +41,9 @@ class ReplicatedParameters:
     """Trainable parameters of a stage whose gradients DDP does not average.
 
     Attributes:
-        names: those that get a gradient in each step.
-        rarely_reached: those that get one where some replica's rows reach them.
-        group: the stage's replicas.
+        names: parameters that get a gradient in each step.
+        rarely_reached: parameters that get a gradient only if the samples of some replica reach them.
+        group: the processes that hold this stage in all replicas.
     """
 
     names: tuple[str, ...]
@@ -52,13 +52,14 @@ class ReplicatedParameters:
 
 
 class StageGradients:
-    """What becomes of a stage's gradients between backward and the optimizer.
+    """Reduces and clips a stage's gradients between the backward pass and the optimizer step.
 
     Args:
-        stage: this process's.
-        group: the pipeline's processes; None: there is one stage.
-        shared: parameters of several stages, the same sets in the same order on every process.
-        replicated: what is averaged here; None: DDP does it, or there is one replica.
+        stage: this process's stage.
+        group: the pipeline's processes; None if there is one stage.
+        shared: parameters that several stages hold, the same sets in the same order on every process.
+        replicated: the parameters whose gradients are averaged here; None if DDP averages them, or if there is one
+            replica.
     """
 
     def __init__(
@@ -74,18 +75,18 @@ class StageGradients:
         self._shared = tuple(shared)
         self._replicated = replicated
         self.shared_are_summed = False
-        """Whether shared parameters' gradients are sums over the stages, as the last step has left them."""
+        """Whether the last step has left the sums over the stages in shared parameters' gradients."""
 
     # ------------------------------------------------------------------------------------ over stages and replicas
     def sum_over_stages(self) -> None:
-        """Shared parameters' gradients, in one message for each set of stages. Collective over these."""
+        """Sum shared parameters' gradients, in one message per set of stages. Collective over the stages of a set."""
         for shared in self._shared:
             if shared.group is not None:
                 self._sum(shared.names, shared.group)
         self.shared_are_summed = bool(self._shared)
 
     def keep_sums_once(self) -> None:
-        """Where gradients go on accumulating on their sums over the stages, one stage keeps them: they count once."""
+        """If gradients accumulate on their sums over the stages, keep them on one stage, so that they count once."""
         if not self.shared_are_summed:
             return
         for shared in self._shared:
@@ -95,7 +96,7 @@ class StageGradients:
         self.shared_are_summed = False
 
     def average_over_replicas(self) -> None:
-        """What DDP does, after the step: it cannot, where the first forward's backward comes last.
+        """Average gradients after the step if DDP cannot, because the first forward's backward comes last.
 
         Collective over the stage's replicas.
         """
@@ -106,7 +107,7 @@ class StageGradients:
             self._sum(names, replicated.group, 1 / replicated.group.size())
 
     def _reached_somewhere(self, replicated: ReplicatedParameters) -> list[str]:
-        """Of the parameters that the first rows did not reach those that a replica's rows have: an expert's."""
+        """Those of the rarely reached parameters (an expert's) that some replica's samples have reached."""
         if not replicated.rarely_reached:
             return []
         has = [self._table[name].grad is not None for name in replicated.rarely_reached]
@@ -115,7 +116,7 @@ class StageGradients:
         return [name for name, count in zip(replicated.rarely_reached, counts.tolist(), strict=True) if count]
 
     def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Parameters of one type that together have about `BUCKET_BYTES`."""
+        """Split the parameters into lists of one dtype with about `BUCKET_BYTES` each."""
         bucket: list[str] = []
         size = 0
         for name in names:
@@ -146,16 +147,17 @@ class StageGradients:
         loss_scale: float = 1.0,
         stand_in: Callable[[float], None] | None = None,
     ) -> torch.Tensor:
-        """Clip by the norm of the whole model's gradient, shared parameters counted once.
+        """Clip gradients by the norm of the whole model's gradient, in which shared parameters are counted once.
 
         Collective over the pipeline. Under a gradient scaler, a gradient that is not finite on any stage becomes
         infinite on every stage, so that the step is skipped everywhere.
 
         Args:
-            max_norm: bound on the norm; infinite: only compute it.
-            unscale: of the gradient scaler: divides the gradients here by the loss scale, and looks for infinite ones.
-            loss_scale: of the gradient scaler.
-            stand_in: on a stage without gradients, gives the scaler one to look at (`OptimizerState.stand_in`).
+            max_norm: bound on the norm; infinity only computes the norm.
+            unscale: the gradient scaler's function that divides the gradients here by the loss scale and looks for
+                infinite ones.
+            loss_scale: the loss scale of the gradient scaler.
+            stand_in: on a stage without gradients, gives the scaler a gradient to inspect (`OptimizerState.stand_in`).
 
         Returns:
             The norm before clipping, 0-dimensional, the same on every process.
@@ -175,12 +177,12 @@ class StageGradients:
                 stand_in(0.0 if torch.isfinite(square) else float("inf"))
             unscale()
         norm = (square.sqrt() / loss_scale).float()
-        # even if the bound is infinite: where the norm is, too, all becomes NaN, as on one process
+        # also for an infinite bound: if the norm is infinite, too, all gradients become NaN, as on one process
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def _square_over_stages(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of the whole gradient's norm, while it is scaled; in float64, as a scaled one may be large."""
+        """Squared norm of the whole gradient while it is scaled; in float64, as scaled values may be large."""
         square = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         if gradients:
             copies_of = {name: shared.copies for shared in self._shared for name in shared.names}
@@ -191,18 +193,18 @@ class StageGradients:
         return square
 
     def squared_norms(self, inside: Sequence[Sequence[str]], loss_scale: float = 1.0) -> torch.Tensor:
-        """For each unit the square of its gradient's 2-norm, before clipping, the same on every process.
+        """Squared 2-norm of each unit's gradient, before clipping, the same on every process.
 
         Collective over the pipeline.
 
         Args:
             inside: for each unit the names of its parameters (`FreezableLayers.inside`).
-            loss_scale: of the gradient scaler, if gradients are still scaled.
+            loss_scale: the loss scale of the gradient scaler, if gradients are still scaled.
 
         Returns:
-            `[L]`, float64, on the CPU; 0 for units without gradient.
+            `[L]`, float64, on the CPU; 0 for units without a gradient.
         """
-        here = range(self._stage.start, self._stage.stop)  # a parameter that stages share counts in its own unit's
+        here = range(self._stage.start, self._stage.stop)  # a shared parameter is counted in the unit it belongs to
         mine = [names if unit in here else () for unit, names in enumerate(inside)]
         squares = squared_norms(mine, self._stage.gradients(), self._stage.device)
         if self._group is not None:

@@ -1,4 +1,4 @@
-"""Which ranks hold what under a plan. Pure: the same on every process."""
+"""Which ranks hold which parameters and buffers under a plan. Pure functions: the same result on every process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
 
 
 def source_of_buffers(table: ParameterTable, holders: Holders) -> Callable[[str], int]:
-    """For a buffer's name the first of the ranks that run its module; 0 where no parameter tells.
+    """Return a function from a buffer's name to the first rank that runs its module (0 if no parameter shows it).
 
-    All processes have all buffers, but a callback may compute them from weights (a pruning mask), and of these a
-    process has its own.
+    All processes have all buffers. But a callback may compute buffers from weights (a pruning mask), and each process
+    has only its own weights.
     """
 
     def source_of(buffer: str) -> int:

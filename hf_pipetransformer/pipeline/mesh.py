@@ -25,24 +25,24 @@ REDUCTION_SAMPLE_BYTES = 2**22
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """This process's two groups in one layout. None where the group has one member."""
+    """The groups of this process for one number of stages. A group of a single member is None."""
 
     pipeline: dist.ProcessGroup | None
     pipeline_control: dist.ProcessGroup | None
-    """The same processes as `pipeline`, through the CPU."""
+    """The same processes as `pipeline`, in a gloo group on the CPU."""
     replicas: dist.ProcessGroup | None
 
 
 class ProcessMesh:
-    """The groups of every layout that has been asked for, and a control group for decisions.
+    """The groups for every number of stages requested so far, and a control group for decisions.
 
-    The control group (gloo, all processes, on the CPU) never changes; training traffic does not pass over it.
-    All groups carry `timeout`: a group made without one would wait for 30 minutes whatever the user has set.
+    The control group (gloo, all processes, on the CPU) never changes, and training traffic does not use it. All groups
+    are created with `timeout`; a group created without one would wait for 30 minutes, whatever the user has set.
 
     Works without an initialised process group, as a world of one process.
 
     Args:
-        timeout: bound on every collective of the groups made here (`TrainingArguments.ddp_timeout`).
+        timeout: bound on every collective of the groups created here (`TrainingArguments.ddp_timeout`).
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -55,7 +55,7 @@ class ProcessMesh:
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def groups(self, num_stages: int) -> PipelineGroups:
-        """Groups for K = `num_stages`. Collective over all processes the first time K is asked for."""
+        """Groups for K = `num_stages`. Collective over all processes the first time a K is requested."""
         if num_stages not in self._layouts:
             rows = self._pipelines(num_stages)
             columns = [range(s, self.world_size, num_stages) for s in range(num_stages)]
@@ -65,7 +65,7 @@ class ProcessMesh:
         return self._layouts[num_stages]
 
     def second_pipeline_group(self, num_stages: int) -> dist.ProcessGroup | None:
-        """Another group of the same processes as `layout(num_stages).pipeline`. Collective like `layout`."""
+        """Another group of the same processes as `groups(num_stages).pipeline`. Collective like `groups`."""
         return self.subgroup(self._pipelines(num_stages), number=1)
 
     def _pipelines(self, num_stages: int) -> list[range]:
@@ -74,14 +74,14 @@ class ProcessMesh:
     def subgroup(
         self, partition: Iterable[Iterable[int]], backend: str | None = None, number: int = 0
     ) -> dist.ProcessGroup | None:
-        """This process's group among several disjoint sets of ranks; None if it is in none or alone.
+        """Return this process's group among several disjoint sets of ranks; None if it is in no set or alone in one.
 
-        Collective over all processes the first time a partition is asked for.
+        Collective over all processes the first time a partition is requested.
 
         Args:
-            partition: the sets.
-            backend: None: that of the process group.
-            number: of the group, where one set of ranks needs several.
+            partition: the sets of ranks.
+            backend: None uses the backend of the default process group.
+            number: index of the group, if the same sets of ranks need several groups.
         """
         sets = tuple(tuple(ranks) for ranks in partition)
         key = (sets, backend, number)
@@ -95,7 +95,10 @@ class ProcessMesh:
         return self._subgroups[key]
 
     def seconds_per_reduced_byte(self, device: torch.device) -> float:
-        """Measure an all-reduce over all processes; 0 for one process. Collective over all processes."""
+        """Measure the time of an all-reduce over all processes, in seconds per byte; 0 for one process.
+
+        Collective over all processes.
+        """
         if self.world_size == 1:
             return 0.0
         tensor = torch.zeros(REDUCTION_SAMPLE_BYTES // 4, device=device)
@@ -109,7 +112,7 @@ class ProcessMesh:
 
     # ------------------------------------------------------------------------------------ over the control group
     def gather_objects(self, mine: T) -> list[T]:
-        """Every process's small object, on every process. Collective over all processes."""
+        """Return the small objects of all processes, on every process. Collective over all processes."""
         if self.control is None:
             return [mine]
         everyone: list[Any] = [None] * self.world_size
@@ -118,11 +121,13 @@ class ProcessMesh:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """An error inside, where nothing is collective, is raised by all processes. Collective over all processes.
+        """Raise an error that occurs inside on one process on all processes. Collective over all processes.
+
+        The code inside must not contain collectives.
 
         Raises:
-            Exception: a process's own error; where it has none, the first other one's (in a `RuntimeError` if it is no
-                `ValueError`).
+            Exception: the process's own error, or if it has none, the first error of another process (as a
+                `RuntimeError` if it is no `ValueError`).
         """
         failure: Exception | None = None
         try:
@@ -138,7 +143,7 @@ class ProcessMesh:
             raise first
 
     def any(self, mine: bool) -> bool:
-        """Whether it is so on some process; much cheaper than objects. Collective over all processes."""
+        """Whether `mine` is True on any process; much cheaper than objects. Collective over all processes."""
         if self.control is None:
             return mine
         flag = torch.tensor([int(mine)])
@@ -146,18 +151,18 @@ class ProcessMesh:
         return bool(flag)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """`tensor` of rank `source` (CPU, any dtype, written in place elsewhere). Collective over all processes."""
+        """Broadcast the CPU tensor of rank `source`, of any dtype, in place. Collective over all processes."""
         if self.control is not None:
             dist.broadcast(as_bytes(tensor), src=source, group=self.control)
         return tensor
 
     def send_to(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
-        """Send tensors whose shapes the receiver knows, through the CPU."""
+        """Send tensors, whose shapes the receiver must know, through the CPU."""
         for tensor in tensors:
             dist.send(as_bytes(tensor.detach().cpu().contiguous()), destination, group=self.control)
 
     def receive_from(self, like: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
-        """Receive what `send_to` sent: CPU tensors in the shapes and dtypes of `like` (meta tensors will do)."""
+        """Receive what `send_to` sent, as CPU tensors in the shapes and dtypes of `like` (meta tensors suffice)."""
         received = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in like]
         for tensor in received:
             dist.recv(as_bytes(tensor), source, group=self.control)
@@ -165,5 +170,5 @@ class ProcessMesh:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of a contiguous tensor's bytes: gloo does not know every dtype."""
+    """A flat view of a contiguous tensor's bytes, because gloo does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Messages between the stages of one pipeline.
 
-control group    objects, pickled; what is known of the tensors that follow
-pipeline group   tensors on the device, each a message of its own
+control group    pickled objects, which describe the tensors that follow
+pipeline group   tensors on the device, each in a message of its own
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..model.micro_batch import tensors_in
 from .stage import CarriedTensor
 
 Pending = list[tuple[dist.Work, torch.Tensor]]
-"""Tensors on their way, which must live until they are sent."""
+"""Tensors that are being sent and must be kept until the transfer is complete."""
 
 
 class PipelineMessages:
-    """One stage's way to the other stages of its pipeline.
+    """Sends and receives between one stage and the other stages of its pipeline.
 
     Args:
-        ranks: of the stages.
-        stage_index: of this stage, 0 ... K - 1.
-        group: the pipeline's processes; None: there is one stage.
-        control: the same, through the CPU.
-        device: of this process.
+        ranks: ranks of the stages, in order.
+        stage_index: index of this stage, 0 ... K - 1.
+        group: the pipeline's processes; None if there is one stage.
+        control: the same processes, in a group on the CPU.
+        device: the device of this process.
     """
 
     def __init__(
@@ -64,26 +64,26 @@ class PipelineMessages:
 
     # ------------------------------------------------------------------------------------ over all stages
     def of_each_stage(self, mine: Any) -> list[Any]:
-        """Every stage's object, on all stages. Collective over the pipeline."""
+        """Return every stage's object, on all stages. Collective over the pipeline."""
         everyone: list[Any] = [None] * self.num_stages
         dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
 
     def largest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The largest of each number over the stages, on the CPU, in place. Collective over the pipeline."""
+        """Maximum of each number over the stages, in place, on the CPU. Collective over the pipeline."""
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.control)
         return numbers
 
     # ------------------------------------------------------------------------------------ from stage to stage
     def send_shapes(self, shapes: Sequence[CarriedTensor]) -> None:
-        """To the next stage: what crosses the boundary."""
+        """Send the shapes of the tensors that cross the boundary to the next stage."""
         self._send_object(tuple(shapes), self.stage_index + 1)
 
     def receive_shapes(self) -> Sequence[CarriedTensor]:
         return self._receive_object(self.stage_index - 1)
 
     def send_values(self, slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Pending:
-        """To the next stage: the used tensors of a boundary."""
+        """Send the used tensors of a boundary to the next stage."""
         self.send_shapes([_describe(value) for value in values])
         return [
             self._send_tensor(value, self.stage_index + 1)
@@ -92,14 +92,14 @@ class PipelineMessages:
         ]
 
     def receive_values(self, slots: Sequence[CarrySlot]) -> list[torch.Tensor]:
-        """From the previous stage: the tensors of a boundary, zeros for those that are not used."""
+        """Receive the tensors of a boundary from the previous stage; unused ones are zeros."""
         return [
             self._receive_tensor(carried, self.stage_index - 1) if slot.is_used else carried.zeros(self.device)
             for slot, carried in zip(slots, self.receive_shapes(), strict=True)
         ]
 
     def send_tree(self, tree: Any, stage: int) -> Pending:
-        """Tensors in mappings, lists and tuples, with whatever else is in there."""
+        """Send nested mappings, lists and tuples of tensors and other values to a stage."""
         self._send_object(recursively_apply(_describe, tree), stage)
         return [self._send_tensor(tensor, stage) for tensor in tensors_in(tree)]
 
@@ -132,7 +132,7 @@ class PipelineMessages:
 
 
 def wait_for(pending: Pending) -> None:
-    """Until these tensors are sent."""
+    """Wait until these tensors are sent."""
     for work, _ in pending:
         work.wait()
 

@@ -1,8 +1,8 @@
-"""The number of micro-batches M, settled by trying the promising ones on real steps.
+"""The number of micro-batches M, chosen by trying the promising numbers in real training steps.
 
-A prediction does not know a device's caches, its kernels' favourite sizes or its network. So for each (rows, size of a
-row) the numbers of micro-batches that are predicted to be about as fast as the best take turns in the first training
-steps; then the one with the fastest step stays. Nothing is computed for the sake of measuring.
+A prediction does not know a device's caches, the sizes that its kernels prefer, or its network. So for each (number of
+samples, size of a sample), the values of M that are predicted to be about as fast as the best one take turns in the
+first training steps; the one with the fastest step is kept. Nothing is computed for the sake of measuring only.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from ..model.micro_batch import Batch, batch_rows
 
 WORTH_A_TRIAL = 0.15
-"""Numbers of micro-batches that are predicted to take longer than the best by more than this share are not tried."""
+"""Values of M that are predicted to take longer than the best one by more than this fraction are not tried."""
 MOST_CANDIDATES = 3
 TRIES = 2
-"""Steps with each candidate. The fastest counts: what disturbs a step only makes it slower."""
+"""Number of steps with each candidate. The fastest one counts, because disturbances only make a step slower."""
 
 
 class MicrobatchTrials:
-    """What has been tried in one pipeline under one plan. All its stages see the same batches, so they agree.
+    """The trials of one pipeline under one plan. All its stages see the same batches, so they make the same choice.
 
     Args:
-        promising: rows of a batch -> numbers of micro-batches, the one with the best prospects first.
-        slowest: the largest of each number over the stages; collective over the pipeline.
-        synchronise: waits until the device has done its work.
+        promising: returns the candidates for M for a batch's number of samples, the most promising first.
+        slowest: returns the maximum of each number over the stages; collective over the pipeline.
+        synchronise: waits until the device has finished its work.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class MicrobatchTrials:
 
     @property
     def settled(self) -> dict[tuple[int, int], int]:
-        """(rows, elements of a row, rounded up to a power of two) -> M."""
+        """The chosen M by (samples, elements per sample, rounded up to a power of two)."""
         return dict(self._settled)
 
     def settle(self, settled: Mapping[tuple[int, int], int]) -> None:
-        """Take what has been settled in an earlier job, without trying anything again."""
+        """Adopt what an earlier job has chosen, without new trials."""
         self._settled.update(settled)
 
     @contextmanager
     def number_for(self, batch: Batch) -> Iterator[int]:
-        """Inside, the step of `batch` is run with the number of micro-batches given. Collective over the pipeline."""
+        """Inside, run the step of `batch` with the yielded number of micro-batches. Collective over the pipeline."""
         rows, elements = batch_rows(batch), _elements_per_row(batch)
         key = (rows, 1 << (elements - 1).bit_length())
         tried = self._tried.get(key)
@@ -72,7 +72,7 @@ class MicrobatchTrials:
         began = time.perf_counter()
         yield m
         self._synchronise()
-        tried[m].append((time.perf_counter() - began) / elements)  # rows of other lengths fall under the same key
+        tried[m].append((time.perf_counter() - began) / elements)  # samples of similar lengths have the same key
         if all(len(seconds) == TRIES for seconds in tried.values()):
             fastest = self._slowest(torch.tensor([min(seconds) for seconds in tried.values()], dtype=torch.float64))
             self._settled[key] = list(tried)[int(fastest.argmin())]

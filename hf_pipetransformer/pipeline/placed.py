@@ -1,6 +1,6 @@
-"""What runs one plan on one process: the stage, its place among the others, the way in which batches go through it.
+"""What runs one plan on one process: the stage, its position in the pipeline, and how batches pass through it.
 
-`ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for a plan, and is gone with it as a whole.
+An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for one plan and discarded with it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, LossFunction, ShapeBook, StageModule
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
-"""Wraps a stage in DDP over a group; the flag says whether some of its parameters may stay without a gradient."""
+"""Wraps a stage in DDP over a group; the flag says whether some of its parameters may end without a gradient."""
 
 
 class SliceSchedule(Protocol):
-    """Runs the steps of a plan by slices of sequences."""
+    """Runs the steps of a plan on slices of sequences."""
 
     def parts_of(self, batch: Batch) -> Any:
-        """Settle how a batch of a new shape is cut. Collective over the pipeline."""
+        """Decide how a batch of a new shape is split. Collective over the pipeline."""
 
     def step(self, batch: Batch) -> None:
-        """Forward and backward of a batch. Collective over the pipeline."""
+        """Run forward and backward of a batch. Collective over the pipeline."""
 
 
 class SequenceSlicing(Protocol):
-    """Makes such a schedule for a plan (`token_slices`, which builds on this package)."""
+    """Creates a `SliceSchedule` for a plan (`token_slices`, which builds on this package)."""
 
     def schedule(
         self,
@@ -52,22 +52,23 @@ class SequenceSlicing(Protocol):
         second_group: dist.ProcessGroup | None,
         shape_book: ShapeBook,
     ) -> SliceSchedule:
-        """Collective over the pipeline."""
+        """Create the schedule. Collective over the pipeline."""
 
 
 class PlacedPipeline:
     """One process's part in running a plan. Building it is collective over all processes.
 
-    One of three runs a step: a token schedule, where sequences are cut; a schedule of micro-batches; with one stage
-    none, and it costs what the stock Trainer costs.
+    A step is run in one of three ways: by a token schedule if sequences are split, otherwise by a schedule of
+    micro-batches; with a single stage there is no schedule, and a step costs what it costs in the stock Trainer.
 
     Args:
-        plan: the same on every process; the parameters that it gives this process are here, with their flags.
-        stage: of this process under the plan.
-        is_trainable: whether a parameter of the model is trained, here or elsewhere.
-        mesh: the processes.
-        wrap_replicas: makes the DDP wrapper.
-        slicing: cut sequences along their tokens as well, if there are several stages.
+        plan: the same on every process. The parameters that it assigns to this process must be here, with their
+            `requires_grad` flags set.
+        stage: the stage of this process under the plan.
+        is_trainable: whether a parameter of the model is trained, on this or another process.
+        mesh: all processes of the run.
+        wrap_replicas: creates the DDP wrapper.
+        slicing: split sequences along their tokens as well, if there are several stages.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PlacedPipeline:
         slices_tokens = slicing is not None and groups.pipeline is not None
         replicated: ReplicatedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
-        """The stage in DDP, which averages its gradients over the replicas while they are computed."""
+        """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
         if groups.replicas is not None and slices_tokens:
             replicated = ReplicatedParameters(
                 tuple(name for name in trainable if name not in unreached),
@@ -133,46 +134,46 @@ class PlacedPipeline:
         )
 
     def close(self) -> None:
-        """Undo what was done to the model's modules for this plan."""
+        """Undo the changes that this plan made to the model's modules."""
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
 
     @property
     def settled_microbatches(self) -> dict[tuple[int, int], int]:
-        """Of this pipeline, where M was tried: (rows, elements of a row) -> M."""
+        """The micro-batch counts M that trials have settled for this pipeline: (samples, elements per sample) -> M."""
         return self._trials.settled if self._trials is not None else {}
 
     def settle_microbatches(self, settled: Mapping[tuple[int, int], int]) -> None:
-        """Go on with what an earlier job has settled under this plan."""
+        """Resume with the micro-batch counts that an earlier job has settled under this plan."""
         if self._trials is not None:
             self._trials.settle(settled)
 
     # ------------------------------------------------------------------------------------ steps
     def share(self, mine: Any) -> Any:
-        """The first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
+        """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
         return mine if self._channel is None else self._channel.share(mine)
 
     def prepare(self, batch: Batch) -> None:
-        """Settle how a batch of a new shape is cut, which may run parts of it. Collective over the pipeline."""
+        """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
         if self._token_scheduler is not None:
             self._token_scheduler.parts_of(batch)
 
     def step(
         self, batch: Batch, gradients_synchronise: bool = True, keeps_received: bool = False
     ) -> list[Sequence[torch.Tensor]]:
-        """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
+        """Run forward and backward of this pipeline's share of a batch. Collective over all processes.
 
-        Gradients are summed over micro-batches and added to those that there are.
+        Gradients are summed over micro-batches and added to the existing ones.
 
         Args:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
             gradients_synchronise: complete the gradients: sum those of shared parameters over the stages, and average
                 over the replicas, as DDP does.
-            keeps_received: ask for what is returned.
+            keeps_received: whether to keep and return what the last stage receives.
 
         Returns:
-            For each micro-batch what the last stage has received, if that was asked for and this is the last of
-            several stages that run whole rows; else nothing.
+            For each micro-batch the tensors that the last stage has received, if `keeps_received` is set and this
+            process is the last of several stages that run whole samples; otherwise an empty list.
         """
         stage = self.stage
         stage.received = {} if keeps_received else None
@@ -206,13 +207,14 @@ class PlacedPipeline:
     def losses_of_parts_and_whole(
         self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
     ) -> list[torch.Tensor]:
-        """On the last stage, of a batch that has just run: each micro-batch's loss, and the whole batch's. Not
-        collective.
+        """On the last stage, compute each micro-batch's loss and the whole batch's, for a batch that has just run.
+
+        Not collective.
 
         Args:
-            batch: the batch.
-            received: what `step` has returned for it.
-            part_of_loss: what rows of the batch add to the loss.
+            batch: the batch that has just run.
+            received: what `step` has returned for this batch.
+            part_of_loss: computes the part of the loss that some samples of the batch contribute.
         """
         stage = self.stage
         assert stage.is_last and self._scheduler is not None
@@ -233,7 +235,7 @@ class PlacedPipeline:
 def _shared_parameters(
     plan: PipelinePlan, stage: StageModule, is_trainable: Callable[[str], bool], mesh: ProcessMesh
 ) -> list[SharedParameters]:
-    """Trainable parameters of several stages, by the stages that hold them. Collective over all processes."""
+    """Group the trainable parameters that several stages hold by these stages. Collective over all processes."""
     by_stages: dict[tuple[int, ...], list[str]] = {}
     for name, stages in stage.stack.shared(plan.stage_bounds).items():
         if is_trainable(name):

@@ -23,17 +23,17 @@ def predict(
     prepare: Callable[[Batch], Batch],
     head: Callable[[Batch], Any],
 ) -> Any:
-    """What the last stage makes of this process's own batch. Collective over the pipeline.
+    """Return the last stage's outputs for this process's own batch. Collective over the pipeline.
 
-    Each process brings its own rows, of any shape, and gets its own results back: the K processes' batches are the
-    micro-batches.
+    Each process brings its own samples, of any shape, and gets its own results back: the batches of the K processes
+    are the micro-batches.
 
     Args:
-        stage: this process's, of several.
-        messages: to the other stages.
-        batch: this process's rows as they were prepared here, on the CPU or the device.
+        stage: this process's stage, one of several.
+        messages: sends to and receives from the other stages.
+        batch: this process's samples as they were prepared here, on the CPU or the device.
         prepare: moves a prepared batch to the device.
-        head: runs the model on a batch on the last stage, and returns tensors in mappings, lists and tuples.
+        head: runs the model on a batch on the last stage, and returns nested mappings, lists and tuples of tensors.
     """
     pending: Pending = []
     results: list[Any] = []
@@ -46,7 +46,7 @@ def predict(
             else:
                 with stage.running_to_the_end(values, rows) as inputs:
                     results.append(head(inputs))
-    # only now: gloo's send waits for its receiver, and before this all were busy handing on
+    # not earlier: gloo's send waits for its receiver, and until now all stages were busy passing batches on
     if not stage.is_last:
         mine = messages.receive_tree(messages.last)
     else:
@@ -61,19 +61,19 @@ def predict(
 def outputs_of_frozen(
     stage: StageModule, messages: PipelineMessages, batch: Batch, boundary: int, seed: int
 ) -> tuple[torch.Tensor, ...] | None:
-    """What the first `boundary` units, all frozen, make of a few rows in training. The model stays as it was.
+    """Return the outputs of the first `boundary` units, all frozen, for a few samples in training mode.
 
-    Collective over the pipeline: the units may be spread over its stages.
+    The model is left unchanged. Collective over the pipeline, as the units may be on several of its stages.
 
     Args:
-        stage: this process's.
-        messages: to the other stages.
+        stage: this process's stage.
+        messages: sends to and receives from the other stages.
         batch: the model's inputs, on the device, the same on all stages.
-        boundary: number of units.
-        seed: of random numbers.
+        boundary: number of units to run.
+        seed: seed of the random number generators.
 
     Returns:
-        All tensors that cross the boundary, on the stage of the last of these units; None on the others.
+        All tensors that cross the boundary, on the stage that holds the last of these units; None on the others.
     """
     if stage.start >= boundary:
         return None

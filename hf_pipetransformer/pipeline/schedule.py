@@ -1,4 +1,4 @@
-"""Micro-batch schedules: `torch.distributed.pipelining` with what the Trainer needs added.
+"""Micro-batch schedules: `torch.distributed.pipelining`, extended by what the Trainer needs.
 
 1F1B, K = 4 stages, M = 4 micro-batches (F forward, B backward)
 
@@ -24,11 +24,11 @@ from ..model.micro_batch import Batch, batch_rows, split_batch
 from .stage import ShapeBook, StageModule, StageShapes
 
 KEPT_SCHEDULES = 4
-"""A schedule owns receive buffers for its micro-batches, so only the latest shapes keep theirs."""
+"""Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
 
 
 class _ScheduledStage(PipelineStage):
-    """torch's stage, with gradient accumulation and stages that need no backward."""
+    """torch's stage, extended by gradient accumulation and by stages that need no backward."""
 
     gradients_synchronise = True
     computes_gradients = True
@@ -36,7 +36,7 @@ class _ScheduledStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        if not self.computes_gradients:  # everything up to here is frozen: nobody waits for a gradient
+        if not self.computes_gradients:  # all stages up to this one are frozen: none of them needs a gradient
             self.fwd_cache.pop(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
             return
@@ -45,18 +45,18 @@ class _ScheduledStage(PipelineStage):
 
 
 class PipelineScheduler:
-    """Runs batches through this process's stage, building a torch schedule for each shape that comes.
+    """Runs batches through this process's stage and builds a torch schedule for each new shape.
 
-    torch fixes all shapes when a stage first runs: a longer batch would abort, a shorter one would silently be read
-    into the larger buffer. Building stage and schedule anew costs under 2% of a step.
+    torch fixes all shapes when a stage first runs: a longer batch would abort, and a shorter one would silently be
+    read into the larger buffer. Building stage and schedule anew costs under 2% of a step.
 
     Args:
         stage: this process's stage.
-        submodule: the same, wrapped in DDP where there are replicas.
-        stage_index: number of the stage, 0 ... `num_stages` - 1.
+        submodule: the same stage, wrapped in DDP if there are replicas.
+        stage_index: index of the stage, 0 ... `num_stages` - 1.
         num_stages: K > 1.
         group: the pipeline's group.
-        shape_book: shapes at the stage's boundaries.
+        shape_book: the shapes at the stage's boundaries.
         schedule: "1f1b" or "gpipe".
     """
 
@@ -80,19 +80,19 @@ class PipelineScheduler:
         self._built: OrderedDict[Any, tuple[_ScheduledStage, PipelineScheduleSingle]] = OrderedDict()
 
     def step(self, batch: Batch, num_microbatches: int, gradients_synchronise: bool) -> None:
-        """Forward and backward of all micro-batches. Collective over the pipeline.
+        """Run forward and backward of all micro-batches. Collective over the pipeline.
 
         Args:
             batch: the pipeline's whole batch, the same on all its stages.
-            num_microbatches: M, a divisor of the batch's rows.
-            gradients_synchronise: reduce gradients over the replicas at the end.
+            num_microbatches: M, a divisor of the batch's number of samples.
+            gradients_synchronise: whether to reduce gradients over the replicas at the end.
         """
         shapes = self._shape_book.shapes(batch, batch_rows(batch) // num_microbatches)
         stage, schedule = self._for(shapes, num_microbatches)
         stage.gradients_synchronise = gradients_synchronise
         self._stage.shapes = shapes
         self._stage.micro_batches = split_batch(batch, num_microbatches)
-        index = torch.arange(num_microbatches)  # what torch cuts into micro-batches
+        index = torch.arange(num_microbatches)  # the argument that torch splits into micro-batches
         target = index if self._stage.is_last else None
         try:
             schedule.step(index=index, target=target, return_outputs=False)
@@ -100,7 +100,7 @@ class PipelineScheduler:
             self._stage.micro_batches = ()
 
     def joined(self, batch: Batch, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """What a stage would have received for a batch as a whole that has just come in micro-batches."""
+        """What the stage would have received for the whole batch, from what it received for its micro-batches."""
         whole = self._shape_book.shapes(batch, batch_rows(batch)).incoming
         values = []
         for carried, parts in zip(whole, zip(*received, strict=True), strict=True):
@@ -139,5 +139,5 @@ class PipelineScheduler:
 
 
 def _first_output(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    """The last stage has computed the loss already."""
+    """Return the loss, which the last stage has computed already."""
     return output if isinstance(output, torch.Tensor) else output[0]

@@ -1,12 +1,12 @@
-"""The first stage's batch, given to the other stages of its pipeline.
+"""Distributes the first stage's batch to the other stages of its pipeline.
 
-A collator or a `_prepare_inputs` that draws from a generator of its own makes another batch on each process. So all
-stages train on what the first one has prepared:
+A collator or a `_prepare_inputs` that draws from its own random generator makes a different batch on each process. So
+all stages train on the batch that the first one has prepared:
 
-control group    lengths, structure (pickled), tensors on the CPU     one message of the size that the last one needed
+control group    lengths, structure (pickled), tensors on the CPU     one message, as long as the longest one so far
 pipeline group   tensors on the device                                one message, if there are any
 
-The first stage sends and goes on at once; the others wait for it, as they do for its activations.
+The first stage sends and continues at once; the others wait for the batch, as they do for its activations.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import torch.distributed as dist
 from .mesh import as_bytes
 
 FIRST_CAPACITY = 4096
-"""Bytes of the first message; a longer one has a second part, and the next ones are as long."""
+"""Length of the first message in bytes; a longer batch is sent in two parts, and makes later messages as long."""
 ALIGNMENT = 64
-"""Of each tensor in a message."""
+"""Alignment of each tensor in a message, in bytes."""
 
 _LENGTHS = 4 * 8
 
 
 class _Refused:
-    """In place of a batch: why it cannot be sent."""
+    """Sent in place of a batch that cannot be sent, with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 class _Writer(pickle.Pickler):
-    """Pickles a batch and keeps its tensors apart."""
+    """Pickles a batch without its tensors, which are kept apart."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.places: dict[int, tuple[Any, ...]] = {}  # of each tensor: where it will be, and what it is
+        self.places: dict[int, tuple[Any, ...]] = {}  # by tensor: its buffer and offset, size, dtype and shape
         self.tensors: tuple[list[tuple[int, torch.Tensor]], ...] = ([], [])  # on the CPU, on the device
         self.lengths = [0, 0]
 
@@ -66,19 +66,19 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if pid not in self._made:
             where, start, size, dtype, shape = pid
-            # `.data`: who writes into one tensor leaves the version of the others
+            # `.data`: an in-place change of one tensor leaves the version counters of the others unchanged
             self._made[pid] = self._buffers[where][start : start + size].view(dtype).view(shape).data
         return self._made[pid]
 
 
 class BatchChannel:
-    """The way of batches through one pipeline.
+    """Sends batches from the first stage to the other stages of one pipeline.
 
     Args:
         source: global rank of the first stage.
-        control: the pipeline's processes, on the CPU.
-        group: the same, for tensors on the device.
-        device: of this process.
+        control: the pipeline's processes, in a group on the CPU.
+        group: the same processes, in a group for tensors on the device.
+        device: the device of this process.
     """
 
     def __init__(
@@ -90,22 +90,22 @@ class BatchChannel:
         self._group = group
         self._device = device
         self._capacity = FIRST_CAPACITY
-        self._under_way: list[tuple[Any, torch.Tensor]] = []  # buffers live until they are sent
+        self._under_way: list[tuple[Any, torch.Tensor]] = []  # buffers must be kept until they are sent
 
     def share(self, mine: Any) -> Any:
-        """The first stage's value, on all stages. Collective over the pipeline.
+        """Return the first stage's value on all stages. Collective over the pipeline.
 
         Args:
-            mine: mappings, sequences and whatever can be pickled, with tensors anywhere; the first stage's counts,
-                and it gets back the very object.
+            mine: mappings, sequences and any values that can be pickled, with tensors anywhere. The first stage's
+                value is used, and the first stage gets back the very object.
 
         Raises:
-            ValueError: on all stages: the value holds something that cannot be sent to another process.
+            ValueError: on all stages, if the value holds something that cannot be sent to another process.
         """
         if self._is_source:
             refused = self._send(mine)
             if refused is not None:
-                self._wait()  # the others are to hear of it before this process ends
+                self._wait()  # the other stages must receive the reason before this process ends
                 raise ValueError(refused.reason)
             return mine
         value = self._receive()
@@ -119,7 +119,7 @@ class BatchChannel:
         refused = None
         try:
             writer, content = _written(value)
-        except Exception as error:  # whatever an object does when it is asked to be pickled
+        except Exception as error:  # an object may raise any error while it is pickled
             refused = _Refused(
                 f"The batch holds a value that cannot be sent to the pipeline's other stages ({type(error).__name__}:"
                 f" {error}): let the data collator and _prepare_inputs return tensors and plain values, or set"

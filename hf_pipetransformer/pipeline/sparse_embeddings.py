@@ -1,8 +1,9 @@
-"""Collect the gradients of embeddings sparsely over the micro-batches of a step.
+"""Keeps the gradients of embeddings sparse over the micro-batches of a step.
 
-The gradient of an embedding is a dense tensor of the whole vocabulary, made and added once per micro-batch however few
-tokens that has: for BERT's 30,522 x 384 on one CPU core about 30 ms each, a tenth of the step. As sparse tensors the
-micro-batches' gradients are lists of rows, and are added up once, at the end of the step.
+The gradient of an embedding is a dense tensor of the size of the whole vocabulary, created and added once per
+micro-batch, however few tokens that has: for BERT's 30,522 x 384 on one CPU core this takes about 30 ms each, a tenth
+of the step. As sparse tensors, the micro-batches' gradients are lists of table rows, which are added up once, at the
+end of the step.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Collection
 from torch import nn
 
 LARGE = 2**20
-"""Elements from which on a table's dense gradient costs more than a list of rows: T5's position bias has 32 rows."""
+"""Number of elements from which a dense gradient costs more than a sparse one (T5's position bias has 32 rows)."""
 
 
 class SparseEmbeddings:
-    """The large trainable embeddings of a stage, switched to sparse gradients while it is in force.
+    """The large trainable embeddings of a stage, switched to sparse gradients until `remove`.
 
-    For stages on the CPU that DDP does not wrap: it does not take sparse gradients of parameters that it did not
-    expect them of, and a GPU fills memory too fast for it to matter.
+    Used for stages on the CPU that DDP does not wrap: DDP refuses sparse gradients of parameters for which it did not
+    expect them, and a GPU fills memory so fast that dense gradients do not matter.
 
     Args:
         model: the user's model.
@@ -47,7 +48,7 @@ class SparseEmbeddings:
                 module.weight.grad = gradient.to_dense()
 
     def remove(self) -> None:
-        """Give the modules their own setting back."""
+        """Restore the modules' own setting."""
         for module in self._embeddings:
             module.sparse = False
         self._embeddings = []

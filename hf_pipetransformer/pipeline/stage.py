@@ -1,4 +1,4 @@
-"""One stage of a pipeline: units [start, stop) of a model, with nothing but their parameters."""
+"""One stage of a pipeline: units [start, stop) of a model, which holds only the parameters of these units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..randomness import global_state_kept
 from ..resilience.progress import PROGRESS
 
 FIRST = torch.zeros(1, dtype=torch.long)
-"""The index of the only micro-batch that was put down."""
+"""Index of the micro-batch when `micro_batches` holds only one."""
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 """Calls the model on a micro-batch and returns this micro-batch's part of the loss, a tensor of one element."""
@@ -27,14 +27,14 @@ LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class CarriedTensor:
-    """What is known of one carried tensor before it is there."""
+    """Shape, dtype and gradient flag of one carried tensor, known before the tensor itself arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def zeros(self, device: torch.device) -> torch.Tensor:
-        """Zeros of this shape in one element of memory."""
+        """Zeros of this shape that occupy one element of memory."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
     def meta(self) -> torch.Tensor:
@@ -43,7 +43,7 @@ class CarriedTensor:
 
 @dataclass(frozen=True)
 class StageShapes:
-    """The carried tensors that a stage receives and hands on, in the order of its boundaries' slots."""
+    """The carried tensors that a stage receives and sends, in the order of its boundaries' slots."""
 
     incoming: tuple[CarriedTensor, ...]
     outgoing: tuple[CarriedTensor, ...]
@@ -53,15 +53,15 @@ class StageModule(nn.Module):
     """Units [start, stop) of the model as a module of their own.
 
     Its parameters are exactly those that the units need, so DDP, the optimizer and `zero_grad` see only this stage;
-    the model itself is referenced, not registered. `forward` runs a micro-batch that was put down before in
-    `micro_batches`: torch's schedules cut tensors only, and a batch may hold anything.
+    the model itself is referenced, not registered. `forward` runs a micro-batch that was stored in `micro_batches`
+    beforehand, because torch's schedules split tensors only and a batch may hold values of any type.
 
     Args:
         stack: the model's units.
         start: first unit of the stage.
-        stop: first unit after it.
-        loss_of: on the last stage, called with the model and a micro-batch; None: nobody trains.
-        device: where the stage computes.
+        stop: first unit after the stage.
+        loss_of: on the last stage, called with the model and a micro-batch; None if nothing is trained.
+        device: the device on which the stage computes.
     """
 
     stack: LayerStack
@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction | None, device: torch.device
     ) -> None:
         super().__init__()
-        self.__dict__["stack"] = stack  # not registered: its modules hold other stages' placeholders
+        self.__dict__["stack"] = stack  # not registered: its modules hold placeholders for other stages' parameters
         self.start, self.stop = start, stop
         self.is_last = stop == stack.num_units
         self.device = device
@@ -78,7 +78,7 @@ class StageModule(nn.Module):
         self.cache: ActivationCache | None = None
         self.micro_batches: Sequence[Batch] = ()
         self.received: dict[int, Sequence[torch.Tensor]] | None = None
-        """Where it is wanted, what the last stage has received in a step: number of the micro-batch -> values."""
+        """The tensors that the last stage has received in a step, by micro-batch index; None if they are not kept."""
         self.shapes = StageShapes((), ())
         owned = stack.owned(start, stop)
         self.names = tuple(name for name in stack.table.names if name in owned)
@@ -93,7 +93,7 @@ class StageModule(nn.Module):
         return self
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of this stage's parameters, by their names in the model; those that there are."""
+        """The gradients of this stage's parameters that have one, by the parameters' names in the model."""
         return {n: p.grad for n, p in zip(self.names, self.parameters(), strict=True) if p.grad is not None}
 
     @property
@@ -105,11 +105,11 @@ class StageModule(nn.Module):
         return () if self.is_last else self.stack.boundaries[self.stop]
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run micro-batch number `index`.
+        """Run the micro-batch number `index`.
 
         Args:
             received: the used tensors of the incoming boundary, in the order of `slots_in`.
-            index: number of the micro-batch, one element, on the CPU.
+            index: index of the micro-batch, a tensor of one element on the CPU.
 
         Returns:
             The used tensors of the outgoing boundary; on the last stage the loss, shape [1].
@@ -143,7 +143,7 @@ class StageModule(nn.Module):
 
     # ------------------------------------------------------------------------------------ values at the boundaries
     def carry_on(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, ...]:
-        """From the tensors of the incoming boundary compute those of the outgoing one; not on the last stage."""
+        """Compute the tensors of the outgoing boundary from those of the incoming one; not for the last stage."""
         inputs, start, carry = self._begin(values, batch)
         if start < self.stop:
             carry = self.stack.runner.run(start, self.stop, carry, inputs)
@@ -152,22 +152,22 @@ class StageModule(nn.Module):
 
     @contextmanager
     def running_to_the_end(self, values: Sequence[torch.Tensor], batch: Batch) -> Iterator[Batch]:
-        """Inside, on the last stage, one call of the model runs this stage on the incoming tensors.
+        """Inside this context, on the last stage, calling the model once runs this stage on the incoming tensors.
 
-        Yields the inputs of the model.
+        Yields the inputs to call the model with.
         """
         inputs, start, carry = self._begin(values, batch)
-        if start == 0 and not self.stack.runner.num_frozen:  # the whole model: nothing to leave out
+        if start == 0 and not self.stack.runner.num_frozen:  # the whole model runs: there is nothing to skip
             yield inputs
             return
-        # several calls (R-Drop) are several passes where no other stage has run the first units once
+        # several calls of the model (R-Drop) are several passes, unless earlier stages ran the first units only once
         with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0):
             yield inputs
 
     def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:
-        """The model's inputs, the unit to begin with and what the ones before it give.
+        """Return the model's inputs, the first unit to run and the outputs of the units before it.
 
-        Where frozen layers' outputs are in the cache, the first stage begins behind them.
+        If the cache holds the frozen layers' outputs, the first stage begins after these layers.
         """
         inputs = dict(batch)
         keys = pop_keys(inputs)
@@ -181,7 +181,7 @@ class StageModule(nn.Module):
         return inputs, start, carry
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
-        """What this stage hands on when it receives `incoming`; costs one forward of `batch` through the stage."""
+        """What this stage sends when it receives `incoming`; costs one forward of `batch` through the stage."""
         if self.is_last:
             return ()
         values = [carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming]
@@ -211,13 +211,13 @@ def _persistent_buffers(model: nn.Module) -> list[torch.Tensor]:
 class ShapeBook:
     """The shapes at a stage's boundaries for every shape of batch seen so far.
 
-    A boundary tensor's size is an affine function of the micro-batch's rows. So each new shape of batch costs one
-    forward of one row and one of two, whatever the size of the batch.
+    The size of a boundary tensor is an affine function of the micro-batch's number of samples. So each new shape of
+    batch costs one forward of one sample and one of two samples, whatever the size of the batch.
 
     Args:
         stage: this process's stage.
-        from_previous: receives what the previous stage hands on.
-        to_next: sends what this stage hands on.
+        from_previous: receives the shapes that the previous stage sends.
+        to_next: sends the shapes of this stage's outputs to the next stage.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ class ShapeBook:
         self._by_rows: dict[tuple[Any, ...], tuple[StageShapes, StageShapes]] = {}
 
     def shapes(self, batch: Batch, rows: int) -> StageShapes:
-        """Shapes for micro-batches of `rows` rows of `batch`. Collective over the pipeline for a new shape."""
-        has_two = batch_rows(batch) > 1  # what was learnt from a single row says nothing of more
+        """Shapes for micro-batches of `rows` samples of `batch`. Collective over the pipeline for a new shape."""
+        has_two = batch_rows(batch) > 1  # a single sample does not show how the sizes grow with more samples
         key = (shape_signature(batch), has_two)
         if key not in self._by_rows:
             one = self._learn(slice_rows(batch, 0, 1))

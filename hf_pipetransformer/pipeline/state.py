@@ -1,7 +1,7 @@
-"""Weights and optimizer state that are spread over stages: drop, gather, save and load them by name.
+"""Weights and optimizer state that are distributed over stages: drop, gather, save and load them by name.
 
-Files keep the stock formats. A checkpoint is written by rank 0 as one process would write it, and read by every rank,
-which takes what it holds; so it fits any number of stages and replicas, and the stock Trainer.
+Files keep the stock formats. Rank 0 writes a checkpoint as a single process would write it; every rank reads it and
+takes the parts that it holds. So a checkpoint fits any number of stages and replicas, and the stock Trainer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..model.placeholders import ParameterTable, placeholder
 from .mesh import ProcessMesh, as_bytes
 
 Holders = Mapping[str, tuple[int, ...]]
-"""Parameter name -> the ranks that hold it, ascending. The same on every process."""
+"""Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One parameter, with its optimizer state, from a rank that holds it to one that will."""
+    """The transfer of one parameter and its optimizer state from a rank that holds it to a rank that will hold it."""
 
     name: str
     source: int
@@ -33,7 +33,7 @@ class Move:
 
 
 def moves_between(before: Holders, after: Holders) -> tuple[Move, ...]:
-    """What has to travel so that `after` holds. Pure: the same on every process.
+    """The transfers that lead from `before` to `after`. Pure function with the same result on every process.
 
     The ranks that hold a parameter take turns in sending it.
     """
@@ -46,19 +46,20 @@ def moves_between(before: Holders, after: Holders) -> tuple[Move, ...]:
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """What is kept of a parameter of the whole model while an evaluation uses a part of it."""
+    """A complete parameter's values and gradient, kept while an evaluation uses a part of the model."""
 
     data: torch.Tensor
     grad: torch.Tensor | None
 
 
 class WeightState:
-    """The model's parameters, of which some are here and the others are placeholders.
+    """The model's parameters, of which some are on this process and the others are placeholders.
 
-    Parameters keep their identity, and so do their hooks, wherever their values are.
+    Parameters keep their identity and their hooks, wherever their values are.
 
-    While a part is missing, `model.state_dict()` and `model.load_state_dict()` keep working through hooks: saving
-    (inside `gathered`) sees every weight on rank 0, loading takes what is here and skips the rest.
+    While some parameters are missing, `model.state_dict()` and `model.load_state_dict()` keep working through hooks:
+    saving (inside `gathered`) sees every weight on rank 0, and loading takes the parameters that are here and skips
+    the others.
     """
 
     def __init__(self, table: ParameterTable, mesh: ProcessMesh) -> None:
@@ -73,10 +74,10 @@ class WeightState:
         self._lists_placeholders = False
         self._hooks: list[Any] = []
         self._here: tuple[nn.Parameter, ...] = ()
-        self._flags_here: list[bool] = []  # `requires_grad` of these, as we know it
+        self._flags_here: list[bool] = []  # the flags that `keep_only` has left in `_here`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
-        """A copy of the model, as a teacher for one, has the model's hooks, which act on the model alone."""
+        """Return self: a copied model (a teacher, for example) has its hooks, which act on the original alone."""
         return self
 
     @property
@@ -87,15 +88,18 @@ class WeightState:
         return name not in self._missing
 
     def is_trainable(self, name: str) -> bool:
-        """Whether this parameter is trained, here or elsewhere: the user wants it, and it is not frozen."""
+        """Whether this parameter is trained on any process: the user wants it to be, and it is not frozen."""
         return self._trainable[name] and name not in self._frozen
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a freeze policy has frozen it, for good."""
+        """Whether a freeze policy has frozen this parameter permanently."""
         return name in self._frozen
 
     def freeze(self, names: Collection[str]) -> None:
-        """From now on these are not trained: no gradient, and no optimizer state once the optimizer is told."""
+        """Stop training these parameters.
+
+        They lose their gradient here, and their optimizer state at `OptimizerState.keep_what_is_here`.
+        """
         self._frozen.update(names)
         for name in names:
             if self.is_here(name):
@@ -104,21 +108,21 @@ class WeightState:
 
     @property
     def flags_changed(self) -> bool:
-        """Whether the user's code has set `requires_grad` of a parameter that is here. Cheap, and not collective."""
+        """Whether user code has changed `requires_grad` of a parameter that is here. Cheap, and not collective."""
         return [parameter.requires_grad for parameter in self._here] != self._flags_here
 
     def read_flags(self) -> None:
-        """Note which parameters of the whole model the user wants to be trained. Not collective."""
+        """Record which parameters of the complete model the user wants to train. Not collective."""
         assert self.is_whole
         self._trainable = {name: self._table[name].requires_grad for name in self._table.names}
 
     def follow_flags(self, holders: Holders) -> None:
-        """Take over what the user's code has set `requires_grad` to. Collective over all processes.
+        """Adopt the `requires_grad` flags that the user's code has set. Collective over all processes.
 
-        The first of the ranks that hold a parameter decides: a placeholder's flag says nothing.
+        The first of the ranks that hold a parameter decides; the flag of a placeholder has no meaning.
 
         Raises:
-            ValueError: parameters that a freeze policy has frozen require a gradient again.
+            ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
         flags = self._flags_of_first_holders(holders)
         thawed = [name for name in self._table.names if name in self._frozen and flags[name]]
@@ -139,7 +143,7 @@ class WeightState:
         return {name: flag for theirs in self._mesh.gather_objects(mine) for name, flag in theirs.items()}
 
     def put(self, name: str, value: torch.Tensor) -> nn.Parameter:
-        """The values of a parameter that have come from another process."""
+        """Store the values of a parameter that another process has sent."""
         parameter = self._table[name]
         parameter.data = value
         parameter.requires_grad_(self.is_trainable(name))
@@ -155,10 +159,10 @@ class WeightState:
             if name in names:
                 _move(parameter, device)
                 continue
-            parameter.requires_grad_(False)  # a user's code may have set it
+            parameter.requires_grad_(False)  # user code may have set it
             parameter.grad = None
             if self.is_here(name):
-                # whoever reads it (a penalty on all weights) is to get no number that looks like one
+                # code that reads a placeholder (a penalty on all weights) must not get a plausible number
                 nothing = float("nan") if parameter.is_floating_point() else 0
                 parameter.data = placeholder(parameter, nothing, device)
         for buffer in model.buffers():
@@ -175,9 +179,9 @@ class WeightState:
             ]
 
     def offload(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
-        """Send frozen weights that nothing computes with at present to the CPU; the device keeps placeholders.
+        """Offload frozen weights that nothing computes with at present to the CPU; the device keeps placeholders.
 
-        They come back when their modules are saved, or run where `needs_them` says so.
+        They are loaded back when their modules are saved, or when these run and `needs_them` returns True.
         """
         for name in set(names) - self._offloaded.keys():
             parameter = self._table[name]
@@ -194,7 +198,7 @@ class WeightState:
                 self._offload_hooks.append(module.register_forward_pre_hook(bring_back_if_needed))
 
     def onload(self) -> None:
-        """Bring back what is offloaded."""
+        """Load the offloaded weights back to their device."""
         for name, value in self._offloaded.items():
             self._table[name].data = value.to(self._table[name].device)
         self._offloaded.clear()
@@ -204,9 +208,10 @@ class WeightState:
 
     @contextmanager
     def as_on_one_process(self) -> Iterator[None]:
-        """Inside, what is missing or frozen looks as trainable as it was given: an optimizer's groups are the same.
+        """Inside, missing and frozen parameters have their original `requires_grad`, as on a single process.
 
-        So they fit a checkpoint that was saved under any layout, and before anything was frozen.
+        An optimizer created inside has the same groups as one of a single process. So they fit a checkpoint that was
+        saved under any number of stages and replicas, and before anything was frozen.
         """
         disguised = self._missing | self._frozen
         for name in disguised:
@@ -219,7 +224,7 @@ class WeightState:
 
     @contextmanager
     def gathered(self, holders: Holders) -> Iterator[None]:
-        """Inside, on rank 0, `model.state_dict()` holds every weight, those from elsewhere on the CPU.
+        """Inside, on rank 0, `model.state_dict()` holds every weight; those of other processes are on the CPU.
 
         Collective over all processes.
         """
@@ -232,7 +237,7 @@ class WeightState:
 
     @contextmanager
     def listing_placeholders(self) -> Iterator[None]:
-        """Inside, `model.state_dict()` may be asked for its keys; the values of missing weights mean nothing."""
+        """Inside, `model.state_dict()` may be called for its keys; the values of missing weights are meaningless."""
         self._lists_placeholders = True
         try:
             yield
@@ -240,7 +245,7 @@ class WeightState:
             self._lists_placeholders = False
 
     def restore(self, holders: Holders, device: torch.device) -> None:
-        """Bring every weight back to every process, on `device`. Collective over all processes."""
+        """Restore every weight on every process, on `device`. Collective over all processes."""
         self.onload()
         for name, flag in self._flags_of_first_holders(holders).items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
@@ -258,7 +263,7 @@ class WeightState:
         self._is_whole_again(device)
 
     def set_aside(self) -> dict[str, WholeParameter]:
-        """The complete weights, for `put_back`. Not collective."""
+        """Return the complete weights and their gradients, for `put_back`. Not collective."""
         kept = {}
         for name in self._table.names:
             parameter = self._table[name]
@@ -267,7 +272,7 @@ class WeightState:
         return kept
 
     def put_back(self, weights: Mapping[str, WholeParameter]) -> None:
-        """Make the model whole with the complete weights that it had before `keep_only`. Not collective."""
+        """Make the model complete again with the weights that it had before `keep_only`. Not collective."""
         for name, kept in weights.items():
             self._table[name].data = kept.data
             self._table[name].grad = kept.grad
@@ -285,7 +290,7 @@ class WeightState:
         self._hooks = []
 
     def _gather(self, holders: Holders) -> dict[str, torch.Tensor]:
-        """On rank 0 the weights that it misses, from the ranks that hold them."""
+        """On rank 0, receive the weights that are missing there from the ranks that hold them."""
         gathered: dict[str, torch.Tensor] = {}
         for source in sorted({ranks[0] for ranks in holders.values()} - {0}):
             names = [name for name in self._table.names if holders[name][0] == source]
@@ -302,7 +307,7 @@ class WeightState:
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if module is not self._table.model:
             return
-        self.onload()  # what is loaded is copied into them
+        self.onload()  # because the loaded values are copied into the weights
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
 
@@ -327,16 +332,17 @@ class WeightState:
 
 
 class OptimizerState:
-    """An optimizer that was made for the whole model, and updates only the parameters that are here.
+    """An optimizer that was created for the whole model and updates only the parameters that are here.
 
-    The optimizer object, its groups (learning rate, weight decay) and with them the scheduler stay; only the lists of
-    parameters change. Its `state_dict` is that of one process: complete inside `gathered`, cut on loading.
+    The optimizer object and its groups (learning rate, weight decay) stay, and with them the scheduler; only the
+    groups' lists of parameters change. Its `state_dict` is that of a single process: it is complete inside `gathered`,
+    and loading it keeps this process's part.
 
     Args:
-        optimizer: made by `torch.optim` rules over the parameters of the table.
-        table: the model's parameters, in the state in which the optimizer was made.
-        weights: tells which of them are here.
-        mesh: the processes.
+        optimizer: created by the rules of `torch.optim` from the parameters of the table.
+        table: the model's parameters, in the state in which the optimizer was created.
+        weights: says which of the parameters are here.
+        mesh: all processes of the run.
     """
 
     def __init__(
@@ -356,7 +362,7 @@ class OptimizerState:
             )
         self._known_groups: list[list[str]] = []
         self._gathered: dict[str, Any] | None = None
-        # of a stage that trains nothing
+        # stands in for the parameters of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._hooks = [
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
@@ -366,13 +372,16 @@ class OptimizerState:
 
     @property
     def _group_names(self) -> list[list[str]]:
-        """The model's parameters in each group; groups that a callback has added come at the end."""
+        """The names of the model's parameters in each group, including groups that a callback has appended."""
         for group in self.optimizer.param_groups[len(self._known_groups) :]:
             self._known_groups.append([self._name_of[id(p)] for p in group["params"] if id(p) in self._name_of])
         return self._known_groups
 
     def release(self) -> None:
-        """Give the optimizer back as it came: over the whole model; its state stays where it is. Not collective."""
+        """Restore the optimizer's parameter lists over the whole model and remove the hooks. Not collective.
+
+        The state stays on the processes where it is.
+        """
         for hook in self._hooks:
             hook.remove()
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
@@ -380,7 +389,7 @@ class OptimizerState:
         self.optimizer.state.pop(self._idle_parameter, None)
 
     def holders(self) -> Holders:
-        """The ranks that have a state of each parameter, of those that have one. Collective over all processes."""
+        """The ranks that have optimizer state of each parameter that has any. Collective over all processes."""
         everyone = self._mesh.gather_objects(
             [name for names in self._group_names for name in names if self.state_of(name)]
         )
@@ -389,9 +398,9 @@ class OptimizerState:
         return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
 
     def keep_what_is_here(self) -> None:
-        """Take out what is not held by this process (any more) or frozen for good: parameters and their state.
+        """Remove parameters, and their state, that this process does not hold or that are permanently frozen.
 
-        What the user has frozen for the time being stays, with its state, and has no gradient.
+        Parameters that the user has frozen temporarily stay, with their state and without a gradient.
         """
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
             theirs = [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
@@ -403,9 +412,10 @@ class OptimizerState:
             del self.optimizer.state[parameter]
 
     def refuse_added(self) -> None:
-        """
+        """Check that the optimizer updates parameters of the model only.
+
         Raises:
-            ValueError: the optimizer has been given parameters that are not the model's since it was adopted.
+            ValueError: if foreign parameters were added to the optimizer after it was attached.
         """
         known = {id(p) for p in self._table.model.parameters()} | {id(self._idle_parameter)}
         added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -418,23 +428,23 @@ class OptimizerState:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing that is here is trained (a stage of frozen layers)."""
+        """Whether none of the parameters here is trained (a stage of frozen layers)."""
         return not any(
             self._updates(name) and self._table[name].requires_grad for names in self._group_names for name in names
         )
 
     def stand_in(self, value: float) -> None:
-        """Where nothing is trained, give a gradient to a parameter of no one, so that a gradient scaler finds one.
+        """If nothing is trained here, give an unused parameter a gradient, so that a gradient scaler finds one.
 
         Args:
-            value: 0, or infinite where the other stages' gradients are.
+            value: 0, or infinity if the other stages' gradients are infinite.
         """
         if self._is_idle:
             self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
 
     @contextmanager
     def gathered(self, holders: Holders) -> Iterator[None]:
-        """Inside, `optimizer.state_dict()` on rank 0 is that of one process that holds the whole model.
+        """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
 
         Collective over all processes.
         """
@@ -459,7 +469,7 @@ class OptimizerState:
         return dict(self.optimizer.state.get(self._table[name], {}))
 
     def put(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """State that has come with a parameter from another process."""
+        """Store the optimizer state that has arrived with a parameter from another process."""
         if state:
             self.optimizer.state[parameter] = state
 
@@ -490,7 +500,7 @@ class OptimizerState:
         return gathered
 
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Of a whole model's state dict the part of this process, renumbered; None leaves any other as it is."""
+        """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(numbers) for numbers in saved] != [len(names) for names in self._group_names]:
             return None
@@ -503,7 +513,7 @@ class OptimizerState:
                 if self._updates(name):
                     if number in state_dict["state"]:
                         values = state_dict["state"][number]
-                        # copied: a file that is mapped may be damaged or gone later
+                        # copied, because a memory-mapped file may be damaged or deleted later
                         state[position] = {k: _own(v) for k, v in values.items()}
                     here.append(position)
                     position += 1
@@ -522,14 +532,14 @@ def exchange(
     mesh: ProcessMesh,
     device: torch.device,
 ) -> int:
-    """Carry out `moves`: parameters with their optimizer state. Collective over all processes.
+    """Carry out `moves`: send parameters with their optimizer state. Collective over all processes.
 
-    1. Every process tells what it will send: a state's tensors and plain values differ by optimizer.
-    2. For each pair of processes one flat buffer, all at once.
-    3. The receivers put the parts in place.
+    1. Every process announces what it will send, as a state's tensors and plain values differ by optimizer.
+    2. Each pair of processes exchanges one flat buffer, all pairs at once.
+    3. The receivers store the parts.
 
     Returns:
-        Bytes that this process received.
+        Number of bytes that this process received.
     """
     outgoing: dict[int, _Parcel] = {}
     for move in moves:
@@ -565,19 +575,19 @@ def exchange(
 
 
 WEIGHT = ""
-"""Key of the parameter itself beside its optimizer state."""
+"""Key of the parameter itself, beside the keys of its optimizer state."""
 
 
 @dataclass(frozen=True)
 class _Scalar:
-    """What is too small for the buffer and travels with the announcement: AdamW's step, on the CPU or the device."""
+    """A value too small for the buffer, sent with the announcement: AdamW's step, on the CPU or the device."""
 
     value: Any
     is_on_device: bool
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """A large tensor as it is, anything else wrapped."""
+        """Return a tensor that has dimensions unchanged, and anything else wrapped."""
         if isinstance(value, torch.Tensor):
             return value if value.dim() > 0 else cls(value.cpu(), value.device.type != "cpu")
         return cls(value, False)
@@ -595,7 +605,7 @@ def _tensors_in(parcel: _Parcel) -> list[torch.Tensor]:
 
 
 def _as_meta(parcel: _Parcel) -> _Parcel:
-    """The same with the tensors' shapes in place of their values."""
+    """The same parcel with meta tensors, which carry shapes and dtypes, in place of the values."""
     return {
         name: {key: v.to("meta") if isinstance(v, torch.Tensor) else v for key, v in values.items()}
         for name, values in parcel.items()
@@ -605,10 +615,10 @@ def _as_meta(parcel: _Parcel) -> _Parcel:
 def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
     """Give every process rank 0's weights, as DDP does. Collective over all processes.
 
-    Only the weights that differ somewhere travel (a head that was initialised without a common seed).
+    Only weights that differ between processes are sent (a head that was initialised without a common seed).
 
     Returns:
-        The names of those that differed.
+        The names of the weights that differed.
     """
     if mesh.world_size == 1:
         return []
@@ -623,17 +633,17 @@ def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
 
 
 def synchronise_buffers(model: nn.Module, mesh: ProcessMesh, source_of: Callable[[str], int]) -> list[str]:
-    """Give every process the buffers of one, saved with the model or not. Collective over all processes.
+    """Give every process the buffers of one process, whether or not they are saved with the model.
 
-    Only those that differ somewhere travel.
+    Collective over all processes. Only buffers that differ between processes are sent.
 
     Args:
-        model: the whole model, on every process; a buffer that some process lacks is left alone.
-        mesh: the processes.
-        source_of: the rank whose value counts, by the buffer's name; the same on every process.
+        model: the whole model, on every process; a buffer that some process lacks is left unchanged.
+        mesh: all processes of the run.
+        source_of: the rank whose value is used, by the buffer's name; the same on every process.
 
     Returns:
-        The names of those that differed.
+        The names of the buffers that differed.
     """
     if mesh.world_size == 1:
         return []

@@ -1,4 +1,4 @@
-"""How many of the frozen layers are cached: what a plan allows, what a model allows, and what pays."""
+"""How many of the frozen layers are cached: what a plan and a model allow, and what is faster than computing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 from .plan import PipelinePlan
 
 WORTH_LOADING = 0.9
-"""Loading must take less than this share of the time that computing takes."""
+"""Loading must take less than this fraction of the time that computing takes."""
 
 
 def most_cached_layers(plan: PipelinePlan, num_frozen: int, nodes: Sequence[str]) -> int:
-    """How many units at most may be cached under a plan.
+    """Return the maximum number of units that may be cached under a plan.
 
-    1. They are frozen.
-    2. Cached units are the first stage's, and every other stage needs one unit of its own.
-    3. What the last unit gives can only be used where the first stage has the head, too (K = 1). That is 2 again.
-    4. What is put must lie in the store of the node that reads it, the first stage's.
+    1. Cached units are frozen.
+    2. The first stage holds all cached units, and every other stage needs one unit of its own.
+    3. The outputs of the last unit can be used only if the first stage also has the head (K = 1). Rule 2 implies this.
+    4. The outputs must be written to the store of the node that reads them, the first stage's.
 
     Args:
-        plan: in force.
-        num_frozen: units that are frozen.
+        plan: the plan in force.
+        num_frozen: number of frozen units.
         nodes: name of each rank's node.
     """
     highest = plan.num_units - plan.pipeline_parallel_size + 1
@@ -32,20 +32,20 @@ def most_cached_layers(plan: PipelinePlan, num_frozen: int, nodes: Sequence[str]
 
 
 def boundary_to_cache(allowed: Iterable[int], most: int) -> int:
-    """How many units are cached; 0: none.
+    """Return the number of units to cache; 0 for none.
 
     Args:
-        allowed: numbers of units of which this model's output may be kept.
-        most: `most_cached_layers`.
+        allowed: the numbers of bottom units whose output may be cached for this model.
+        most: the result of `most_cached_layers`.
     """
     return max((boundary for boundary in allowed if boundary <= most), default=0)
 
 
 def is_worth_loading(loading: float, computing: float) -> bool:
-    """Whether the cache pays.
+    """Whether loading from the cache is enough faster than computing.
 
     Args:
-        loading: seconds that a row takes from the store.
-        computing: seconds that its cached layers take.
+        loading: seconds to load one sample from the store.
+        computing: seconds to compute the cached layers for one sample.
     """
     return loading < WORTH_LOADING * computing

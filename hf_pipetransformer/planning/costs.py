@@ -1,4 +1,4 @@
-"""What each unit of a model costs: floating-point operations, parameters, activations, what it hands on."""
+"""The cost of each unit of a model: FLOPs, parameters, activations, and the tensors that it sends on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..model.placeholders import evaluation_mode
 
 @dataclass(frozen=True)
 class HeadCost:
-    """The part of a unit's cost that stays when the unit is frozen, per row of the sample batch.
+    """The part of a unit's cost that remains when the unit is frozen, per sample of the probed batch.
 
-    That is what follows the last unit; nothing of any other.
+    For the last unit this is the cost of the head; for any other unit it is zero.
     """
 
     forward_flops: float = 0.0
@@ -29,24 +29,24 @@ class HeadCost:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """The cost of one unit, per row of the sample batch.
+    """The cost of one unit, per sample of the probed batch.
 
-    What precedes the first unit (embeddings) counts with the first, the head with the last.
+    The part before the first unit (embeddings) counts with the first unit, and the head with the last.
     """
 
     name: str
     """Module path of the unit, `bert.encoder.layer.3`."""
     forward_flops: float
     activation_bytes: int
-    """Saved for the backward."""
+    """Bytes saved for the backward."""
     boundary_bytes: int
-    """Carried from this unit to the next, with what later ones read of earlier stacks; 0 for the last unit."""
+    """Bytes sent to the next unit, including outputs of earlier stacks that are read later; 0 for the last unit."""
     parameters: Mapping[str, int]
     """Parameter name -> bytes. A parameter that several units need appears in each of them."""
     trainable_bytes: int
-    """Of its parameters, those that require a gradient."""
+    """Bytes of those of its parameters that require a gradient."""
     head: HeadCost = HeadCost()
-    """Of all this, what goes on when the unit is frozen."""
+    """The part of all these costs that remains when the unit is frozen."""
 
 
 def measure_costs(
@@ -54,12 +54,12 @@ def measure_costs(
 ) -> tuple[UnitCost, ...]:
     """Count the operations and saved bytes of one forward of `batch` through the whole model.
 
-    Counts are the same on every process, as times would not be, so every process derives the same plan.
+    Unlike times, counts are the same on every process, so every process derives the same plan.
 
     Args:
         stack: the units of a complete model.
-        batch: the keyword arguments of its forward, a few rows.
-        never_frozen: names of the parameters that are trained when every unit is frozen.
+        batch: the keyword arguments of the model's forward, with a few samples.
+        never_frozen: names of the parameters that are trained even if every unit is frozen.
     """
     rows = batch_rows(batch)
     meter = _Meter(stack)
@@ -99,7 +99,7 @@ def measure_costs(
 
 
 def cost_of_whole(stack: LayerStack) -> UnitCost:
-    """A model that is not cut, as one unit; only its parameters are counted."""
+    """The cost of a model that is not split, as a single unit; only its parameters are counted."""
     table = stack.table
     parameters = {name: table[name].nbytes for name in table.names}
     trainable = sum(size for name, size in parameters.items() if table[name].requires_grad)
@@ -107,12 +107,12 @@ def cost_of_whole(stack: LayerStack) -> UnitCost:
 
 
 def _grouped_mm_flops(rows: Sequence[int], experts: Sequence[int], *_: Any, **__: Any) -> int:
-    """The experts' product, which torch's counter does not know: [T, K] x [E, K, N], each row with one expert."""
+    """FLOPs of the experts' matrix product: [T, K] x [E, K, N], where each row of the first uses one expert."""
     return 2 * rows[0] * rows[1] * experts[-1]
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """The fused attention on the CPU, which torch's counter does not know, though it does those on other devices."""
+    """FLOPs of the CPU's fused attention, which torch's counter does not know, though it knows other devices'."""
     count: int = sdpa_flop_count(query, key, value)
     return count
 
@@ -121,7 +121,7 @@ UNKNOWN_TO_TORCH: dict[Any, Any] = {
     torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
 }
-"""Operations that torch's `FlopCounterMode` would count as nothing -> what they take."""
+"""FLOP functions for operations that torch's `FlopCounterMode` would count as zero."""
 
 
 class _Meter:
@@ -152,7 +152,7 @@ class _Meter:
         self.sizes.append({**earlier, unit.stack: [tensor.nbytes for tensor in tensors_of(output)]})
 
     def count(self) -> None:
-        """Note what was computed and saved since the last call."""
+        """Record what was computed and saved since the last call."""
         flops = self._counter.get_total_flops()
         self.flops.append(flops - self._flops_before)
         self._flops_before = flops
@@ -160,11 +160,11 @@ class _Meter:
         self._saved.clear()
 
     def bytes_of(self, slots: Sequence[CarrySlot], after: int) -> int:
-        """Of those tensors that are read later, as they are after a unit."""
+        """Bytes of the tensors in the used slots, in their sizes after a unit."""
         return sum(self.sizes[after][slot.stack][slot.position] for slot in slots if slot.is_used)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._weights:
-            self._saved[storage.data_ptr()] = storage.nbytes()  # a storage saved twice is kept once
+            self._saved[storage.data_ptr()] = storage.nbytes()  # a storage that is saved twice occupies memory once
         return tensor

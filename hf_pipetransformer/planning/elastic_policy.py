@@ -1,6 +1,6 @@
-"""Which plan a training begins with, and which one follows once more layers are frozen or cached.
+"""The rules for the first plan of a training and for the plans that follow when layers are frozen or cached.
 
-A running training (`run.planner`) and a forecast ask the same policy, so they plan alike.
+A running training (`run.planner`) and a forecast use the same policy, so they make the same plans.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ElasticPolicy:
-    """What was asked for, and what a device has. Pure: the same on every process.
+    """What the user has requested and what a device offers. Pure: the same on every process.
 
     Args:
         pipeline_parallel_size: K at the start, or "auto".
-        rows_per_device: of a step.
-        is_elastic: a freeze may shorten the pipeline, and devices that it leaves free become replicas; otherwise only
+        rows_per_device: samples per device and step.
+        is_elastic: whether freezing may shorten the pipeline and turn the freed devices into replicas; otherwise only
             the split into stages changes.
-        memory_budget_bytes: that a stage may take on a device; None: not known, everything fits.
+        memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
         schedule: "1f1b" or "gpipe".
-        num_microbatches: of a step and pipeline, or "auto".
+        num_microbatches: micro-batches per step and pipeline, or "auto".
     """
 
     pipeline_parallel_size: int | Literal["auto"]
@@ -39,15 +39,15 @@ class ElasticPolicy:
     num_microbatches: int | Literal["auto"] = "auto"
 
     def first(self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None) -> PipelinePlan:
-        """The plan to begin with.
+        """Make the plan that the training begins with.
 
         Args:
-            unit_costs: of the model.
+            unit_costs: costs of the model's units.
             world_size: number of devices.
-            times: of the model's parts; None: go by FLOPs.
+            times: times of the model's parts; None to plan by FLOPs.
 
         Raises:
-            ValueError: as `make_plan`.
+            ValueError: under the same conditions as `make_plan`.
         """
         return make_plan(
             unit_costs,
@@ -61,16 +61,16 @@ class ElasticPolicy:
         )
 
     def next(self, plan: PipelinePlan, first: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        """The plan that follows another one.
+        """Make the plan that follows another one.
 
-        A stage may take what a device has, where K was chosen by that. A number of stages that the user chose says
-        what a device can hold: no more than at the start.
+        If K was chosen by the memory of a device, a stage may take all of that memory. If the user has chosen K, that
+        choice shows what a device can hold: no more than the largest stage at the start.
 
         Args:
-            plan: in force.
+            plan: the plan in force.
             first: the plan that the training began with.
-            num_frozen: layers that are frozen from now on.
-            num_cached: of these so many come from the cache.
+            num_frozen: number of layers that are frozen from now on.
+            num_cached: number of these whose outputs come from the cache.
         """
         budget = self.memory_budget_bytes if self.pipeline_parallel_size == "auto" else None
         return replan(

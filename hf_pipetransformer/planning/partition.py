@@ -1,6 +1,6 @@
-"""Where to cut: the contiguous split of the units into stages, and the number of micro-batches.
+"""The contiguous split of the units into stages, and the number of micro-batches.
 
-Pure arithmetic without torch. Every rank computes the same answer from the same costs, so nothing
+Pure arithmetic without torch. Every rank computes the same result from the same costs, so nothing
 has to be communicated: sums are exact (integers) and ties are broken by a fixed rule.
 
     costs          4   2   2   2   6        K = 3
@@ -18,11 +18,11 @@ from statistics import pvariance
 SCHEDULES = ("1f1b", "gpipe")
 
 MOST_MICROBATCHES_PER_STAGE = 6
-"""Upper bound on M / K when the fastest M is looked for among measured ones."""
+"""Upper bound on M / K when the fastest M is chosen from predictions by measured times."""
 
 MICROBATCHES_PER_STAGE = 2
 """Upper bound on M / K when M is chosen without measurements. More micro-batches shorten the bubble,
-(K - 1) / (M + K - 1) < 1 / 3 at M = 2 K, but each costs the fixed time of a forward and backward, and small ones use a
+(K - 1) / (M + K - 1) < 1 / 3 at M = 2 K, but each adds the fixed time of a forward and backward, and small ones use a
 device badly."""
 
 
@@ -36,10 +36,10 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     1. the one with the least sum of squared stage costs, because the maximum alone says nothing about
        the other stages (one huge unit would leave the rest arbitrary);
-    2. then the one with the lexicographically least bounds, because under 1F1B the early stages hold the
-       most micro-batches and had better hold fewer units.
+    2. then the one with the lexicographically least bounds, because under 1F1B the early stages keep the
+       activations of the most micro-batches and should hold fewer units.
 
-    Both criteria are evaluated in exact integer arithmetic, so the answer is the same on every rank and
+    Both criteria are evaluated in exact integer arithmetic, so the result is the same on every rank and
     does not depend on the order of additions.
 
     Args:
@@ -58,8 +58,8 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     prefix = _exact_prefix_sums(costs)
     largest = _least_maximum(prefix, num_stages)
 
-    # squares[i]: least sum of squared stage costs of the units i.. in the stages still to come, with no
-    # stage above `largest`; None where that is impossible. first_cut[k][i]: end of the first of k stages.
+    # squares[i]: least sum of squared stage costs of the units i.. in the remaining stages, with no
+    # stage above `largest`; None if that is impossible. first_cut[k][i]: end of the first of k stages.
     squares: list[int | None] = [None] * num_units + [0]
     first_cut: list[list[int]] = []
     for stages in range(1, num_stages + 1):
@@ -75,7 +75,7 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
                     continue
                 total = stage * stage + rest
                 best = new[i]
-                if best is None or total < best:  # strictly: of equal ones the least bound stays
+                if best is None or total < best:  # strictly less, so that of equal ones the least bound is kept
                     new[i], cut[i] = total, j
         squares = new
         first_cut.append(cut)
@@ -90,9 +90,10 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Split units into contiguous stages as the paper does, for comparison with `split_min_max`.
 
-    PipeTransformer, ICML 2021, algorithm 1, `load_balance`: from the left, a stage takes units while it stays within
-    the mean of what is left plus that part's variance divided by the number of stages left. The paper cuts within
-    layers and measures parameters; here units are whole. What it leaves open: each later stage is left a unit.
+    PipeTransformer, ICML 2021, algorithm 1, `load_balance`: from the left, a stage takes units as long as its cost is
+    at most the mean of the remaining cost per stage plus the remaining units' variance divided by the number of
+    remaining stages. The paper splits within layers and measures parameters; here units are not split. The paper does
+    not say that each later stage must be left a unit; this function ensures it.
 
     Args:
         costs: Cost of each unit in execution order. `[L]`
@@ -118,14 +119,14 @@ def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 Split = Callable[[Sequence[float], int], tuple[int, ...]]
 SPLITS: Mapping[str, Split] = {"min-max": split_min_max, "timed": split_min_max, "greedy": split_greedy}
-"""Ways to split units into stages, by name: exactly, by counted FLOPs or by measured seconds, or as the paper does."""
+"""Ways to split units into stages, by name: exactly by FLOPs, exactly by measured seconds, or as in the paper."""
 
 
 def microbatch_candidates(rows: int, num_stages: int) -> tuple[int, ...]:
-    """Return the numbers of micro-batches worth comparing: divisors of the rows from K to 6 K, in ascending order.
+    """Return the numbers of micro-batches worth comparing: divisors of `rows` from K to 6 K, in ascending order.
 
-    Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. Where no
-    divisor lies there (fewer rows than stages, a prime number of rows): the one of `choose_num_microbatches`.
+    Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. If no divisor
+    lies in this range (fewer samples than stages, a prime number of samples), `choose_num_microbatches` decides.
     """
     if num_stages == 1:
         return (1,)
@@ -136,24 +137,24 @@ def microbatch_candidates(rows: int, num_stages: int) -> tuple[int, ...]:
 
 
 def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, schedule: str) -> int:
-    """Choose into how many micro-batches of one size a pipeline's batch is cut.
+    """Choose the number of equal micro-batches into which a pipeline's batch is split.
 
     A schedule's buffers have one shape, so the number M divides the batch. The share of time in which
     a stage of a balanced pipeline idles is (K - 1) / (M + K - 1) (PipeTransformer, ICML 2021, section 2):
-    more micro-batches idle less, but each is smaller and uses the device less well.
+    with more micro-batches it idles less, but each one is smaller and uses the device less well.
 
     - One stage needs no micro-batches: 1.
-    - A request is met by the largest divisor of `rows` that does not exceed it.
-    - Otherwise the largest divisor up to 2 K: a bubble of less than a third where the rows allow it.
-      1F1B needs M >= K; if no divisor lies between K and 4 K, the smallest divisor above serves it
-      (13 rows in 3 stages: 13 micro-batches instead of 1), because under 1F1B more micro-batches do
+    - A requested number is replaced by the largest divisor of `rows` that does not exceed it.
+    - Otherwise the largest divisor up to 2 K is taken: a bubble of less than a third if the samples allow it.
+      1F1B needs M >= K; if no divisor lies between K and 2 K, the smallest divisor above is taken
+      (13 samples in 3 stages: 13 micro-batches instead of 1), because under 1F1B more micro-batches do
       not need more memory.
 
-    The result may still be below K (fewer rows than stages, a small request); the caller then runs
+    The result may still be below K (fewer samples than stages, a small request); the caller then runs
     GPipe.
 
     Args:
-        rows: Rows of the batch that one pipeline works on in one step, at least 1.
+        rows: Number of samples of the batch that one pipeline processes in one step, at least 1.
         num_stages: Number of stages K, at least 1.
         requested: The user's number, or None to choose.
         schedule: `"1f1b"` or `"gpipe"`.
@@ -221,7 +222,7 @@ def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:
 def _least_maximum(prefix: Sequence[int], num_stages: int) -> int:
     """Return the least possible cost of the largest stage, by dynamic programming over suffixes."""
     num_units = len(prefix) - 1
-    best = [prefix[num_units] - prefix[i] for i in range(num_units)]  # one stage holds units i..
+    best = [prefix[num_units] - prefix[i] for i in range(num_units)]  # one stage holds the units from i on
     for stages in range(2, num_stages + 1):
         # best[j] on the right still belongs to one stage fewer, because i grows and j > i.
         for i in range(num_units - stages + 1):

@@ -1,6 +1,6 @@
 """The plan: which stage holds which units, and how many pipelines run side by side.
 
-A `PipelinePlan` is an immutable value made by the planner and passed to every other part.
+A `PipelinePlan` is an immutable value, created by the planner and passed to every other part.
 
     rank = replica * K + stage            world 8, K = 4, R = 2
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
-"""Two moments of the parameter's own precision (fp32 parameters: 8 bytes of state to 4 bytes)."""
+"""Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class PipelinePlan:
         data_parallel_size: Number of pipelines R.
         stage_bounds: `(0, ..., L)`, length K + 1; stage s holds the units `[stage_bounds[s], stage_bounds[s + 1])`.
         schedule: `"1f1b"` or `"gpipe"`.
-        num_microbatches: Micro-batches per step and pipeline as asked for, or None to choose by the
-            rows of each batch (`choose_num_microbatches`).
+        num_microbatches: Micro-batches per step and pipeline as requested by the user, or None to choose by the
+            number of samples of each batch (`choose_num_microbatches`).
         unit_costs: Cost of each of the L units, in execution order.
         num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
             optimizer state. A stage may consist of frozen units alone.
-        num_cached_layers: c <= f; what the first c units give is in the activation cache, and they cost nothing. The
-            first stage holds them all, for samples that the cache has not.
-        rows_per_device: Rows of the global batch per rank; a pipeline's batch has K times as many.
-        times: How long the model's parts take on a device, where it has been measured.
+        num_cached_layers: c <= f; the outputs of the first c units are read from the activation cache, and these
+            units cost nothing. The first stage holds them all, for samples that are not in the cache.
+        rows_per_device: Samples of the global batch per rank; a pipeline's batch has K times as many.
+        times: Measured times of the model's parts on a device, or None if nothing has been measured.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -101,7 +101,7 @@ class PipelinePlan:
                 f" ({self.num_frozen_layers}), and the first stage, of {bounds[1]} units, holds them all."
             )
 
-    # -- who is where ----------------------------------------------------------------------------------------
+    # -- stages and ranks ----------------------------------------------------------------------------------------
 
     @property
     def num_units(self) -> int:
@@ -136,22 +136,23 @@ class PipelinePlan:
 
     @property
     def rows_per_pipeline(self) -> int:
-        """Rows of a full batch of one pipeline and step."""
+        """Number of samples in a full batch of one pipeline and step."""
         return self.rows_per_device * self.pipeline_parallel_size
 
     def num_microbatches_for(self, rows: int) -> int:
-        """Return into how many micro-batches a pipeline's batch is cut: M, a divisor of its rows.
+        """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
-        What was asked for; else the predicted best; without measured times that of a fixed rule.
+        It is the requested number if there is one, otherwise the predicted best one; without measured times it comes
+        from a fixed rule.
         """
         return self.promising_microbatches(rows)[0]
 
     def promising_microbatches(self, rows: int, within: float = 0.0) -> tuple[int, ...]:
-        """Return numbers of micro-batches by predicted step time, the best first.
+        """Return candidates for the number of micro-batches by predicted step time, the fastest first.
 
         Args:
-            rows: Rows of a pipeline's batch.
-            within: Leave out those that are predicted to take longer than the best by more than this share.
+            rows: Number of samples of a pipeline's batch.
+            within: Omit candidates that are predicted to take longer than the best by more than this fraction.
         """
         k = self.pipeline_parallel_size
         if self.num_microbatches is not None or self.times is None or k == 1:
@@ -160,13 +161,13 @@ class PipelinePlan:
         best = min(seconds.values())
         return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
 
-    # -- what it costs ---------------------------------------------------------------------------------------
+    # -- costs ---------------------------------------------------------------------------------------
 
     def predict(self, rows: int, num_microbatches: int) -> StepPrediction:
-        """Predict a training step of one pipeline's batch from measured times.
+        """Predict the time of a training step on one pipeline's batch from measured times.
 
         Args:
-            rows: Rows of a pipeline's batch.
+            rows: Number of samples of a pipeline's batch.
             num_microbatches: M.
 
         Raises:
@@ -202,7 +203,7 @@ class PipelinePlan:
         times = self.times
         assert times is not None
         r, world = self.data_parallel_size, self.world_size
-        # a ring of n ranks sends 2 (n - 1) / n of the bytes; what was measured is a ring of all
+        # a ring of n ranks sends 2 (n - 1) / n of the bytes; the measured ring had all ranks
         share = (r - 1) / r * world / (world - 1) if world > 1 else 0.0
         return self._trainable_bytes(stage) * (times.update_seconds_per_byte + share * times.reduce_seconds_per_byte)
 
@@ -211,23 +212,23 @@ class PipelinePlan:
         return min(sum(cost.trainable_bytes for cost in self._trained(stage)), self.parameter_bytes_of(stage))
 
     def _trained(self, stage: int) -> list[UnitCost | HeadCost]:
-        """Return the costs of what a stage trains: of a frozen last unit the head is left."""
+        """Return the costs of the units that a stage trains; of a frozen last unit only the head's cost remains."""
         costs = self.unit_costs
         return [costs[k] if k >= self.num_frozen_layers else costs[k].head for k in self.units_of(stage)]
 
     def forward_flops_of(self, stage: int) -> float:
-        """Return the forward FLOPs of one row in a stage."""
+        """Return the forward FLOPs of one sample in a stage."""
         return sum(self.unit_costs[unit].forward_flops for unit in self.units_of(stage))
 
     def parameter_bytes_of(self, stage: int) -> int:
-        """Return the bytes of a stage's parameters; one that several of its units need counts once."""
+        """Return the bytes of a stage's parameters; a parameter that several of its units need is counted once."""
         parameters: dict[str, int] = {}
         for unit in self.units_of(stage):
             parameters.update(self.unit_costs[unit].parameters)
         return sum(parameters.values())
 
     def microbatches_in_flight(self, stage: int, num_microbatches: int) -> int:
-        """Return of how many micro-batches a stage keeps activations at once.
+        """Return the number of micro-batches whose activations a stage keeps at once.
 
         GPipe keeps all M. Under 1F1B stage s keeps K - s; with fewer than K micro-batches 1F1B falls back to GPipe.
         """
@@ -247,19 +248,19 @@ class PipelinePlan:
     ) -> int:
         """Predict the bytes that training a stage takes on its device.
 
-        Parameters + gradients + optimizer state + activations of the micro-batches in flight + what is
-        received from the neighbours (PyTorch allocates that for all micro-batches at once). The allocator's
-        waste, workspaces and communication buffers are not in it.
+        The sum of parameters, gradients, optimizer state, activations of the micro-batches in flight, and the tensors
+        received from neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not include
+        the allocator's fragmentation, workspaces and communication buffers.
 
         Args:
-            stage: The stage.
-            rows: Rows of the batch of one pipeline and step.
+            stage: Index of the stage.
+            rows: Number of samples of one pipeline's batch in one step.
             num_microbatches: Micro-batches per step M.
             optimizer_bytes_per_parameter_byte: Bytes of optimizer state per byte of trainable parameter;
                 Adam 2, SGD with momentum 1, SGD 0.
 
         Raises:
-            ValueError: If a number is below its least value or M does not divide the rows.
+            ValueError: If a number is below its minimum, or M does not divide the number of samples.
         """
         _check_num_microbatches(num_microbatches)
         if rows < 1 or rows % num_microbatches:
@@ -283,7 +284,7 @@ class PipelinePlan:
         return self.parameter_bytes_of(stage) + state + activations + received
 
     def __str__(self) -> str:
-        """Return a table of the stages (units, memory, share of the work) and what a step is predicted to take."""
+        """Return a table of the stages (units, memory, share of the work) and the predicted time of a step."""
         k, r = self.pipeline_parallel_size, self.data_parallel_size
         rows, m = self.rows_per_pipeline, self.num_microbatches_for(self.rows_per_pipeline)
         flops = step_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
@@ -310,7 +311,7 @@ class PipelinePlan:
         return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 
     def _describe_step(self, rows: int, m: int) -> str:
-        """Return the line about schedule, micro-batches, bubble and time of a step."""
+        """Return the line about the schedule, micro-batches, bubble and time of a step."""
         k = self.pipeline_parallel_size
         words = [f"{rows} row{_s(rows)} a pipeline and step"]
         if k > 1:
@@ -332,12 +333,12 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What a training step is predicted to take.
+    """The predicted time of a training step.
 
     Attributes:
-        num_microbatches: M.
-        timeline: Forwards and backwards of the pipeline.
-        seconds_at_end: Of gradient reduction and optimizer, in the stage where they take longest.
+        num_microbatches: Number of micro-batches M.
+        timeline: Simulated forward and backward passes of the pipeline.
+        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest.
     """
 
     num_microbatches: int
@@ -346,14 +347,14 @@ class StepPrediction:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.timeline.seconds + self.seconds_at_end
 
 
 def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
-    """Return the FLOPs of each unit in a training step.
+    """Return the FLOPs of each unit in a training step, per sample.
 
-    A backward costs two forwards; a frozen unit has none, and a cached one is not run. The head is always trained.
+    A backward costs two forwards; a frozen unit has none, and a cached unit is not run. The head is always trained.
     """
     forwards = [0] * num_cached_layers + [1] * (num_frozen_layers - num_cached_layers)
     forwards += [3] * (len(unit_costs) - num_frozen_layers)
@@ -364,11 +365,11 @@ def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cache
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the rows as lines with aligned columns, numbers to the right.
+    """Return the rows of a table as lines with aligned columns, with numbers to the right.
 
     Args:
-        rows: Cells, the header first; every row has as many.
-        left: Columns that are aligned to the left.
+        rows: Table cells, the header first; all rows have the same number of cells.
+        left: Indices of the columns that are aligned to the left.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -381,7 +382,7 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
 
 
 def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
-    """Check that pipelines of K stages fill the world and that each stage gets a unit."""
+    """Check that K divides the world size and that each stage gets a unit."""
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
     if num_units < 1:

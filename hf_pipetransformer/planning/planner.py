@@ -1,7 +1,7 @@
-"""AutoPipe: choose the split into stages, and how many stages there are (PipeTransformer, ICML 2021, section 3.2).
+"""AutoPipe: choose the split into stages and the number of stages (PipeTransformer, ICML 2021, section 3.2).
 
-    make_plan   before training: K as asked for, or the shortest pipeline that fits
-    replan      once more layers are frozen: pipeline compression, then the split
+    make_plan   before training: K as requested, or the shortest pipeline that fits
+    replan      after more layers are frozen: pipeline compression, then the split
 
 Both are pure functions: the same arguments give the same plan on every rank.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .unit_times import ModelTimes
 
 WORTH_A_LONGER_PIPELINE = 0.15
-"""A longer pipeline must be predicted to be faster by this share: predictions are that exact, and a short one has less
-that can go wrong."""
+"""Fraction by which a longer pipeline must be predicted to be faster than a shorter one. Predictions are about this
+accurate, and less can go wrong in a short pipeline."""
 
 PAPERS_FROZEN_SHARE = 1 / 6
-"""What the paper counts a frozen layer for in its split, lambda_frozen."""
+"""The weight of a frozen layer in the paper's split, lambda_frozen."""
 
 COMPRESSIONS = ("fit", "halve", "none")
 
@@ -43,11 +43,12 @@ def make_plan(
     times: ModelTimes | None = None,
     split: str = "min-max",
 ) -> PipelinePlan:
-    """Make the plan: choose K where that is asked for, and split the units by what they cost in a step.
+    """Make the plan: choose K if that is requested, and split the units by their cost in a step.
 
-    `"auto"` takes, of the pipelines whose largest stage fits the memory of a device, the shortest that is predicted to
-    be about as fast as any: a shorter pipeline idles less and leaves more replicas. Without a known budget everything
-    is taken to fit, without measured times the shortest to be the fastest.
+    With `"auto"`, the planner considers the pipelines whose largest stage fits the memory of a device, and takes the
+    shortest one that is predicted to be about as fast as the fastest: a shorter pipeline idles less and leaves more
+    replicas. Without a known budget every pipeline is assumed to fit; without measured times the shortest one is
+    assumed to be the fastest.
 
     Args:
         unit_costs: Cost of each unit in execution order.
@@ -55,17 +56,17 @@ def make_plan(
         pipeline_parallel_size: Number of stages K, or `"auto"`.
         schedule: `"1f1b"` or `"gpipe"`.
         num_microbatches: Micro-batches per step and pipeline, or `"auto"`.
-        rows_per_device: Rows per device and step; a pipeline's batch has K times as many.
-        memory_budget_bytes: Bytes that a device has for training, or None if unknown. Looked at for `"auto"` only.
-        num_frozen_layers: f, the units at the bottom that are frozen.
-        num_cached_layers: c <= f, those of them whose outputs are cached.
-        times: Measured on this machine, to predict steps by.
-        split: `"min-max"`: exactly, by FLOPs, which are the same in every run; `"timed"`: exactly, by `times`;
+        rows_per_device: Samples per device and step; a pipeline's batch has K times as many.
+        memory_budget_bytes: Bytes that a device has for training, or None if unknown. Used for `"auto"` only.
+        num_frozen_layers: f, the number of units at the bottom that are frozen.
+        num_cached_layers: c <= f, the number of these whose outputs are cached.
+        times: Times measured on this machine, used to predict steps.
+        split: `"min-max"`: exact, by FLOPs, which are the same in every run; `"timed"`: exact, by `times`;
             `"greedy"`: the paper's algorithm 1.
 
     Raises:
-        ValueError: If K does not divide the world or exceeds the number of units, a number is too small, a name is
-            unknown, or `"auto"` finds no K that fits.
+        ValueError: If K does not divide the world size or exceeds the number of units, a number is too small, a name
+            is unknown, or `"auto"` finds no K that fits.
     """
     units = tuple(unit_costs)
     if split not in SPLITS:
@@ -108,29 +109,29 @@ def replan(
     compression: Literal["fit", "halve", "none"] = "fit",
     split: str = "min-max",
 ) -> PipelinePlan:
-    """Make the plan that follows `plan` once more layers are frozen: pipeline compression, then the split.
+    """Make the plan that follows `plan` when more layers are frozen: pipeline compression, then the split.
 
-    K never grows. `"fit"` looks at every shorter pipeline whose largest stage fits, and takes the shortest that is
-    predicted to be about as fast as any; `"halve"` is the paper's rule: K / 2 as long as that fits.
+    K never grows. `"fit"` considers every shorter pipeline whose largest stage fits, and takes the shortest one that
+    is predicted to be about as fast as the fastest; `"halve"` is the paper's rule: K / 2 as long as that fits.
 
     Args:
         plan: The plan in force.
-        num_frozen_layers: f from now on, not less than before.
-        memory_budget_bytes: What a stage may take. The paper's criterion is the largest stage at the start of
+        num_frozen_layers: The new f, not less than before.
+        memory_budget_bytes: Bytes that a stage may take. The paper's criterion is the largest stage at the start of
             training, `largest_stage_bytes(start)`.
-        num_cached_layers: c from now on; it may also fall, when the cache is given up.
-        compression: `"fit"`, `"halve"`, or `"none"`: only the split changes.
+        num_cached_layers: The new c; it may also fall, when the cache is disabled.
+        compression: `"fit"`, `"halve"`, or `"none"`, with which only the split changes.
         split: As for `make_plan`.
 
     Raises:
-        ValueError: If a name is unknown or a number out of range.
+        ValueError: If a name is unknown or a number is out of range.
     """
     if compression not in COMPRESSIONS:
         raise ValueError(
             f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}: choose one."
         )
     k = plan.pipeline_parallel_size
-    # on one stage, where any number of layers may be cached; then cut
+    # first with one stage, for which any number of layers may be cached; then split
     frozen = replace(
         plan,
         pipeline_parallel_size=1,
@@ -159,7 +160,7 @@ def largest_stage_bytes(plan: PipelinePlan) -> int:
 
 
 def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
-    """Return the plan with K stages, balanced anew."""
+    """Return the plan with K stages, split anew."""
     check_pipeline_size(plan.world_size, k, plan.num_units)
     if split == "greedy":
         costs = _papers_sizes(plan)
@@ -167,7 +168,7 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
         costs = _step_seconds(plan, k)
     else:
         costs = step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
-    # cached units are the first stage's, whatever else it gets; where too few others are left, fewer count as cached
+    # the first stage holds all cached units; if too few units are left for the others, fewer count as cached
     first = min(plan.num_cached_layers, plan.num_units - k)
     bounds = SPLITS[split](costs[first:], k)
     return replace(
@@ -182,7 +183,7 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
 def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
     """Return each unit's measured seconds per micro-batch.
 
-    What precedes the units costs every stage a forward and so does not matter for the split, but for its backward.
+    The part before the units costs every stage a forward, so only its backward matters for the split.
     """
     times = plan.times
     if times is None:
@@ -203,7 +204,7 @@ def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
 
 
 def _papers_sizes(plan: PipelinePlan) -> list[float]:
-    """Return what the paper balances: parameters, a frozen layer's counted in part."""
+    """Return the sizes that the paper balances: parameters, of which a frozen layer's count in part."""
     return [
         sum(unit.parameters.values()) * (PAPERS_FROZEN_SHARE if index < plan.num_frozen_layers else 1.0)
         for index, unit in enumerate(plan.unit_costs)
@@ -211,7 +212,7 @@ def _papers_sizes(plan: PipelinePlan) -> list[float]:
 
 
 def _lengths(plan: PipelinePlan, longest: int) -> Iterable[int]:
-    """Return the possible numbers of stages, ascending."""
+    """Return the possible numbers of stages up to `longest`, ascending."""
     return [k for k in range(1, longest + 1) if plan.world_size % k == 0]
 
 

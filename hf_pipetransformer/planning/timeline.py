@@ -1,11 +1,11 @@
-"""Who computes what when: one training step of a pipeline, simulated.
+"""A simulated training step of a pipeline: which stage computes what, and when.
 
 1F1B, K = 2 stages, M = 3 micro-batches, a backward costs two forwards (one column a unit of time):
 
     stage 0   F0 F1 .  B0 B0 F2 .  B1 B1 .  B2 B2
     stage 1      F0 B0 B0 F1 B1 B1 F2 B2 B2
 
-Each stage works through its own list in order; an entry starts when the stage is free and its input has come.
+Each stage works through its own list in order; an entry starts when the stage is free and its input has arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .partition import check_schedule
 
 @dataclass(frozen=True)
 class Span:
-    """One stage at work on one micro-batch, in seconds from the start of the step."""
+    """The time that one stage spends on one micro-batch, in seconds from the start of the step."""
 
     stage: int
     kind: Literal["forward", "backward"]
@@ -33,8 +33,8 @@ class Timeline:
     """One simulated step.
 
     Attributes:
-        spans: what the stages do, by stage and start; a stage without backward has no backward spans.
-        seconds: until the last stage to finish has finished.
+        spans: what the stages do, sorted by stage and start; a stage without backward has no backward spans.
+        seconds: time until the last stage has finished.
     """
 
     spans: tuple[Span, ...]
@@ -42,16 +42,17 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they wait, 0 to 1."""
+        """Fraction of the stages' time in which they idle, 0 to 1."""
         stages = {span.stage for span in self.spans}
         offered = self.seconds * len(stages)
         return 1 - sum(span.end - span.start for span in self.spans) / offered if offered else 0.0
 
 
 def order_of_work(stage: int, num_stages: int, num_microbatches: int, schedule: str) -> list[tuple[str, int]]:
-    """What a stage does in a step, in order: ("forward" | "backward", micro-batch).
+    """Return what a stage does in a step, in order: ("forward" | "backward", micro-batch).
 
-    As torch's schedules do it. With fewer micro-batches than stages 1F1B has no steady state and is GPipe.
+    The order is that of torch's schedules. With fewer micro-batches than stages, 1F1B has no steady state and
+    equals GPipe.
     """
     check_schedule(schedule)
     m = num_microbatches
@@ -69,7 +70,8 @@ def simulate(
 
     Args:
         forward: seconds of one micro-batch's forward in each stage. `[K]`
-        backward: seconds of its backward; 0 for a stage that has none, because all up to it is frozen. `[K]`
+        backward: seconds of one micro-batch's backward in each stage; 0 for a stage without backward, because it and
+            all stages before it are frozen. `[K]`
         num_microbatches: M.
         schedule: "1f1b" or "gpipe".
     """

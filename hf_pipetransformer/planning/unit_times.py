@@ -1,9 +1,9 @@
-"""How long each unit of a model takes on this machine, measured on a few real rows.
+"""The time that each unit of a model takes on this machine, measured on a few real samples.
 
-Operation counts split a model of equal layers well, but do not say how long a step takes, what a small micro-batch
-loses to the fixed cost of its calls, or what embeddings and the optimizer cost. So before the model is cut, each
-process runs it a few times, one unit with a graph at a time: no more memory is needed than the weights, one unit's
-activations and one unit's gradients.
+Operation counts suffice to split a model of equal layers, but they do not show how long a step takes, how much a small
+micro-batch loses to the fixed cost of its calls, or what embeddings and the optimizer cost. So before the model is
+split, each process runs it a few times and builds the graph of one unit at a time: this needs no more memory than the
+weights, one unit's activations and one unit's gradients.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..model.placeholders import evaluation_mode
 from ..randomness import global_state_kept
 
 REPETITIONS = 3
-"""Of each measurement; the median counts. The first run of all is thrown away."""
+"""Number of repetitions of each measurement, of which the median is used. The very first run is discarded."""
 UNITS_OF_A_KIND = 3
-"""Of units that are alike, so many are run with a graph; the others take as long."""
+"""Number of units of one kind that are run with a graph; the others of that kind are assumed to take as long."""
 UPDATE_SAMPLE_ELEMENTS = 2**22
-"""Too many for the caches; a smaller model fits there itself."""
+"""Number of elements for timing the optimizer: too many for the caches; a smaller model fits into them itself."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A time that grows with the rows of a micro-batch: `fixed + per_row * rows`."""
+    """A time that grows with the number of samples of a micro-batch: `fixed + per_row * rows`."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -46,7 +46,7 @@ class Seconds:
 
     @classmethod
     def through(cls, rows: tuple[int, int], seconds: tuple[float, float]) -> Seconds:
-        """The line through two measurements; without a negative part, which only noise can make."""
+        """Fit the line through two measurements, without negative coefficients, which only noise can cause."""
         (few, many), (short, long) = rows, seconds
         if few == many:
             return cls(0.0, long / many)
@@ -59,8 +59,8 @@ class PartTimes:
     """Times of one part of a model for one micro-batch.
 
     Attributes:
-        forward: without a graph: what it costs when it is frozen.
-        backward: what training it costs beyond that.
+        forward: time without a graph, which is the cost of a frozen part.
+        backward: time that training adds to that.
     """
 
     forward: Seconds = Seconds()
@@ -72,12 +72,12 @@ class ModelTimes:
     """Times of a whole model on one device.
 
     Attributes:
-        prologue: what precedes the units (embeddings, masks). Every stage repeats its forward; the first also has its
-            backward.
-        units: in the order of execution.
-        head: what follows them, the loss included.
-        update_seconds_per_byte: of trainable parameters, for clipping and an AdamW step.
-        reduce_seconds_per_byte: of an all-reduce over all processes; 0 for one process.
+        prologue: the part before the units (embeddings, masks). Every stage repeats its forward; the first stage also
+            runs its backward.
+        units: the units in execution order.
+        head: the part after the units, including the loss.
+        update_seconds_per_byte: seconds per byte of trainable parameters for clipping and an AdamW step.
+        reduce_seconds_per_byte: seconds per byte of an all-reduce over all processes; 0 for one process.
     """
 
     prologue: PartTimes
@@ -88,10 +88,10 @@ class ModelTimes:
 
     @classmethod
     def of_plain(cls, values: Mapping[str, Any]) -> ModelTimes:
-        """From what `dataclasses.asdict` has made of it, and JSON.
+        """Create the times from the result of `dataclasses.asdict`, which may have passed through JSON.
 
         Raises:
-            KeyError, TypeError: it is something else.
+            KeyError, TypeError: if `values` has another structure.
         """
 
         def part(lines: Mapping[str, Any]) -> PartTimes:
@@ -103,14 +103,14 @@ class ModelTimes:
 
 
 def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: float = 0.0) -> ModelTimes:
-    """Time the parts of a complete model on the rows of `batch`, and on a quarter of them.
+    """Time the parts of a complete model on all samples of `batch`, and on a quarter of them.
 
-    The model's weights, gradients, modes and the state of random numbers are as before when it returns.
+    The model's weights, gradients and modes and the state of the random generators are restored.
 
     Args:
-        stack: the units.
+        stack: the model's units.
         batch: keyword arguments of the model, on its device.
-        reduce_seconds_per_byte: measured by whoever knows the processes.
+        reduce_seconds_per_byte: seconds per byte of an all-reduce, measured by the caller.
     """
     many = batch_rows(batch)
     few = max(many // 4, 1)
@@ -144,7 +144,7 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
 
 
 def slowest(everyone: Sequence[ModelTimes]) -> ModelTimes:
-    """The times of the slowest process for each part: so all processes go by one measure."""
+    """The times of the slowest process for each part, so that all processes use the same times."""
 
     def most(lines: Sequence[Seconds]) -> Seconds:
         return max(lines, key=lambda line: (line.of(1), line.per_row))
@@ -162,7 +162,7 @@ def slowest(everyone: Sequence[ModelTimes]) -> ModelTimes:
 
 
 class _Measurement:
-    """Forward and backward seconds of each part for one number of rows."""
+    """Forward and backward seconds of each part for one number of samples."""
 
     prologue: tuple[float, float]
     units: list[tuple[float, float]]
@@ -187,11 +187,11 @@ class _Measurement:
             kind = (type(unit.module), tuple(parameter.shape for parameter in unit.module.parameters()))
             alike.setdefault(kind, []).append(k)
         with _training_mode(stack.model), torch.enable_grad():
-            # with what precedes the units, without its backward
+            # includes the forward of the part before the units, without its backward
             self.head = (head, max(self._training_time(last, carries[last]) - prologue - head, 0.0))
             self.units = [(0.0, 0.0)] * last
             for members in alike.values():
-                # not the first unit, whose graph may hold what precedes it; the last one brings the head along
+                # not the first unit, whose graph may include the part before it; the last unit includes the head
                 chosen = [k for k in members if 0 < k < last - 1] or members
                 trained = [self._training_time(k, carries[k]) for k in chosen[:UNITS_OF_A_KIND]]
                 once = median(of_units[k] for k in members)
@@ -202,7 +202,7 @@ class _Measurement:
             self.prologue = (prologue, max(with_embeddings - prologue, 0.0))
 
     def _forward_times(self) -> list[float]:
-        """Of a forward: prologue, each unit, head."""
+        """Seconds of a forward: prologue, each unit, head."""
         marks = [self._clock.mark()]
         mark = partial(_append, marks, self._clock)
         with self._stack.runner.telling_entries(mark):
@@ -212,10 +212,10 @@ class _Measurement:
         return [gaps[0] + sum(gaps[2:-1:2]), *gaps[1:-1:2], gaps[-1]]
 
     def _training_time(self, k: int, carry: Carry) -> float:
-        """Forward with a graph and backward of unit k alone, from where it is entered.
+        """Seconds of the forward with a graph and the backward of unit k alone, from the entry of the unit.
 
-        The first unit is timed with what precedes it, the last one with the head; k = L is the head with the forward
-        of what precedes the units.
+        The first unit is timed together with the part before it, the last unit together with the head; k = L times the
+        head, together with the forward of the part before the units.
         """
         stack, clock = self._stack, self._clock
         times = []
@@ -228,7 +228,7 @@ class _Measurement:
                 else:
                     with stack.runner.to_the_end(k, carry):
                         outputs = loss_outputs(output_tensors(stack.model(**stack.runner.arguments(self._batch))))
-            # of the marks the second is the unit's entry
+            # the second mark is the unit's entry
             begin = marks[1] if 0 < k < stack.num_units else marks[0]
             scalars = [output.float().sum() for output in outputs if output.requires_grad]
             if scalars:
@@ -241,7 +241,7 @@ class _Measurement:
 
 @contextmanager
 def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, `model.train()`, but for the running statistics of batches, which belong to the training."""
+    """Inside, the model is in training mode, but batch normalisation layers keep their running statistics."""
     with evaluation_mode(model):
         model.train()
         for module in model.modules():
@@ -255,7 +255,7 @@ def _append(marks: list[Any], clock: _Clock, *_: Any) -> None:
 
 
 class _Clock:
-    """Points in time on a device, whose work is not done when its call returns."""
+    """Marks points in time on a device, which may still be working when a call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -276,7 +276,7 @@ class _Clock:
 
 
 def _update_seconds_per_byte(elements: int, clock: _Clock) -> float:
-    """Of clipping and a step of the Trainer's default optimizer: fused AdamW takes a fifth of a plain one's time."""
+    """Seconds per byte of clipping and a step of the Trainer's default, fused AdamW (a fifth of plain AdamW)."""
     device = clock.device
     parameter = nn.Parameter(torch.zeros(elements, device=device))
     parameter.grad = torch.ones_like(parameter)

@@ -1,16 +1,17 @@
 """Keys and values that outlive a slice: attention over a sequence that is run a few tokens at a time.
 
-A causal model's tokens [a, b) need of the earlier ones their keys and values alone. Generation keeps these in a
-`transformers.Cache`; so does this, and gives them gradients as well (TeraPipe, ICML 2021, section 3.2).
+A causal model's tokens [a, b) need only the keys and values of earlier tokens. Generation keeps these in a
+`transformers.Cache`. The cache in this module does the same, and also gives keys and values gradients (TeraPipe, ICML
+2021, section 3.2).
 
     forward    slice 0        slice 1        slice 2
                  k, v ────────→ reads ────────→ reads
                    └────────────────────────────→
-    backward   takes up  ←──── parks gradients
-                              takes up ←────── parks gradients
+    backward   adds     ←───── stores gradients
+                              adds     ←────── stores gradients
 
-Forwards go from the first slice to the last, backwards from the last to the first. A slice's backward parks the
-gradients of earlier tokens' keys and values here, and their own slice takes them up when its turn comes.
+Forwards run from the first slice to the last, backwards from the last to the first. A slice's backward stores the
+gradients of earlier tokens' keys and values here, and the backward of their own slice adds them to its own.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 @dataclass(frozen=True)
 class Windows:
-    """What the tokens of a sequence can see.
+    """Which tokens of a sequence a token can attend to.
 
     Attributes:
-        layers: for each layer the kind of its attention and the width of its window.
-        separates_documents: whether documents that are packed into one row do not see each other. Found by trying
-            (`probe_slicing`); no configuration says it.
-        allows_left_padding: whether a slice gives the same with padding before it. Found likewise: not where a model
-            computes positions from the padding that it sees (RoBERTa).
+        layers: for each layer, the kind of its attention and the width of its window.
+        separates_documents: whether documents that are packed into one sample do not attend to each other. Found by a
+            probe (`probe_slicing`), because no configuration says it.
+        allows_left_padding: whether slices give the same result with padding before the tokens. Also found by the
+            probe; False for models that compute positions from the padding in their input (RoBERTa).
     """
 
     layers: tuple[tuple[str, int | None], ...]
@@ -45,10 +46,10 @@ class Windows:
 
 
 def attention_windows(model: Any) -> Windows:
-    """What a causal model's layers can see, from its configuration.
+    """Return the attention windows of a causal model's layers, from its configuration.
 
     Raises:
-        UnsupportedModelError: a layer keeps a state that is no keys and values (recurrent, convolutional), or takes
+        UnsupportedModelError: if a layer keeps state other than keys and values (recurrent, convolutional), or uses
             those of another layer.
     """
     config = model.config.get_text_config(decoder=True)
@@ -77,12 +78,13 @@ class SequenceStates:
     """Keys and values of one micro-batch's sequence, in the layers that this process runs.
 
     Args:
-        windows: of all layers of the model.
-        length: tokens of the sequence.
-        is_trimmed: give a layer with a sliding window only what its window reaches. Not where masks of the whole
-            sequence are given.
-        num_frozen: the first layers, which run once and without a graph: theirs go with the last slice. In any other
-            layer gradient checkpointing may compute a slice again, keys and values with a gradient or not.
+        windows: attention windows of all layers of the model.
+        length: number of tokens of the sequence.
+        is_trimmed: whether a layer with a sliding window gets only the tokens inside its window. Must be False if
+            masks of the whole sequence are given.
+        num_frozen: number of the first layers that run once and without a graph: their keys and values are released
+            with the last slice. In other layers gradient checkpointing may recompute a slice, whether or not its keys
+            and values have a gradient.
     """
 
     def __init__(self, windows: Windows, length: int, is_trimmed: bool = True, num_frozen: int = 0) -> None:
@@ -93,7 +95,7 @@ class SequenceStates:
         self._layers: dict[int, _LayerStates] = {}
 
     def slice(self, start: int, stop: int) -> SliceCache:
-        """What the model's forward of the tokens [start, stop) is given as `past_key_values`."""
+        """The `past_key_values` for the model's forward of the tokens [start, stop)."""
         return SliceCache(self, start, stop)
 
     def of_layer(self, index: int) -> _LayerStates:
@@ -102,17 +104,17 @@ class SequenceStates:
         return self._layers[index]
 
     def forget(self) -> None:
-        """When the backward of the first slice is done: layers whose keys have no gradient cannot tell."""
+        """Release all states after the backward of the first slice: layers whose keys have no gradient do not."""
         self._layers.clear()
 
     def first_visible(self, index: int, start: int) -> int:
-        """The first token that one of the tokens from `start` on can see in this layer."""
+        """The first token that the tokens from `start` on can attend to in this layer."""
         kind, width = self.windows.layers[index]
         return max(0, start - width + 1) if kind == SLIDING and width and self._is_trimmed else 0
 
 
 class SliceCache(Cache):
-    """A view of the states for one slice. `update` may be called again, by gradient checkpointing."""
+    """A view of the states for one slice. Gradient checkpointing may call `update` again."""
 
     def __init__(self, states: SequenceStates, start: int, stop: int) -> None:
         self._slices = [_SliceLayer(states, index, start, stop) for index in range(len(states.windows.layers))]
@@ -120,7 +122,7 @@ class SliceCache(Cache):
 
     @property
     def num_updated(self) -> int:
-        """Layers that have given their keys and values."""
+        """Number of layers that have stored their keys and values."""
         return sum(layer.is_updated for layer in self._slices)
 
 
@@ -155,11 +157,11 @@ class _SliceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+    get_max_cache_shape = get_max_length  # name of this method before transformers 5.20
 
 
 class _LayerStates:
-    """Keys and values of one layer for the whole sequence, and the gradients that later slices have parked."""
+    """Keys and values of one layer for the whole sequence, and the gradients that later slices have stored."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -168,12 +170,12 @@ class _LayerStates:
         self._backward_from = length
 
     def put(self, which: int, new: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
-        """Write the tokens [start, stop) and return [visible, stop)."""
+        """Store the values of the tokens [start, stop), and return those of [visible, stop)."""
         kept = self._values[which]
         if kept is None:
             kept = self._values[which] = new.new_zeros(*new.shape[:2], self.length, new.shape[3])
-        # through .data: earlier slices keep views of this memory for their backward, and autograd would count this
-        # write, to other tokens, as a change of what they have saved
+        # through .data: earlier slices keep views of this memory for their backward, and autograd would treat this
+        # write, which is to other tokens, as a change of their saved tensors
         kept.data[:, :, start:stop].copy_(new)
         return kept.data[:, :, visible:stop]
 
@@ -186,14 +188,14 @@ class _LayerStates:
         self._backward_from = start
 
     def take_up(self, which: int, gradient: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
-        """Park the gradients of the earlier tokens [visible, start), and return those of the slice's own."""
+        """Store the gradients of the earlier tokens [visible, start), and return those of the slice's own tokens."""
         own = gradient[:, :, start - visible :]
         parked = self._gradients[which]
         if parked is not None:
             own = own + parked[:, :, start:stop].to(gradient.dtype)
         if start > visible:
             if parked is None:
-                # many slices add up: in half precision the small ones would get lost
+                # the contributions of many slices are added: in half precision small ones would be lost
                 dtype = torch.promote_types(gradient.dtype, torch.float32)
                 shape = (*gradient.shape[:2], self.length, gradient.shape[3])
                 parked = self._gradients[which] = torch.zeros(shape, dtype=dtype, device=gradient.device)
@@ -207,7 +209,7 @@ class _LayerStates:
 
 
 class _Extend(torch.autograd.Function):
-    """Keys and values of a slice -> those of all tokens that it can see."""
+    """Maps keys and values of a slice to those of all tokens that the slice can see."""
 
     @staticmethod
     def forward(

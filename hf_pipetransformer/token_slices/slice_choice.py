@@ -1,8 +1,8 @@
-"""How a batch is cut along its rows and tokens: as asked for, or by what slices take on the stages themselves.
+"""How a batch is split along samples and tokens: as the user asks, or by the measured times of slices on the stages.
 
-profile      each stage runs slices of a few sizes behind contexts of a few sizes, alone
+profile      each stage runs slices of a few sizes after contexts of a few sizes, alone
 fit          a latency model of four terms for each stage; a bad fit is refused, and repeated while there is time
-agree        every stage gets everyone's model, so all derive one plan
+agree        every stage gets all stages' models, so all derive the same plan
 plan         the dynamic program; once for each shape of batch
 """
 
@@ -37,30 +37,30 @@ from .slices import SlicedSequence, Windows, first_tokens, running_slices, seque
 logger = logging.getLogger(__name__)
 
 TokenSlices = str | int | Sequence[int]
-"""`"auto"`, a number of equal slices, or their lengths."""
+"""`"auto"`, a number of equal slices, or the lengths of the slices."""
 
 Point = tuple[int, int, int, float, float]
-"""Rows, tokens of a slice, tokens before it; seconds of its forward and backward."""
+"""Samples, tokens of a slice, tokens before it; seconds of its forward and backward."""
 
 OnPlan = Callable[[tuple[RowSlices, ...], "StepSeconds | None"], None]
-"""Told how a new shape of batch is cut, and what that is predicted to take."""
+"""Called with how a new shape of batch is split and the predicted time of a step (None if it is unknown)."""
 
 PROFILE_SECONDS = 5.0
-"""For all profiles of a batch's shape together."""
+"""Time limit in seconds for all profiles of one shape of batch together."""
 ROUNDS = 5
-"""Of each measurement; the median counts. Fewer where the time is up."""
+"""Number of repetitions of each measurement, of which the median is used. Fewer if the time is up."""
 LARGEST_ERROR = 0.15
-"""Root mean square of the relative error up to which a fit is believed."""
+"""Maximum root mean square of the relative error with which a fit is accepted."""
 PROFILES = 3
 SHORTEST_SLICE = 16
 
 
 class SlowSlicesError(RuntimeError):
-    """There was no time to time enough slices."""
+    """There was not enough time to measure enough slices."""
 
 
 class StepSeconds(float):
-    """Predicted seconds of forward and backward of a step, and what they follow from.
+    """Predicted seconds of forward and backward of a step, with the latencies that they are computed from.
 
     Attributes:
         stages: latency of each stage.
@@ -77,12 +77,12 @@ class StepSeconds(float):
 
 @dataclass(frozen=True)
 class _Fit:
-    """What a stage tells the others of its profile.
+    """The result of a stage's profile, which is sent to the other stages.
 
     Attributes:
-        latency: of the stage.
-        error: root mean square of its relative error.
-        has_time: whether another profile can be taken.
+        latency: latency of the stage.
+        error: root mean square of the relative error of the fit.
+        has_time: whether there is time for another profile.
     """
 
     latency: StageLatency
@@ -91,15 +91,16 @@ class _Fit:
 
 
 class SliceChooser:
-    """The way in which each shape of batch is cut, on one stage.
+    """Chooses how each shape of batch is split, on one stage.
 
     Args:
-        token_slices: as the user asked.
-        windows: of the model's layers.
-        num_parts: rows of a batch -> number of equal parts; more rows at once than under these do not fit for sure.
-        everyone: an object of each stage of the pipeline; collective over the pipeline.
-        on_plan: told of each new shape of batch, how it is cut and how many seconds that is predicted to take.
-        chooses_parts: with "auto": let the dynamic program choose the parts as well.
+        token_slices: the user's setting.
+        windows: attention windows of the model's layers.
+        num_parts: returns the number of equal parts for a batch's number of samples; larger parts may not fit into
+            memory.
+        everyone: gathers an object of each stage of the pipeline; collective over the pipeline.
+        on_plan: called for each new shape of batch, with how it is split and the predicted seconds.
+        chooses_parts: with "auto", let the dynamic program choose the parts as well.
     """
 
     def __init__(
@@ -119,15 +120,15 @@ class SliceChooser:
         self._chooses_parts = chooses_parts
         self._plans: dict[tuple[int, int], tuple[RowSlices, ...]] = {}
         self._latencies: list[StageLatency] | None = None
-        self._profiled = (0, 0)  # rows, tokens
+        self._profiled = (0, 0)  # largest number of samples, and of tokens
 
     def parts_of(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> tuple[RowSlices, ...]:
-        """How to cut a batch. Collective over the pipeline, for a new shape.
+        """Return how to split a batch. Collective over the pipeline for a new shape.
 
         Args:
             stage: this process's stage, under the plan in force.
-            whole: rows -> shapes at the stage's boundaries for so many whole rows of the batch.
-            batch: the pipeline's.
+            whole: returns the shapes at the stage's boundaries for a number of whole samples of the batch.
+            batch: the pipeline's batch.
         """
         rows, tokens = batch_rows(batch), sequence_length(batch)
         if (rows, tokens) not in self._plans:
@@ -156,7 +157,7 @@ class SliceChooser:
         if len(points_to_measure(rows, tokens)) < FEWEST_POINTS:
             return whole_rows(rows, tokens, num_parts), None
         most_rows, most_tokens = self._profiled
-        if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # a fit holds a little beyond
+        if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # a fit is valid a bit beyond
             self._latencies = self._profile(stage, whole, batch)
             self._profiled = (max(rows, most_rows), max(tokens, most_tokens))
         if not self._latencies:
@@ -165,12 +166,12 @@ class SliceChooser:
         return parts, StepSeconds.of(seconds, self._latencies)
 
     def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[StageLatency]:
-        """Everyone's latencies; nothing where they cannot be believed.
+        """Return all stages' latencies; an empty list if they are unreliable.
 
         Raises:
-            Exception: what a stage has raised, on all of them; not where it had too little memory or time.
+            Exception: an error of any stage, on all stages; except lack of memory or time.
         """
-        whole(1)  # shapes go from stage to stage, and are no part of the profile
+        whole(1)  # first, because shapes are sent from stage to stage, which is not part of the profile
         began = time.perf_counter()
         deadline = began + PROFILE_SECONDS
         for attempt in range(1, PROFILES + 1):
@@ -181,11 +182,11 @@ class SliceChooser:
                 points = measure_slices(stage, whole, batch, self._windows, share, deadline)
                 one_round = sum(forward + backward for *_, forward, backward in points)
                 mine = _Fit(*fit_stage(points), time.perf_counter() + one_round <= deadline)
-            except Exception as error:  # the other stages are to hear of it
+            except Exception as error:  # the other stages must receive it, too
                 failure, mine = error, _portable(error)
             everyone = self._everyone(mine)
             failures = [one for one in everyone if isinstance(one, Exception)]
-            for one in (failure, *failures):  # its own first, which knows where it comes from
+            for one in (failure, *failures):  # the process's own error first, as it has the traceback
                 if one is not None and not _is_surmountable(one):
                     raise one
             if failures:
@@ -205,38 +206,42 @@ class SliceChooser:
 
 
 def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
-    """A stage's latency, and the root mean square of its relative error: the largest of forward, backward and both."""
+    """Fit a stage's latency.
+
+    Returns:
+        The latency, and the largest root mean square relative error of the fits of forward, backward and both.
+    """
     both, error = SliceLatency.fit([(r, n, c, forward + backward) for r, n, c, forward, backward in points])
     forward, of_forward = SliceLatency.fit([(r, n, c, seconds) for r, n, c, seconds, _ in points], both.flat_tokens)
-    if not any(point[-1] for point in points):  # all is frozen up to here
+    if not any(point[-1] for point in points):  # all layers up to here are frozen
         return StageLatency(forward, SliceLatency(0.0, 0.0, 0.0, 0.0, both.flat_tokens)), error
     backward, of_backward = SliceLatency.fit([(r, n, c, seconds) for r, n, c, _, seconds in points], both.flat_tokens)
     return StageLatency(forward, backward), max(error, of_forward, of_backward)
 
 
 def _is_surmountable(error: Exception) -> bool:
-    """Whether batches can be cut by rows alone instead: it says nothing against the model, its loss or the device."""
+    """Whether batches can be split along samples instead: the error shows no fault of the model, loss or device."""
     return isinstance(error, SlowSlicesError) or is_out_of_memory(error)
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot travel between processes."""
+    """Return the error, or one with the same message if it cannot be sent to another process."""
     try:
         return pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class of errors does when it is made anew
+    except Exception:  # an error class may raise anything when it is unpickled
         kind = MemoryError if _is_surmountable(error) else ValueError
         return kind(f"{type(error).__name__}: {error}")
 
 
 def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens: int) -> StageShapes:
-    """Shapes at a stage's boundaries for some tokens of a row, from those for whole rows.
+    """Shapes at a stage's boundaries for some tokens of the samples, from those for whole samples.
 
     Raises:
-        ValueError: a tensor that travels has no dimension of tokens.
+        ValueError: if a tensor that is sent between stages has no dimension of tokens.
     """
 
     def cut(slot: CarrySlot, carried: CarriedTensor) -> CarriedTensor:
-        if not slot.is_used:  # attention weights, for one: nobody reads them
+        if not slot.is_used:  # for example attention weights that no later layer reads
             return carried
         if len(carried.shape) < 2 or carried.shape[1] != length:
             raise ValueError(
@@ -251,10 +256,10 @@ def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens:
 
 
 def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
-    """(rows, tokens of a slice, tokens before it) that tell the terms of the latency apart; at most 16."""
+    """Sizes (samples, tokens of a slice, tokens before it) that separate the terms of the latency; at most 16."""
     lengths = [tokens // share for share in (1, 2, 4, 8, 16, 32) if tokens // share >= SHORTEST_SLICE] or [tokens]
     points = [(1, length, 0) for length in lengths]
-    for length, before in ((2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16)):  # shares of the tokens
+    for length, before in ((2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16)):  # divisors of the tokens
         length, context = tokens // length, tokens - tokens // before
         if length >= 1 and length + context <= tokens:
             points.append((1, length, context))
@@ -271,23 +276,23 @@ def measure_slices(
     until: float = math.inf,
     deadline: float = math.inf,
 ) -> list[Point]:
-    """Time forward and backward of slices of the batch's first rows on this stage alone.
+    """Time forward and backward of slices of the batch's first samples on this stage alone.
 
-    Gradients, random numbers and the batch are as before when it returns.
+    Gradients, random generators and the batch are restored afterwards.
 
     Args:
         stage: this process's stage.
-        whole: rows -> shapes at its boundaries.
-        batch: the pipeline's.
-        windows: of the model's layers.
-        until: when to have done with repeating, by `time.perf_counter()`.
-        deadline: when to have done: sizes that take longer are left out, the costliest first.
+        whole: returns the shapes at the stage's boundaries for a number of whole samples.
+        batch: the pipeline's batch.
+        windows: attention windows of the model's layers.
+        until: time by which repetitions must end, by `time.perf_counter()`.
+        deadline: time by which all must end: sizes that would take longer are omitted, the most expensive first.
 
     Returns:
-        (rows, length, context, forward seconds, backward seconds) for each size; 0 for a backward that there is not.
+        (rows, length, context, forward seconds, backward seconds) for each size; 0 seconds if there is no backward.
 
     Raises:
-        SlowSlicesError: there was time for less than half of the sizes.
+        SlowSlicesError: if there was time for less than half of the sizes.
     """
     sizes = sorted(points_to_measure(batch_rows(batch), sequence_length(batch)), key=_cost)
     times: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
@@ -300,17 +305,17 @@ def measure_slices(
         ):
             for parameter in stage.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            _run_slice(stage, whole, batch, windows, sizes[0])  # the first run of all is slow
+            _run_slice(stage, whole, batch, windows, sizes[0])  # discarded, because the very first run is slow
             expected, tokens = 0.0, 1
             for size in sizes:
-                expected *= size[0] * size[1] / tokens  # at most, unless attention is nearly all
+                expected *= size[0] * size[1] / tokens  # an upper bound, unless attention dominates
                 if time.perf_counter() + expected > deadline:
                     break
                 times[size] = [_run_slice(stage, whole, batch, windows, size)]
                 expected, tokens = sum(times[size][0]), size[0] * size[1]
             one_round = sum(sum(measured[0]) for measured in times.values())
             if time.perf_counter() + one_round > deadline:
-                until = deadline  # no other profile will need the time
+                until = deadline  # there is no time for another profile, so this one may use all of it
             for _ in range(ROUNDS - 1):
                 for size, measured in times.items():
                     if time.perf_counter() + sum(measured[-1]) > until:
@@ -346,7 +351,7 @@ def _run_slice(
         for slot, c in zip(stage.slots_in, shapes.incoming, strict=True)
         if slot.is_used
     ]
-    # the context's keys and values are zeros: what they are does not matter for the time
+    # the context's keys and values are zeros, because their values do not affect the time
     sliced = SlicedSequence(stage.stack.model, part, lengths, windows).slice(len(lengths) - 1)
     stage.shapes, stage.micro_batches = shapes, (sliced,)
     try:

@@ -1,14 +1,14 @@
-"""Where to cut one sequence: slices of tokens that follow each other through a pipeline (TeraPipe).
+"""Chooses where to split one sequence: slices of tokens that follow each other through a pipeline (TeraPipe).
 
-In a causal model no token depends on later ones, so a stage can hand on the first tokens of a row before it computes
-the next. Two stages, slices of 3, 2 and 2 seconds (one column a second):
+In a causal model no token depends on later ones, so a stage can send on the first tokens of a sample before it
+computes the next ones. Two stages, slices of 3, 2 and 2 seconds (one column per second):
 
     stage 0   1 1 1 2 2 3 3
     stage 1         1 1 1 2 2 3 3         (3 + 2 + 2) + (K - 1) * 3 = 10
 
-A slice must not be too short, because a device is no faster with few tokens, nor as long as the first when it comes
-late, because it attends to all before it. Li et al., TeraPipe, ICML 2021, section 3.3: equation 5 is `step_seconds`,
-algorithm 1 is `plan_slices`.
+A slice must not be too short, because a device is not faster with few tokens. A late slice must be shorter than the
+first one, because it attends to all tokens before it. Li et al., TeraPipe, ICML 2021, section 3.3: equation 5 is
+`step_seconds`, algorithm 1 is `plan_slices`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from typing import overload
 import numpy as np
 
 MINIMAL_GAIN = 0.02
-"""Share of a step that more slices must save: the fitted latencies are no more exact than that, and each slice costs
-messages and calls that they do not count."""
+"""Fraction of a step that more slices must save: the fitted latencies are no more accurate than that, and each slice
+costs messages and calls that they do not include."""
 TOLERANCE = 1e-3
-"""Share of a step by which the fastest plan found may miss the fastest that there is: far below `MINIMAL_GAIN`."""
+"""Fraction of a step by which the plan found may be slower than the fastest plan: far below `MINIMAL_GAIN`."""
 GRANULARITY = 16
-"""Tokens; what a matrix product rounds up to on most devices."""
+"""In tokens; the multiple to which a matrix product is padded on most devices."""
 MOST_UNITS = 128
-"""Of a sequence: the time of the dynamic program grows with their square."""
+"""Maximum number of units of a sequence: the time of the dynamic program grows with its square."""
 FEWEST_POINTS = 4
-"""As many as a `SliceLatency` has coefficients."""
+"""Minimum number of measurements for a fit, equal to the number of coefficients of a `SliceLatency`."""
 PIECES = 8
-"""Into so many a range of limits is divided to look closer."""
+"""Number of pieces into which a range of limits is divided for a finer search."""
 
 
 @dataclass(frozen=True)
 class SliceLatency:
     """Seconds that forward and backward of a slice take on one stage.
 
-    A slice is `rows` rows of `length` tokens behind `context` earlier tokens of the same rows:
+    A slice has `length` tokens in each of `rows` samples, after `context` earlier tokens of the same samples:
 
         fixed + per_token * max(rows * length, flat_tokens)
               + per_pair * rows * length * (context + length / 2) + per_context * rows * context
 
     Attributes:
         fixed: seconds of a slice of any size: calls, messages.
-        per_token: seconds of a token.
-        per_pair: seconds of a token and one that it attends to.
-        per_context: seconds of an earlier token, for its keys and values.
-        flat_tokens: fewer tokens than these take as long as these (figure 3 of the paper).
+        per_token: seconds per token.
+        per_pair: seconds per pair of a token and a token that it attends to.
+        per_context: seconds per earlier token, for its keys and values.
+        flat_tokens: slices with fewer tokens than this take as long as with this many (figure 3 of the paper).
     """
 
     fixed: float
@@ -69,7 +69,7 @@ class SliceLatency:
     def seconds(
         self, rows: int | np.ndarray, length: int | np.ndarray, context: int | np.ndarray
     ) -> float | np.ndarray:
-        """Seconds of a slice, or of many: arrays broadcast."""
+        """Seconds of one slice, or of many: arrays broadcast."""
         return (
             self.fixed
             + self.per_token * np.maximum(rows * length, self.flat_tokens)
@@ -87,13 +87,13 @@ class SliceLatency:
 
         Args:
             points: (rows, length, context, measured seconds) of each measurement.
-            flat_tokens: if it is known.
+            flat_tokens: the value, if it is known.
 
         Returns:
             The fit, and the root mean square of its relative error at the points.
 
         Raises:
-            ValueError: If there are fewer than 4 points, or one is no slice or took no time.
+            ValueError: If there are fewer than 4 points, or a point is not a valid slice or took no time.
         """
         if len(points) < FEWEST_POINTS:
             raise ValueError(
@@ -109,13 +109,13 @@ class SliceLatency:
         known = () if flat_tokens is None else (flat_tokens,)
         tokens = known or (0, *sorted({rows * length for rows, length, _, _ in points}))
         fits = [_fit_coefficients(points, flat) for flat in tokens]
-        error, latency = min(fits, key=lambda fit: fit[0])  # of equal ones the least flat part
+        error, latency = min(fits, key=lambda fit: fit[0])  # of equally good fits the one with the least flat part
         return latency, error
 
 
 @dataclass(frozen=True)
 class RowSlices:
-    """`rows` rows of a batch, cut into slices of these lengths, in tokens."""
+    """`rows` samples of a batch, split into slices of these lengths, in tokens."""
 
     rows: int
     lengths: tuple[int, ...]
@@ -123,11 +123,11 @@ class RowSlices:
 
 @dataclass(frozen=True)
 class SlicingPlan:
-    """How a batch is cut.
+    """How a batch is split.
 
     Attributes:
-        parts: of rows; the pipeline works on their slices one after the other.
-        seconds: predicted, of forward and backward of one step.
+        parts: groups of samples; the pipeline processes their slices one after the other.
+        seconds: predicted seconds of forward and backward of one step.
     """
 
     parts: tuple[RowSlices, ...]
@@ -148,7 +148,7 @@ def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> 
     t_i is a slice's time on the stage that is slowest with it; K_eff is `effective_stages`.
 
     Raises:
-        ValueError: If there are no stages or parts, a part is empty, or parts differ in the length of their rows.
+        ValueError: If there are no stages or parts, a part is empty, or parts have samples of different lengths.
     """
     if not parts:
         raise ValueError("parts is empty, but a step needs at least 1 part: give all rows of the batch.")
@@ -175,7 +175,7 @@ def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> 
 def effective_stages(stages: Sequence[SliceLatency], rows: int, length: int) -> float:
     """K_eff = sum w_k / max w_k, where w_k is stage k's time for the whole batch: K if the stages are equal.
 
-    Filling and draining the pipeline takes a slice through all stages, of which the quick ones take less.
+    Filling and draining the pipeline takes one slice through all stages, and fast stages need less time for it.
 
     Raises:
         ValueError: If there are no stages.
@@ -195,30 +195,30 @@ def plan_slices(
     most_rows: int | None = None,
     granularity: int | None = None,
 ) -> SlicingPlan:
-    """Choose parts of rows and slices of tokens so that a step takes the least time (`step_seconds`).
+    """Choose parts of the batch and slices of tokens so that a step takes the least time (`step_seconds`).
 
-    1. For a limit on the seconds of one slice, a dynamic program over the units of a row finds the cut with the least
-       sum, for each number of rows that a part may have; a second one makes up all rows of such parts.
-    2. The sum never falls when the limit does. So a range of limits takes at least the sum at its upper end and K - 1
-       times its lower end: it is looked into only if that is less than the best plan found.
-    3. Of the plans within `MINIMAL_GAIN` of the best one, one that leaves the sequences whole is taken, or else the
-       one with the fewest slices.
+    1. For a limit on the seconds of one slice, a dynamic program over the units of a sample finds the split with the
+       least sum, for each number of samples that a part may have; a second one divides all samples into such parts.
+    2. The sum never falls when the limit falls. So a plan under a range of limits takes at least the sum at its upper
+       end plus K - 1 times its lower end: a range is searched only if this is less than the best plan found.
+    3. Of the plans within `MINIMAL_GAIN` of the best one, a plan that leaves the sequences whole is taken; otherwise
+       the one with the fewest slices.
 
-    The best plan found is within `TOLERANCE` of the fastest on the grid of `granularity`, so what is returned is
-    at most a share `MINIMAL_GAIN + TOLERANCE` of its own time slower.
+    The best plan found is within `TOLERANCE` of the fastest on the grid of `granularity`, so the returned plan is
+    at most a fraction `MINIMAL_GAIN + TOLERANCE` of its own time slower.
 
     Args:
         stages: latency of each stage. `[K]`
-        rows: of the batch that the pipeline works on in a step.
-        length: tokens of each row.
-        num_parts: equal parts that the rows are cut into. Default: parts of 1, 2, 4, ... rows or of all of them,
-            whichever are fastest, not necessarily equal ones.
-        most_rows: that a part may have, where `num_parts` is not given: memory grows with them.
-        granularity: slices are multiples of so many tokens, but for the last one. Default: 16, or the next multiple of
-            16 that leaves at most 128 units.
+        rows: number of samples of the batch that the pipeline processes in a step.
+        length: number of tokens of each sample.
+        num_parts: number of equal parts into which the samples are divided. Default: parts of 1, 2, 4, ... samples or
+            of all of them, whichever are fastest, not necessarily equal ones.
+        most_rows: maximum number of samples in a part if `num_parts` is not given: memory grows with it.
+        granularity: slices are multiples of this many tokens, except the last one. Default: 16, or the next multiple
+            of 16 that leaves at most 128 units.
 
     Raises:
-        ValueError: If a number is below 1, there are no stages, or `num_parts` does not divide the rows.
+        ValueError: If a number is below 1, there are no stages, or `num_parts` does not divide the samples.
     """
     _check_at_least_one("rows", rows)
     _check_at_least_one("length", length)
@@ -227,7 +227,7 @@ def plan_slices(
     _check_at_least_one("granularity", granularity)
     pace = effective_stages(stages, rows, length) - 1
     sizes = _part_sizes(rows, num_parts, most_rows)
-    different = tuple(dict.fromkeys(stages))  # equal stages need one table
+    different = tuple(dict.fromkeys(stages))  # equal stages share one table
 
     whole = np.array([0, length])
     units = np.minimum(np.arange(math.ceil(length / granularity) + 1) * granularity, length)
@@ -240,20 +240,20 @@ def plan_slices(
 
 
 def most_rows_of_part(rows: int, num_microbatches: int, num_stages: int) -> int:
-    """How many rows a part may have so that no stage keeps more rows at once than with so many micro-batches.
+    """Maximum samples in a part such that no stage keeps more samples at once than with `num_microbatches`.
 
-    1F1B keeps K parts in the first stage. With fewer micro-batches than stages it keeps all rows anyway.
+    1F1B keeps K parts in the first stage. With fewer micro-batches than stages it keeps all samples anyway.
     """
     return rows // num_microbatches if num_microbatches >= num_stages else rows
 
 
 def whole_rows(rows: int, length: int, num_parts: int) -> tuple[RowSlices, ...]:
-    """Equal parts of the rows, each of them one slice."""
+    """Return equal parts of the samples, each of them as one slice."""
     return (RowSlices(rows // num_parts, (length,)),) * num_parts
 
 
 def uniform_slices(length: int, count: int) -> tuple[int, ...]:
-    """Cut a row into nearly equal slices, the longer ones first; into single tokens if it has fewer than `count`.
+    """Split a sample into nearly equal slices, longer ones first; into single tokens if it has fewer than `count`.
 
     Raises:
         ValueError: If a number is below 1.
@@ -265,7 +265,7 @@ def uniform_slices(length: int, count: int) -> tuple[int, ...]:
 
 
 def given_slices(length: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Cut a row into slices of these lengths, as far as it reaches; what remains behind them is one more slice.
+    """Split a sample into slices of these lengths, as far as it reaches; the remainder is one more slice.
 
     Raises:
         ValueError: If a length is below 1.
@@ -282,12 +282,12 @@ def given_slices(length: int, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The dynamic program. C: limits tried at once; n: units of a row; tables and times are in seconds
+# The dynamic program. C: limits tried at once; n: units of a sample; tables and times are in seconds
 # ---------------------------------------------------------------------------------------------------------
 
 
 def _part_sizes(rows: int, num_parts: int | None, most_rows: int | None) -> tuple[int, ...]:
-    """Numbers of rows that a part may have, the largest first."""
+    """Possible numbers of samples in a part, the largest first."""
     if num_parts is None:
         most = rows if most_rows is None else min(rows, most_rows)
         _check_at_least_one("most_rows", most)
@@ -301,7 +301,7 @@ def _part_sizes(rows: int, num_parts: int | None, most_rows: int | None) -> tupl
 
 
 def _slice_table(stages: Sequence[SliceLatency], rows: int, bounds: np.ndarray) -> np.ndarray:
-    """Seconds on the slowest stage of each slice from one bound to a later one, else infinity. `[n + 1, n + 1]`"""
+    """Seconds of each slice between two bounds on its slowest stage, infinity elsewhere. `[n + 1, n + 1]`"""
     begin, end = np.triu_indices(len(bounds), 1)
     table = np.full((len(bounds), len(bounds)), np.inf)
     lengths, contexts = bounds[end] - bounds[begin], bounds[begin]
@@ -312,17 +312,17 @@ def _slice_table(stages: Sequence[SliceLatency], rows: int, bounds: np.ndarray) 
 def _search(
     tables: Mapping[int, np.ndarray], bounds: np.ndarray, rows: int, pace: float, best: float = math.inf
 ) -> list[SlicingPlan]:
-    """Find plans near the fastest one, which is among them unless it is slower than `best`. See `plan_slices`, 2.
+    """Find plans near the fastest one, and the fastest itself unless it is slower than `best`. See `plan_slices`, 2.
 
     Args:
-        tables: number of rows of a part -> seconds of its slices.
-        bounds: where a row may be cut, in tokens. `[n + 1]`
+        tables: number of samples in a part -> seconds of its slices.
+        bounds: positions where a sample may be split, in tokens. `[n + 1]`
         pace: K_eff - 1.
-        best: seconds of a plan that is known.
+        best: seconds of a plan that is already known.
     """
     limits = np.unique(np.concatenate([table[np.isfinite(table)] for table in tables.values()]))
     plans: list[SlicingPlan] = []
-    ranges = [(0, len(limits) - 1, 0.0)]  # limits not tried: first, last, and what the sum is at least
+    ranges = [(0, len(limits) - 1, 0.0)]  # limits not tried yet: first, last, and a lower bound of the sum
     while ranges:
         pieces = [
             (first, last)
@@ -337,28 +337,28 @@ def _search(
         best = min(best, float(seconds.min()))
         near = np.flatnonzero(seconds * (1 - MINIMAL_GAIN) <= best).tolist()
         plans += [cuts.plan(c, bounds, float(seconds[c])) for c in near]
-        # from the longest slice up to the limit that was tried, each limit has the same cut
+        # all limits from the longest slice up to the limit that was tried have the same split
         ends = np.searchsorted(limits, cuts.longest) - 1
         ranges = [
             (first, int(end), float(least_sum))
             for (first, _), end, least_sum in zip(pieces, ends, cuts.sums, strict=True)
-            if first <= end and math.isfinite(least_sum)  # if one limit is too strict, so are those below
+            if first <= end and math.isfinite(least_sum)  # if a limit is too strict, so are all below it
         ]
     return plans
 
 
 def _pieces(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Divide the range into at most `PIECES`; both ends belong to it."""
+    """Divide the range into at most `PIECES`; both ends are included."""
     for end in np.unique(np.linspace(first, last, PIECES + 1).astype(int)[1:]).tolist():
         yield first, end
         first = end + 1
 
 
 class _Cuts:
-    """The cut with the least sum under each of several limits on the seconds of a slice.
+    """The split with the least sum under each of several limits on the seconds of a slice.
 
     Attributes:
-        sums: of the seconds of all slices; infinity where a limit is too strict. `[C]`
+        sums: total seconds of all slices; infinity if a limit is too strict. `[C]`
         longest: seconds of the longest slice. `[C]`
     """
 
@@ -369,7 +369,7 @@ class _Cuts:
         part_sums = np.stack([sums for sums, _, _ in of_sizes], axis=1)
         part_longest = np.stack([longest for _, longest, _ in of_sizes], axis=1)
 
-        # all rows of parts: sums[:, r] is the least for the first r rows, picks[:, r] the size of their last part
+        # division into parts: sums[:, r] is the least for the first r samples, picks[:, r] the size of their last part
         every = np.arange(len(limits))
         sums = np.full((len(limits), rows + 1), np.inf)
         sums[:, 0] = 0
@@ -386,7 +386,7 @@ class _Cuts:
         self.sums, self.longest = sums[:, rows], longest[:, rows]
 
     def plan(self, c: int, bounds: np.ndarray, seconds: float) -> SlicingPlan:
-        """The cut under limit `c`."""
+        """Return the split under limit `c`."""
         parts = []
         left = self._picks.shape[1] - 1
         while left:
@@ -400,10 +400,10 @@ class _Cuts:
 
 
 def _cut_rows(table: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Algorithm 1 of the paper, for several limits at once: the cut of one part's rows with the least sum.
+    """Algorithm 1 of the paper, for several limits at once: the split of one part's samples with the least sum.
 
     Returns:
-        The sum `[C]`, the longest slice `[C]`, and for each unit where the slice that ends there begins. `[C, n + 1]`
+        The sum `[C]`, the longest slice `[C]`, and for each unit the start of the slice that ends there. `[C, n + 1]`
     """
     num_bounds, every = len(table), np.arange(len(limits))
     sums = np.full((len(limits), num_bounds), np.inf)
@@ -413,14 +413,14 @@ def _cut_rows(table: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.nda
     for end in range(1, num_bounds):
         slices = table[:end, end]
         options = np.where(slices <= limits[:, None], sums[:, :end] + slices, np.inf)
-        begin = options.argmin(axis=1)  # of equal ones the longest slice
+        begin = options.argmin(axis=1)  # of equally good ones the longest slice
         sums[:, end], begins[:, end] = options[every, begin], begin
         longest[:, end] = np.maximum(longest[every, begin], slices[begin])
     return sums[:, -1], longest[:, -1], begins
 
 
 def _fit_coefficients(points: Sequence[tuple[int, int, int, float]], flat_tokens: int) -> tuple[float, SliceLatency]:
-    """Return the least r.m.s. relative error and the latency that has it, for this flat part."""
+    """Return the least root mean square relative error for this flat part, and the latency that has it."""
     rows, length, context, measured = (np.array(column, float) for column in zip(*points, strict=True))
     matrix = np.stack(
         [
@@ -432,10 +432,10 @@ def _fit_coefficients(points: Sequence[tuple[int, int, int, float]], flat_tokens
         axis=1,
     )
     matrix /= measured[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(float).tiny)  # or the pairs would drown the rest
+    scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(float).tiny)  # else the pairs would dominate
     matrix /= scale
     best, coefficients = math.inf, np.zeros(4)
-    # The optimum without negative coefficients is the plain optimum of those that it leaves positive: try all sets.
+    # The non-negative optimum is the plain optimum over those coefficients that it leaves positive: try all sets.
     for kept in (list(kept) for count in range(1, 5) for kept in combinations(range(4), count)):
         solution = np.linalg.lstsq(matrix[:, kept], np.ones(len(points)), rcond=None)[0]
         error = float(np.sqrt(np.mean((matrix[:, kept] @ solution - 1) ** 2)))

@@ -1,12 +1,13 @@
-"""Who computes which slice when: one training step of a pipeline over tokens, simulated.
+"""A simulated training step of a pipeline over tokens: which stage computes which slice, and when.
 
 K = 2 stages, 2 parts of the batch, of 3 and 1 slices (F forward, B backward; part.slice):
 
     stage 0   F0.0 F0.1 F0.2 F1.0      B0.2 B0.1 B0.0      B1.0
     stage 1        F0.0 F0.1 F0.2 B0.2 B0.1 B0.0 F1.0 B1.0
 
-`token_slicing.step_seconds` takes forward and backward of a slice together, as the dynamic program must. Where layers
-are frozen, stages differ in what a forward is to a backward, and it is too short: then a simulation tells.
+`slice_planning.step_seconds` adds forward and backward of a slice, as the dynamic program requires. If layers are
+frozen, the ratio of forward to backward differs between stages, and its prediction is too short; a simulation is used
+then.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from .slice_planning import (
 )
 
 LEAST_GAIN_OF_CUTS = 0.15
-"""Share of a step that cutting sequences must promise over cutting rows alone: a prediction may be off by as much, and
-where two stages wait for a fifth of a step, as with four micro-batches, short slices do not save more than that."""
+"""Fraction of a step that splitting sequences must be predicted to save over splitting the batch alone. A prediction
+may be off by as much; and if two stages idle for a fifth of a step, as with four micro-batches, short slices do not
+save more than that."""
 
 
 @dataclass(frozen=True)
 class SliceTask:
-    """Forward or backward of one slice of one part of the batch."""
+    """The forward or backward of one slice of one part of the batch."""
 
     is_forward: bool
     part: int
@@ -43,7 +45,7 @@ class SliceTask:
 
 @dataclass(frozen=True)
 class StageLatency:
-    """What slices take on one stage, forward and backward; both are flat up to the same number of tokens."""
+    """Time of slices on one stage, forward and backward; both are constant up to the same number of tokens."""
 
     forward: SliceLatency
     backward: SliceLatency
@@ -63,20 +65,20 @@ class StageLatency:
 def choose_slices(
     stages: Sequence[StageLatency], rows: int, length: int, num_parts: int, *, chooses_parts: bool
 ) -> tuple[tuple[RowSlices, ...], float]:
-    """How to cut a batch, by `plan_slices`; sequences stay whole where cutting them gains too little.
+    """Choose how to split a batch, by `plan_slices`; sequences stay whole if splitting them saves too little.
 
-    Which one is faster a simulation tells: the dynamic program takes forward and backward together. Other parts of
-    whole rows must gain `MINIMAL_GAIN`, cut sequences `LEAST_GAIN_OF_CUTS`.
+    A simulation decides which split is faster, because the dynamic program adds forward and backward. Another split
+    into parts of whole samples must save `MINIMAL_GAIN`, a split of sequences `LEAST_GAIN_OF_CUTS`.
 
     Args:
         stages: latency of each stage. `[K]`
-        rows: of the batch that the pipeline works on in a step.
-        length: tokens of each row.
-        num_parts: equal parts of whole rows, of which K are known to fit at once.
-        chooses_parts: whether the program may take other parts than these.
+        rows: number of samples of the batch that the pipeline processes in a step.
+        length: number of tokens of each sample.
+        num_parts: number of equal parts of whole samples, of which K are known to fit into memory at once.
+        chooses_parts: whether the program may choose other parts than these.
 
     Returns:
-        The parts, and predicted seconds of forward and backward of a step.
+        The parts, and the predicted seconds of forward and backward of a step.
     """
     together = [stage.both for stage in stages]
     best = whole_rows(rows, length, num_parts)
@@ -95,7 +97,7 @@ def choose_slices(
 
 
 def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[SliceTask]:
-    """What a stage does in a step, in order: 1F1B over parts, of which `slices` has the numbers of slices."""
+    """Return what a stage does in a step, in order: 1F1B over parts; `slices` has each part's number of slices."""
     forward = [[SliceTask(True, part, i) for i in range(count)] for part, count in enumerate(slices)]
     backward = [[SliceTask(False, part, i) for i in reversed(range(count))] for part, count in enumerate(slices)]
     ahead = min(len(slices), num_stages - stage)
@@ -107,7 +109,10 @@ def tasks_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[SliceTa
 
 
 def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) -> Timeline:
-    """Forward and backward of a step; messages take no time. What it calls micro-batches are slices, of all parts."""
+    """Simulate forward and backward of a step whose messages take no time.
+
+    The micro-batches of the returned spans are slices, counted over all parts.
+    """
     k, counts = len(stages), [len(part.lengths) for part in parts]
     first = list(accumulate(counts, initial=0))
     work = [deque(tasks_of(stage, k, counts)) for stage in range(k)]
@@ -122,7 +127,7 @@ def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) 
                 task = tasks[0]
                 seconds = (forward if task.is_forward else backward)[stage][task.part, task.slice]
                 source = stage - 1 if task.is_forward else stage + 1
-                has_source = 0 <= source < k and (task.is_forward or seconds > 0)  # frozen up to here: no gradients
+                has_source = 0 <= source < k and (task.is_forward or seconds > 0)  # 0: frozen up to here, no gradients
                 if has_source and (task.is_forward, source, task.part, task.slice) not in done:
                     break
                 start = max(free[stage], done[task.is_forward, source, task.part, task.slice] if has_source else 0.0)
@@ -135,7 +140,7 @@ def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) 
 
 
 def seconds_of_slices(latency: SliceLatency, parts: Sequence[RowSlices]) -> dict[tuple[int, int], float]:
-    """Number of a part and of its slice -> seconds."""
+    """Seconds of each slice, by (index of the part, index of the slice)."""
     return {
         (number, i): float(latency.seconds(part.rows, length, sum(part.lengths[:i])))
         for number, part in enumerate(parts)

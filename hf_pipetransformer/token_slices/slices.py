@@ -1,6 +1,7 @@
-"""Cut a batch of sequences along its tokens.
+"""Splits a batch of sequences along its tokens.
 
-Labels are shifted on the whole sequence before it is cut, or the last token of each slice would lose its label:
+Labels are shifted on the whole sequence before it is split, because otherwise the last token of each slice would lose
+its label:
 
     input_ids      the  cat │ sat  down          slice 0: the cat   slice 1: sat down
     shift_labels   cat  sat │ down  -                     cat sat            down -
@@ -26,14 +27,14 @@ from .kv_slices import CHUNKED, FULL, SLIDING, SequenceStates, SliceCache, Windo
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 REMEDY = "Set token_slices='off'."
 ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the length of the sequence that they see."""
+"""Rotary embeddings whose frequencies depend on the length of the input sequence."""
 
 
 def sequence_length(batch: Mapping[str, Any]) -> int:
-    """Tokens of a row.
+    """Number of tokens of a sample.
 
     Raises:
-        ValueError: the batch has no tokens.
+        ValueError: if the batch has no tokens.
     """
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(batch.get(name), torch.Tensor):
@@ -45,14 +46,14 @@ def sequence_length(batch: Mapping[str, Any]) -> int:
 
 
 class SlicedSequence:
-    """One micro-batch as slices, which share their keys and values.
+    """One micro-batch in slices that share their keys and values.
 
     Args:
-        model: a causal model that `prepare_for_slices` has accepted.
-        batch: keyword arguments of its forward, rows x tokens.
-        lengths: of the slices; they add up to the tokens.
-        windows: of the model, from `probe_slicing`.
-        num_frozen: layers at the bottom that run without a graph.
+        model: a causal model whose windows `probe_slicing` has returned.
+        batch: keyword arguments of the model's forward, samples x tokens.
+        lengths: lengths of the slices; they add up to the number of tokens.
+        windows: attention windows of the model, from `probe_slicing`.
+        num_frozen: number of layers at the bottom that run without a graph.
     """
 
     def __init__(
@@ -71,20 +72,20 @@ class SlicedSequence:
         masks = _masks_of_packed_rows(model, batch, windows)
         if masks is not None:
             self._batch["attention_mask"] = masks
-        given = self._batch.get("attention_mask")  # one of the user's own has a column for each token before a slice
+        given = self._batch.get("attention_mask")  # a user's 4-D mask has a column for each token before a slice
         is_trimmed = given is None or (isinstance(given, torch.Tensor) and given.dim() == 2)
         self._states = SequenceStates(windows, self.length, is_trimmed=is_trimmed, num_frozen=num_frozen)
 
     def slice(self, number: int) -> Batch:
-        """Keyword arguments of the forward for one slice. Slices are to be run in order."""
+        """Keyword arguments of the forward for one slice. Slices must be run in order."""
         if self._states is None:
-            return {**self._batch, "use_cache": False}  # layers that are computed again would append to a cache twice
+            return {**self._batch, "use_cache": False}  # recomputed layers would append to a cache twice
         start, stop = self.spans[number]
         part = {name: self._cut(name, value, start, stop) for name, value in self._batch.items()}
         return {**part, "past_key_values": self._states.slice(start, stop), "use_cache": False}
 
     def forget(self) -> None:
-        """Let go of keys and values: the backward of the first slice is done."""
+        """Release keys and values; called when the backward of the first slice is done."""
         if self._states is not None:
             self._states.forget()
 
@@ -93,7 +94,7 @@ class SlicedSequence:
             return {key: self._cut(name, part, start, stop) for key, part in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
-        if name == "attention_mask":  # of all tokens that the slice can see
+        if name == "attention_mask":  # covers all tokens that the slice can see
             return value[:, :stop] if value.dim() == 2 else value[:, :, start:stop, :stop]
         if value.dim() >= 2 and value.shape[1] == self.length:
             return value[:, start:stop].contiguous()  # losses take views of their labels
@@ -115,7 +116,7 @@ def _refuse_left_padding(model: nn.Module, batch: Batch) -> None:
 
 
 def padding_word(model: nn.Module) -> int | None:
-    """The token that a model is padded with, by its configuration."""
+    """The padding token of a model, from its configuration; None if it has none."""
     config: Any = model.config
     number = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
     return number if isinstance(number, int) and number >= 0 else None
@@ -129,9 +130,9 @@ def _with_shifted_labels(batch: Batch) -> Batch:
 
 
 def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> dict[str, Any] | torch.Tensor | None:
-    """Masks of the whole sequence where several documents stand in one row; None where each row is one document.
+    """Masks of the whole sequence if a sample contains several documents; None if each sample is one document.
 
-    A model sees that a row is packed by positions that begin anew, and that only without a cache.
+    A model recognises a packed sample by positions that start again, but only without a cache. So masks are needed.
     """
     if "cu_seq_lens_q" in batch:
         raise UnsupportedModelError(
@@ -179,10 +180,10 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
 
 @contextmanager
 def running_slices(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Inside, the model's forward can be given slices of this batch.
+    """Inside, the model's forward accepts slices of this batch.
 
-    - Gradient checkpointing leaves the cache to its layers: to give the same states again does no harm.
-    - Rotary embeddings that go by the length of what they see are shown the last position of the whole batch.
+    - Gradient checkpointing leaves the cache to the layers: storing the same keys and values again does no harm.
+    - Rotary embeddings that depend on the length of their input are given the last position of the whole batch, too.
     """
     before: list[tuple[nn.Module, str, Any]] = []
 
@@ -195,7 +196,7 @@ def running_slices(model: nn.Module, batch: Batch) -> Iterator[None]:
         if getattr(module, "gradient_checkpointing", False):
             if isinstance(module, GradientCheckpointingLayer):
                 put(module, "_can_checkpoint_with_cache", True)
-            else:  # a model's own flag only says that it drops its cache
+            else:  # a model's own flag only makes it drop its cache
                 put(module, "gradient_checkpointing", False)
         if _goes_by_length(module):
             hooks.append(module.register_forward_pre_hook(_show_position(_last_position(batch)), with_kwargs=True))
@@ -238,7 +239,7 @@ def _show_position(position: int) -> Any:
 
 
 def first_tokens(batch: Batch, count: int) -> Batch:
-    """The rows' first tokens."""
+    """The first `count` tokens of each sample."""
     length = sequence_length(batch)
     part: Batch = {}
     for name, value in batch.items():
@@ -249,10 +250,10 @@ def first_tokens(batch: Batch, count: int) -> Batch:
 
 
 def check_updates(model: nn.Module, cache: SliceCache, expected: int) -> None:
-    """After a slice's forward through `expected` layers.
+    """Check after a slice's forward that all `expected` layers have stored their keys and values.
 
     Raises:
-        UnsupportedModelError: a layer has not given its keys and values: later slices would not see this one.
+        UnsupportedModelError: if a layer has not, because later slices would not see this slice.
     """
     if cache.num_updated != expected:
         raise UnsupportedModelError(

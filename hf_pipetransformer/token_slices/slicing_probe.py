@@ -1,15 +1,15 @@
-"""Try slices on a few rows before a model is cut.
+"""Probes slices on a few samples before a model is split.
 
-What a layer keeps of earlier tokens beside keys and values cannot be read off a model, nor what a loss does with its
-labels. So a step in slices is compared with one without, where every process still holds the whole model:
+The code of a model does not show what a layer keeps of earlier tokens besides keys and values, nor what a loss does
+with its labels. So a step in slices is compared with one without, while every process still holds the whole model:
 
-1. The loss and gradients of the rows as they are. Gradient checkpointing computes layers again, as in training.
-2. The loss where only the first tokens of later slices have labels: the tokens before them must predict them. A loss
-   that shifts labels itself loses these, which are too few to be noticed otherwise.
+1. The loss and gradients of the samples as they are. Gradient checkpointing recomputes layers, as in training.
+2. The loss if only the first tokens of later slices have labels: the tokens before them must predict them. A loss
+   that shifts labels itself loses these labels, which are too few to be noticed otherwise.
 
-Beside that, other words in one part of the rows tell whether the loss of another part depends on them: of earlier
-tokens on later ones, as in an encoder; of a document on another one that is packed into the same row (such rows are
-refused when they come).
+In addition, other words in one part of the samples show whether the loss of another part depends on them: that of
+earlier tokens on later ones, as in an encoder; or that of a document on another one that is packed into the same
+sample (such samples are refused when they occur).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .slices import REMEDY, SlicedSequence, check_updates, padding_word, running
 LossOf = Callable[[Batch], torch.Tensor]
 
 SAME_LOSS = 1e-6
-"""Relative difference of losses that differ in no word which they depend on: the same numbers in the same order."""
+"""Relative difference below which two losses count as equal: the same numbers in the same order."""
 FAR_FROM_ROUNDING = 100
-"""Times what rounding makes of a loss: of two draws one is hardly ever so much larger than the other."""
+"""Multiple of a loss's rounding error: of two random errors, one is hardly ever this many times larger."""
 
 
 def informative_samples(batches: Sequence[Batch]) -> tuple[int, ...]:
-    """Numbers of two rows that show most: on the longest one windows act, and the shortest one is padded to it.
+    """Indices of the two most informative samples: the longest, on which windows act, and the shortest, to be padded.
 
     Args:
-        batches: rows that were collated apart; they are counted through.
+        batches: samples that were collated separately; indices count through all of them.
     """
     masks = [batch.get("attention_mask") for batch in batches]
     labels = [batch.get("labels") for batch in batches]
@@ -64,19 +64,20 @@ def probe_slicing(
 ) -> Windows:
     """Check that a model's sequences can be run slice by slice, and return the windows of its layers.
 
-    Costs two training steps of the sample, with gradients of the whole model, and some forwards. Weights, gradients
-    and modes are as before when it returns.
+    Costs two training steps of the sample batch, with gradients of the whole model, and some forwards. Weights,
+    gradients and modes are restored afterwards.
 
     Args:
         stack: the units of the whole model.
-        sample: a few rows.
-        loss_of: a batch's, or a slice's, part of the loss of the whole sample.
-        loss_tolerance: relative.
-        gradient_tolerance: relative: the 2-norm of a parameter's difference over that of its gradient.
+        sample: a batch of a few samples.
+        loss_of: computes the part of the whole sample batch's loss that a batch or a slice contributes.
+        loss_tolerance: relative tolerance of losses.
+        gradient_tolerance: relative tolerance: 2-norm of the difference of a parameter's gradients over the
+            2-norm of its gradient.
 
     Raises:
-        UnsupportedModelError: the model cannot be cut along its tokens, or the slices give another loss or gradient.
-        ValueError: the sample shows nothing: rows of one token, without a gradient, or with a loss that is no number.
+        UnsupportedModelError: if the model cannot be split along its tokens, or slices change the loss or gradients.
+        ValueError: if the batch is not informative: samples of one token, no gradient, or a loss that is not finite.
     """
     model = stack.model
     windows = attention_windows(model)
@@ -120,8 +121,8 @@ def probe_slicing(
 def without_autocast() -> Iterator[None]:
     """Inside, `torch.autocast` does nothing.
 
-    Accelerate has put it around the model's forward, once for each trainer that the model has had, and a user may
-    have put it into the loss: none of them can be asked to leave it out.
+    Accelerate has wrapped the model's forward in it, once for each trainer that the model has had, and a user may use
+    it in the loss; neither offers a way to switch it off.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
@@ -134,10 +135,10 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside, a model in evaluation mode uses gradient checkpointing as it does in training.
+    """Inside, a model in eval mode uses gradient checkpointing as it does in training.
 
-    transformers checkpoints a layer that is `training`. Here it says so to whoever asks from outside; to its own code,
-    now and when it is computed again, it does not: no dropout comes with it.
+    transformers checkpoints a layer whose `training` is True. Here the flag is True outside of the layer's own
+    forward, and False inside it, also when it is recomputed, so that dropout stays off.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [(layer, layer._gradient_checkpointing_func) for layer in layers if layer.gradient_checkpointing]
@@ -153,7 +154,7 @@ def _checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def _in_evaluation_mode(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """What checkpoints the layer's forward, and runs it in evaluation mode."""
+    """Return a function that checkpoints the layer's forward and runs it in eval mode."""
 
     def call(forward: Callable[..., Any], *inputs: Any) -> Any:
         def quiet(*again: Any) -> Any:
@@ -204,7 +205,7 @@ def _compare_gradients(
                 "token_slices: the first rows have no label that counts, so nothing shows whether slices are right."
                 " Reorder or filter the data, or set token_slices='off'."
             )
-        # slices are added with the opposite sign: what remains is the difference, and takes no memory of its own
+        # losses of slices get the opposite sign: the remaining gradient is the difference, and needs no extra memory
         losses = _losses_in_slices(stack, sample, lambda part: -loss_of(part), lengths, windows)
         _check_loss(model, float(whole.detach()), -sum(float(loss.detach()) for loss in losses), loss_tolerance)
         for loss in reversed(losses):
@@ -213,7 +214,7 @@ def _compare_gradients(
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        # a key's bias has a gradient of rounding alone; it must not count as wrong
+        # a key's bias has a gradient of rounding errors only, which must not count as wrong
         error = float(parameter.grad.norm()) / max(norms.get(name, 0.0), 1e-2 * largest)
         if not error <= gradient_tolerance:
             raise UnsupportedModelError(
@@ -227,7 +228,7 @@ def _compare_gradients(
 def _losses_in_slices(
     stack: LayerStack, sample: Batch, loss_of: LossOf, lengths: list[int], windows: Windows
 ) -> list[torch.Tensor]:
-    """Of each slice, with its graph."""
+    """The loss of each slice, with its graph."""
     model, losses = stack.model, []
     try:
         with running_slices(model, sample):
@@ -249,18 +250,18 @@ def _losses_in_slices(
 
 
 def _looks_ahead(sample: Batch, loss_of: LossOf) -> bool:
-    """Whether tokens see later ones, as in an encoder. With new weights they matter little: no gradient shows it."""
+    """Whether tokens attend to later ones, as in an encoder. With new weights, gradients would not show it."""
     length = sequence_length(sample)
     middle = length // 2
     return bool(_depends(sample, loss_of, on=range(middle, length), at=range(1, middle)))
 
 
 def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
-    """Whether of two documents in a row the second one does not see the first."""
+    """Whether the second of two documents in a sample does not attend to the first one."""
     length = sequence_length(sample)
     middle = length // 2
     positions = torch.cat([torch.arange(middle), torch.arange(length - middle)])
-    row = {name: value for name, value in sample.items() if name != "attention_mask"}  # else positions say nothing
+    row = {name: value for name, value in sample.items() if name != "attention_mask"}  # it would override positions
     device = next((value.device for value in sample.values() if isinstance(value, torch.Tensor)), None)
     row["position_ids"] = positions.to(device).expand(batch_rows(sample), -1)
     return _depends(row, loss_of, on=range(middle), at=range(middle + 1, length)) is False
@@ -270,7 +271,7 @@ def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
 def _allows_left_padding(
     stack: LayerStack, sample: Batch, loss_of: LossOf, lengths: list[int], windows: Windows, tolerance: float
 ) -> bool:
-    """Whether the rows give the same in slices when their first token is padding. True where it cannot be tried."""
+    """Whether slices give the same loss if the first token is padding. True if this cannot be tried."""
     words, padding, labels = sample.get("input_ids"), padding_word(stack.model), sample.get("labels")
     if padding is None or "position_ids" in sample:
         return True
@@ -286,7 +287,7 @@ def _allows_left_padding(
     try:
         whole = float(loss_of(padded))
         parts = sum(map(float, _losses_in_slices(stack, padded, loss_of, lengths, windows)))
-    except Exception as error:  # whatever a model says to such rows; the comparison without them follows
+    except Exception as error:  # the model may raise anything for such samples; a comparison without padding follows
         if is_out_of_memory(error):
             raise
         return True
@@ -295,14 +296,14 @@ def _allows_left_padding(
 
 @torch.no_grad()
 def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | None:
-    """Whether other words on some tokens change the first row's loss at others; None where that cannot be tried.
+    """Whether other words at some tokens change the first sample's loss at others; None if this cannot be tried.
 
-    Other words in other rows tell what rounding makes of it: they give experts other numbers of tokens.
+    Other words in other samples show the rounding error: they give experts other numbers of tokens.
     """
     row, words = _with_labels_at(sample, at), sample.get("input_ids")
     if row is None or not isinstance(words, torch.Tensor):
         return None
-    others = words.min() + words.max() - words  # that the model knows
+    others = words.min() + words.max() - words  # words that are in the vocabulary
     labels = row["labels"].clone()
     labels[1:] = IGNORED
     if labels.eq(IGNORED).all() or torch.equal(words[0, on], others[0, on]):
@@ -315,7 +316,7 @@ def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | Non
 
     try:
         same, own, foreign = (loss_with_others(rows) for rows in (slice(0), slice(1), slice(1, None)))
-    except Exception as error:  # whatever a model says to positions, or to these words
+    except Exception as error:  # the model may raise anything for positions, or for these words
         if is_out_of_memory(error):
             raise
         return None
@@ -325,10 +326,10 @@ def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | Non
 
 
 def _with_labels_at(sample: Batch, positions: Sequence[int]) -> Batch | None:
-    """The rows with labels at these tokens alone; None where labels are not one for each token, or none is left.
+    """The samples with labels at these tokens only; None if labels are not one per token, or if none is left.
 
-    Padding gets none, nor does what padding predicts: on the left it has no token to see, and with eager attention it
-    then sees them all.
+    Padding gets no label, nor does a token that padding predicts: with padding on the left, the padding has no token
+    to attend to, and with eager attention it then attends to all tokens.
     """
     labels: Any = sample.get("labels")
     is_for_tokens = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
@@ -341,12 +342,12 @@ def _with_labels_at(sample: Batch, positions: Sequence[int]) -> Batch | None:
         counted[:, 1:] &= mask[:, 1:].bool() & mask[:, :-1].bool()
     if not counted.any():
         return None
-    only = labels.clamp(min=0).masked_fill(~counted, IGNORED)  # one that does not count counts here
+    only = labels.clamp(min=0).masked_fill(~counted, IGNORED)  # labels that were ignored count here
     return {**sample, "labels": only}
 
 
 def _check_loss(model: nn.Module, whole: float, sliced: float, tolerance: float) -> None:
-    if not abs(whole - sliced) <= tolerance * max(abs(whole), 1e-3):  # not for NaN either
+    if not abs(whole - sliced) <= tolerance * max(abs(whole), 1e-3):  # also raises for NaN
         raise UnsupportedModelError(
             model,
             f"in slices of tokens its loss is {sliced:.6g}, and {whole:.6g} without: something but keys and values of"

@@ -5,10 +5,10 @@ K = 2 stages, 2 parts of the batch, each of 3 slices (F forward, B backward; par
 stage 0   F0.0 F0.1 F0.2 F1.0 F1.1 F1.2           B0.2 B0.1 B0.0      B1.2 B1.1 B1.0
 stage 1        F0.0 F0.1 F0.2           B0.2 B0.1 B0.0 F1.0 F1.1 F1.2 B1.2 B1.1 B1.0
 
-Slices of a sequence go forward from the first to the last and backward from the last to the first; between parts the
-order is 1F1B. Slices have different shapes, and one direction must not wait for the other: this is no torch schedule,
-but a loop over point-to-point messages. DDP has no place in it either (its reducer arms itself on the first forward,
-whose backward comes last): gradients are reduced over the replicas when the step is done.
+The slices of a sequence run forward from the first to the last and backward from the last to the first; the order of
+the parts is 1F1B. Slices have different shapes, and neither direction must wait for the other. So this is not a torch
+schedule, but a loop over point-to-point messages. DDP cannot be used either, because its reducer prepares for the
+backward on the first forward, whose backward comes last: gradients are reduced over the replicas after the step.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .slice_timeline import SliceTask, tasks_of
 from .slices import SlicedSequence, Windows, check_updates, running_slices
 
 RECEIVES_AHEAD = 2
-"""Messages for which a buffer waits, in the order in which they are needed."""
+"""Number of messages for which receive buffers are posted ahead, in the order in which they are needed."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """How a stage reaches the ones beside it.
+    """Ranks and groups with which a stage communicates with its neighbours.
 
     Attributes:
-        previous, next: global ranks; None at the ends.
-        forward, backward: groups for the two directions. Two, or messages that cross would wait for one another where
-            a communicator works them off in order.
+        previous, next: global ranks; None at the ends of the pipeline.
+        forward, backward: groups for the two directions. With a single group, messages in opposite directions would
+            wait for one another if a communicator processes them in order.
     """
 
     previous: int | None
@@ -53,8 +53,8 @@ class Neighbours:
     def connect(self, device: torch.device) -> None:
         """Send a first message through the pipeline, forward and back. Collective over the pipeline.
 
-        NCCL makes the communicator of two ranks when they first speak, and both must come. In a step one end would
-        come for the forward messages first, and the other for the backward ones.
+        NCCL creates the communicator of two ranks at their first message, and both must take part. In a step, one rank
+        would begin with the forward messages, and the other with the backward ones.
         """
         message = torch.zeros(1, device=device)
         for source, to, group in (
@@ -72,12 +72,12 @@ class TokenScheduler:
 
     Args:
         stage: this process's stage.
-        stage_index: number of the stage, 0 ... `num_stages` - 1.
+        stage_index: index of the stage, 0 ... `num_stages` - 1.
         num_stages: K > 1.
         neighbours: the stages before and after this one.
-        shape_book: shapes at the stage's boundaries for whole rows.
-        windows: of the model's layers, from `probe_slicing`.
-        chooser: says how batches are cut.
+        shape_book: the shapes at the stage's boundaries for whole samples.
+        windows: attention windows of the model's layers, from `probe_slicing`.
+        chooser: decides how batches are split.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TokenScheduler:
         self._chooser = chooser
 
     def step(self, batch: Batch) -> None:
-        """Forward and backward of all slices; gradients are added to `.grad`. Collective over the pipeline.
+        """Run forward and backward of all slices and add gradients to `.grad`. Collective over the pipeline.
 
         Args:
             batch: the pipeline's whole batch, the same on all its stages.
@@ -113,7 +113,7 @@ class TokenScheduler:
             )
 
     def parts_of(self, batch: Batch) -> tuple[RowSlices, ...]:
-        """How a batch is cut. Collective over the pipeline, for a new shape."""
+        """Return how a batch is split. Collective over the pipeline for a new shape."""
         return self._chooser.parts_of(self._stage, partial(self._shape_book.shapes, batch), batch)
 
     def _parts(self, batch: Batch, parts: Sequence[RowSlices]) -> list[_Part]:
@@ -135,15 +135,15 @@ class _Part:
 
 
 class _Step:
-    """One step of one stage."""
+    """One training step of one stage."""
 
     def __init__(self, stage: StageModule, parts: Sequence[_Part], neighbours: Neighbours) -> None:
         self._stage = stage
         self._parts = parts
         self._neighbours = neighbours
-        self._awaited: deque[SliceTask] = deque()  # whose messages have no buffer yet
+        self._awaited: deque[SliceTask] = deque()  # tasks whose messages have no buffer yet
         self._arriving: dict[SliceTask, tuple[list[torch.Tensor], list[Any]]] = {}
-        self._leaving: dict[SliceTask, list[tuple[torch.Tensor, Any]]] = {}  # tensors live until they are sent
+        self._leaving: dict[SliceTask, list[tuple[torch.Tensor, Any]]] = {}  # tensors are kept until they are sent
         self._graphs: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def run(self, tasks: Sequence[SliceTask]) -> None:
@@ -183,7 +183,7 @@ class _Step:
         inputs, outputs = self._graphs.pop((task.part, task.slice))
         gradients = None if self._stage.is_last else self._take(task)
         if gradients:
-            self._wait_sends(replace(task, is_forward=True))  # it has come: here is its gradient
+            self._wait_sends(replace(task, is_forward=True))  # it must have arrived, as its gradient is here
         if outputs:
             torch.autograd.backward(outputs, gradients)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -199,7 +199,7 @@ class _Step:
 
     # ------------------------------------------------------------------------------------ messages
     def _messages(self, task: SliceTask) -> tuple[CarriedTensor, ...]:
-        """What a task waits for."""
+        """The tensors that a task waits for."""
         stage, shapes = self._stage, self._parts[task.part].shapes[task.slice]
         if task.is_forward:
             return _used(stage.slots_in, shapes.incoming)
@@ -233,7 +233,7 @@ class _Step:
         self._leaving[task] = [(tensor, dist.isend(tensor, to, group=group)) for tensor in sent]
 
     def _wait_sends(self, task: SliceTask) -> None:
-        """Wait until what a task has sent is gone; gloo does not tell without waiting."""
+        """Wait until the tensors that a task sends have left; gloo has no way to test this without waiting."""
         for _, work in self._leaving.pop(task, []):
             work.wait()
 
@@ -244,12 +244,12 @@ def _used(slots: Sequence[Any], carried: Sequence[CarriedTensor]) -> tuple[Carri
 
 @dataclass(frozen=True)
 class Slicing:
-    """How sequences are cut along their tokens where there are several stages (`pipeline.placed.SequenceSlicing`).
+    """How sequences are split along their tokens if there are several stages (`pipeline.placed.SequenceSlicing`).
 
     Attributes:
-        token_slices: as the user asked.
-        windows: of the model's layers, from `probe_slicing`.
-        on_plan: told of each new shape of batch.
+        token_slices: the user's setting.
+        windows: attention windows of the model's layers, from `probe_slicing`.
+        on_plan: called for each new shape of batch.
     """
 
     token_slices: TokenSlices
@@ -264,13 +264,13 @@ class Slicing:
         second_group: dist.ProcessGroup | None,
         shape_book: ShapeBook,
     ) -> TokenScheduler:
-        """What runs the steps of a plan. Collective over the pipeline.
+        """Create what runs the steps of a plan. Collective over the pipeline.
 
         Args:
-            plan: in force.
-            stage: of this process.
-            messages: inside this pipeline.
-            second_group: another group of its processes, for the backward direction.
+            plan: the plan in force.
+            stage: the stage of this process.
+            messages: sends and receives within this pipeline.
+            second_group: another group of the pipeline's processes, for the backward direction.
             shape_book: the shapes at the stage's boundaries.
         """
         chooser = SliceChooser(
@@ -279,7 +279,7 @@ class Slicing:
             plan.num_microbatches_for,
             messages.of_each_stage,
             self.on_plan,
-            # the dynamic program chooses parts of rows as well, unless the user has
+            # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
             chooses_parts=self.token_slices == "auto" and plan.num_microbatches is None,
         )
         neighbours = Neighbours(messages.previous_rank, messages.next_rank, messages.group, second_group)
