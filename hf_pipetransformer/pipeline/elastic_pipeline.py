@@ -452,7 +452,7 @@ class ElasticPipeline(nn.Module):
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        assert self._optimizer is not None, "adopt() an optimizer first"
+        assert self._optimizer is not None, "attach_optimizer() first"
         return self._optimizer
 
 
