@@ -38,7 +38,7 @@ from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.run.events import describe_slices
 from hf_pipetransformer.token_slices.slice_choice import Slicing
 from hf_pipetransformer.token_slices.slice_planning import RowSlices

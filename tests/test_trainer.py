@@ -47,7 +47,7 @@ from hf_pipetransformer.pipeline import microbatch_trials
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.run.planner import Planner
 
 LAYOUTS = [4, 2, 1]

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ..planning.plan import align
-from ..planning.planner import largest_stage_bytes
+from ..planning.plan_choice import largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start

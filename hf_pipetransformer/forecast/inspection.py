@@ -25,7 +25,7 @@ from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable, placeholder
 from ..planning.costs import UnitCost, measure_costs
 from ..planning.plan import MIB, PipelinePlan, align
-from ..planning.planner import make_plan
+from ..planning.plan_choice import make_plan
 
 PLACEHOLDER_VALUE = 0.01
 """Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .plan import PipelinePlan
-from .planner import largest_stage_bytes, make_plan, replan
+from .plan_choice import largest_stage_bytes, make_plan, replan
 
 if TYPE_CHECKING:
     from .costs import UnitCost

@@ -11,7 +11,7 @@ from ..pipeline.mesh import ProcessMesh
 from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan
-from ..planning.planner import largest_stage_bytes
+from ..planning.plan_choice import largest_stage_bytes
 from ..planning.unit_times import ModelTimes
 from ..training_args import PipeTransformerTrainingArguments
 

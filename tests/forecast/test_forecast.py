@@ -18,7 +18,7 @@ from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, Fr
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.planner import largest_stage_bytes, make_plan
+from hf_pipetransformer.planning.plan_choice import largest_stage_bytes, make_plan
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 from hf_pipetransformer.run.planner import Planner
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, plan_slices

@@ -21,7 +21,7 @@ from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 
 RUNS = {
     "bert": Run(epochs=3),

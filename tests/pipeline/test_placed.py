@@ -22,7 +22,7 @@ from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 
 ROWS = 4
 

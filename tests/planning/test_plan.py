@@ -7,7 +7,7 @@ import pytest
 
 from hf_pipetransformer.planning.costs import HeadCost, UnitCost
 from hf_pipetransformer.planning.plan import MIB, PipelinePlan, step_flops
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 

@@ -17,7 +17,7 @@ from test_cli import run
 from test_plan import times_of, unit
 
 from hf_pipetransformer.planning.plan import MIB
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.report import report, report_figures
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned, timeline_of_slices

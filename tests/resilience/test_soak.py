@@ -41,7 +41,7 @@ from transformers import TrainerCallback
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.run.run import PipelineRun
 
 RANKS = 2

@@ -43,7 +43,7 @@ from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
 from hf_pipetransformer.planning.cached_layers import most_cached_layers
 from hf_pipetransformer.planning.costs import UnitCost
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.run import cache_control, cache_setup
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.run.run import PipelineRun, watch_steps

@@ -8,7 +8,7 @@ import pytest
 from test_plan import times_of, unit
 
 from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
-from hf_pipetransformer.planning.planner import make_plan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.run import events
 from hf_pipetransformer.token_slices.slice_planning import RowSlices

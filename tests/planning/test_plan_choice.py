@@ -8,7 +8,7 @@ from test_plan import UNITS, plan_of, times_of, unit
 
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import MIB, PipelinePlan
-from hf_pipetransformer.planning.planner import largest_stage_bytes, make_plan, replan
+from hf_pipetransformer.planning.plan_choice import largest_stage_bytes, make_plan, replan
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 
