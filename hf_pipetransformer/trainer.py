@@ -38,7 +38,7 @@ from .freezing.policies import FreezePolicy, NeverFreeze
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .pipeline.mesh import ProcessMesh
-from .resilience.progress import phase
+from .resilience.watchdog import phase
 from .run import evaluation, training_data
 from .run.agreement import check_same_size
 from .run.checkpointing import CheckpointWrite, PipelineState

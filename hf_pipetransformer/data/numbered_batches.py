@@ -28,7 +28,7 @@ from ..cache.content_keys import BatchKeys
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows
 from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
-from ..resilience.progress import PROGRESS
+from ..resilience.watchdog import PROGRESS
 from .node_order import order_by_node
 
 Collator = Callable[[list[Any]], Any]

@@ -23,7 +23,7 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch, on_device
 from ..planning.plan import PipelinePlan
-from ..resilience.progress import PROGRESS, phase
+from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
 from .holders import holders_under, source_of_buffers
 from .mesh import ProcessMesh

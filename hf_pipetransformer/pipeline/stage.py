@@ -16,7 +16,7 @@ from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
 from ..randomness import global_state_kept
-from ..resilience.progress import PROGRESS
+from ..resilience.watchdog import PROGRESS
 
 FIRST = torch.zeros(1, dtype=torch.long)
 """Index of the micro-batch when `micro_batches` holds only one."""

@@ -15,7 +15,7 @@ from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, tensors_in
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..resilience.progress import PROGRESS
+from ..resilience.watchdog import PROGRESS
 from .job import TrainingJob
 
 

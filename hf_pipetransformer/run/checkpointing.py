@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..resilience.checkpoints import MANIFEST, SAVING, STATE, latest_valid, publish, remove_incomplete, rotate
-from ..resilience.progress import phase
+from ..resilience.watchdog import phase
 from .job import TrainingJob
 
 

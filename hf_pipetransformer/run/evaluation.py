@@ -20,7 +20,7 @@ from ..data.numbered_batches import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.plan import PipelinePlan
-from ..resilience.progress import phase
+from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
 from .job import TrainingJob

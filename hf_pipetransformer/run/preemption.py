@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
 from ..resilience.preemption import EXIT_CODE, StopSignal
-from ..resilience.progress import PROGRESS
+from ..resilience.watchdog import PROGRESS
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)

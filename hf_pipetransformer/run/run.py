@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,8 +26,7 @@ from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
-from ..resilience.progress import LEFT, PROGRESS
-from ..resilience.watchdog import Watchdog
+from ..resilience.watchdog import PROGRESS, watching
 from ..token_slices.token_schedule import Slicing
 from .agreement import check_same_size
 from .cache_control import OTHER_INPUTS, AutoCache
@@ -93,12 +92,23 @@ class PipelineRun(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ begin and end
     def __enter__(self) -> PipelineRun:
+        job = self._job
         with ExitStack() as entered:
             entered.push(self._close)
             entered.enter_context(self.log.recording(before=[self]))
             entered.enter_context(self._naming_writes_to_placeholders())
             entered.enter_context(self.preemption.signal)
-            entered.enter_context(_watching(self._job))
+            entered.enter_context(
+                watching(
+                    job.mesh.rank,
+                    job.mesh.world_size,
+                    job.args.local_process_index,
+                    job.mesh.gather_objects,
+                    job.args.watchdog_timeout,
+                    limit=job.args.ddp_timeout,
+                    has_accelerator=job.device.type != "cpu",
+                )
+            )
             self._entered = entered.pop_all()
         return self
 
@@ -492,29 +502,6 @@ class PipelineRun(TrainerCallback):
         if self._steps is not None and self.pipeline.is_placed:
             self.pipeline.weights.onload()
             self._steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
-
-
-@contextmanager
-def _watching(job: TrainingJob) -> Iterator[None]:
-    """Inside, the death or hang of one process ends all. Collective over all processes."""
-    args, before, step = job.args, PROGRESS.phase, PROGRESS.read().step
-    watch: Any = nullcontext()
-    # a training inside another's callback is watched by that one
-    if args.watchdog_timeout and before == LEFT and job.mesh.world_size > 1:
-        watch = Watchdog(
-            job.mesh.rank,
-            args.local_process_index,
-            job.mesh.gather_objects,
-            args.watchdog_timeout,
-            limit=args.ddp_timeout,
-            has_accelerator=job.device.type != "cpu",
-        )
-    try:
-        with watch:
-            PROGRESS.enter("start", 0)
-            yield
-    finally:
-        PROGRESS.enter(before, step)
 
 
 def watch_steps(callbacks: Sequence[Any]) -> bool:

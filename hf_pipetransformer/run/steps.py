@@ -23,7 +23,7 @@ from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..resilience.progress import PROGRESS, phase
+from ..resilience.watchdog import PROGRESS, phase
 from .batches import GlobalBatch, prepared
 from .cache_control import AutoCache
 from .job import TrainingJob

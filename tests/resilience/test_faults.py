@@ -39,7 +39,7 @@ from training_runs import WORLD, Outcome, assert_same_training
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience.checkpoints import SAVING, latest_valid
 from hf_pipetransformer.resilience.preemption import EXIT_CODE as PREEMPTED
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
+from hf_pipetransformer.resilience.watchdog.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
 
 Recorder = Callable[[str, Any], None]
 

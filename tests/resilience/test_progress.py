@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_pipetransformer.resilience.progress import (
+from hf_pipetransformer.resilience.watchdog.progress import (
     LONGER_THAN_EVER,
     PROGRESS,
     SIZE,

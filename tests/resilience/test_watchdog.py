@@ -19,9 +19,9 @@ from selection import slow
 
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.resilience import watchdog
-from hf_pipetransformer.resilience.progress import PROGRESS, phase
-from hf_pipetransformer.resilience.watchdog import BEAT, EXIT_CODE, GRACE, Watchdog
+from hf_pipetransformer.resilience.watchdog import watchdog
+from hf_pipetransformer.resilience.watchdog.progress import PROGRESS, phase
+from hf_pipetransformer.resilience.watchdog.watchdog import BEAT, EXIT_CODE, GRACE, Watchdog
 
 TIMEOUT = 2.0
 

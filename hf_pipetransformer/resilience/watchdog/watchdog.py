@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 import socket
 import sys
@@ -23,9 +22,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -34,11 +32,12 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from ..errors import PeerFailedError
-from .exit import end_at_exit
-from .preemption import EXIT_CODE as PREEMPTED
-from .progress import LEFT, PROGRESS, SIZE, UNKNOWN_PACE, Record, doing_when
-from .stores import keep_store, own_address
+from ...errors import PeerFailedError
+from ..exit import end_at_exit
+from ..preemption import EXIT_CODE as PREEMPTED
+from ..stores import keep_store, own_address
+from .neighbours import Beat, Finding, Introduction, Neighbour, pid_namespace
+from .progress import LEFT, PROGRESS, UNKNOWN_PACE, doing_when
 
 logger = logging.getLogger(__name__)
 
@@ -64,89 +63,6 @@ LIBRARIES = ("torch.", "hf_pipetransformer.", "transformers.", "accelerate.")
 """Modules whose code may be waiting for other processes; in other code, the process itself takes long."""
 LOST_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out", "timeout", "remote process")
 """Words in the error messages of a collective whose peer no longer exists."""
-
-
-@dataclass(frozen=True)
-class _Introduction:
-    """What a process announces about itself to the others.
-
-    Attributes:
-        node: the first rank on its host, and the namespace in which its process id is valid.
-        host: name of its host.
-        pid: process id.
-        file: path of the file with its record.
-        store: address of the job's store; rank 0, which keeps the store, sets it.
-    """
-
-    node: tuple[int, int]
-    host: str
-    pid: int
-    file: str
-    store: tuple[str, int]
-
-
-class _Neighbour:
-    """Another process of the same host."""
-
-    def __init__(self, rank: int, introduction: _Introduction) -> None:
-        self.rank = rank
-        self.stopped_since = math.inf
-        self._process = psutil.Process(introduction.pid)
-        with open(introduction.file, "rb") as file:
-            self._record = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
-
-    def read(self) -> Record:
-        return Record.read(self._record)
-
-    def state(self) -> str:
-        """State of the process: "gone", "stopped" or "running"."""
-        try:
-            status = self._process.status() if self._process.is_running() else psutil.STATUS_DEAD
-        except psutil.NoSuchProcess:
-            return "gone"
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return "gone"
-        return "stopped" if status == psutil.STATUS_STOPPED else "running"
-
-    def kill(self) -> None:
-        """Kill the process. A stopped process reacts to no other signal, and its launcher would wait for it."""
-        if self._process.is_running():
-            self._process.kill()
-
-
-@dataclass(frozen=True)
-class _Beat:
-    """The last message of a process of another host: a counter, its patience, and what it is doing.
-
-    Attributes:
-        text: the whole message.
-        at: time at which it was first read.
-    """
-
-    text: str
-    at: float
-
-    @property
-    def doing(self) -> str:
-        return self.text.partition(" ")[2].partition(" ")[2]
-
-    def patience(self, timeout: float) -> float:
-        return float(self.text.split()[1]) if self.doing else timeout
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """The reason for ending the job.
-
-    Attributes:
-        text: the reason in words.
-        without_store: whether the process that failed keeps the job's store; its whole host can see that.
-        victim: a stopped process that has to be killed.
-    """
-
-    text: str
-    without_store: bool = False
-    victim: _Neighbour | None = None
 
 
 class Watchdog:
@@ -185,7 +101,7 @@ class Watchdog:
         self._for_verdicts: dist.TCPStore | None = None
         self._address = ("", 0)  # address of the job's store
         self._has_store = False
-        self._heard: dict[int, _Beat] = {}  # rank -> the last message, for processes of other hosts
+        self._heard: dict[int, Beat] = {}  # rank -> the last message, for processes of other hosts
         self._answered_at = math.inf  # last answer of the store; inf until connected, as connecting has a timeout
         self._own_since = self._awake_since = self._busy_at = time.monotonic()
         self._processor_seconds = 0.0  # CPU time of the main thread
@@ -202,9 +118,9 @@ class Watchdog:
             if self._rank == 0:
                 self._kept = keep_store(self._store_timeout)
                 self._address = own_address(os.environ.get("MASTER_ADDR")), self._kept.port
-            node = self._rank - self._local_rank, _pid_namespace()
-            me = _Introduction(node, socket.gethostname(), os.getpid(), name, self._address)
-            self._everyone: list[_Introduction] = self._gather(me)
+            node = self._rank - self._local_rank, pid_namespace()
+            me = Introduction(node, socket.gethostname(), os.getpid(), name, self._address)
+            self._everyone: list[Introduction] = self._gather(me)
             self._address = self._everyone[0].store
             self._meet(node)
             self._look_at_main_thread(time.monotonic())
@@ -225,7 +141,7 @@ class Watchdog:
         return self
 
     def _meet(self, node: tuple[int, int]) -> None:
-        self._neighbours: list[_Neighbour] = []
+        self._neighbours: list[Neighbour] = []
         self._distant: list[int] = []
         for rank, other in enumerate(self._everyone):
             if rank == self._rank:
@@ -233,7 +149,7 @@ class Watchdog:
             try:
                 if other.node != node:
                     raise FileNotFoundError(other.file)
-                self._neighbours.append(_Neighbour(rank, other))
+                self._neighbours.append(Neighbour(rank, other))
             except (OSError, psutil.Error):  # for example because it runs in a container of its own
                 self._distant.append(rank)
 
@@ -276,7 +192,7 @@ class Watchdog:
             others = self._silent_host(self._longest_beat) or self._who_let_wait() if is_lost else None
             if is_lost and others is None and self._has_store and 0 in self._distant and not self._store_answers():
                 others = self._without_store("any more")
-            self._judge(others or _Finding(own))
+            self._judge(others or Finding(own))
         try:
             self._wait_for_readers()
         finally:
@@ -284,7 +200,7 @@ class Watchdog:
         if is_lost and self._verdict is not None and not self._verdict.startswith(f"rank {self._rank} "):
             raise PeerFailedError(f"{self._verdict.rstrip('.')}. This is rank {self._rank}.") from error
 
-    def _who_let_wait(self) -> _Finding | None:
+    def _who_let_wait(self) -> Finding | None:
         """Find a process of this host that computed for too long and did not reach a collective in time."""
         now = time.monotonic()
         for neighbour in self._neighbours:
@@ -292,7 +208,7 @@ class Watchdog:
             own = now - max(record.since, record.own_since)
             if record.phase not in (LEFT, LEAVING) and own > self._timeout:
                 text = f"rank {neighbour.rank} let the others wait for {own:.0f} s {record.doing}, in {record.place}"
-                return _Finding(text, without_store=neighbour.rank == 0)
+                return Finding(text, without_store=neighbour.rank == 0)
         return None
 
     def _wait_for_readers(self) -> None:
@@ -362,7 +278,7 @@ class Watchdog:
         place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         PROGRESS.note_watch(self._own_since, self._busy_at, place)
 
-    def _look_at_neighbours(self, now: float) -> _Finding | None:
+    def _look_at_neighbours(self, now: float) -> Finding | None:
         for neighbour in self._neighbours:
             record = neighbour.read()
             if record.phase == LEFT:
@@ -370,14 +286,14 @@ class Watchdog:
             state = neighbour.state()
             if state == "gone":
                 text = f"rank {neighbour.rank} (process {record.pid}) died {record.doing}"
-                return _Finding(text, without_store=neighbour.rank == 0)
+                return Finding(text, without_store=neighbour.rank == 0)
             neighbour.stopped_since = min(neighbour.stopped_since, now) if state == "stopped" else math.inf
             if now - max(neighbour.stopped_since, self._awake_since) >= self._timeout:
                 text = f"rank {neighbour.rank} has been stopped for {self._timeout:g} s {record.doing}"
-                return _Finding(text, without_store=neighbour.rank == 0, victim=neighbour)
+                return Finding(text, without_store=neighbour.rank == 0, victim=neighbour)
         return None
 
-    def _look_for_the_stuck(self, now: float) -> _Finding | None:
+    def _look_for_the_stuck(self, now: float) -> Finding | None:
         """Find a process that makes no progress by itself, or report that all of them wait for each other."""
         records = {neighbour.rank: neighbour.read() for neighbour in self._neighbours}
         records[self._rank] = PROGRESS.read()
@@ -394,27 +310,27 @@ class Watchdog:
             own = now - max(since if record.is_paced else idle_since, record.own_since)
             silent = now - max(since, record.beat)
             if own > record.patience:
-                return _Finding(f"rank {rank} has been stuck for {own:.0f} s {record.doing}, in {record.place}")
+                return Finding(f"rank {rank} has been stuck for {own:.0f} s {record.doing}, in {record.place}")
             if silent > max(record.patience, self._timeout):
-                return _Finding(f"rank {rank} has held the interpreter for {silent:.0f} s {record.doing}")
+                return Finding(f"rank {rank} has held the interpreter for {silent:.0f} s {record.doing}")
             # a little longer, so that a process that waits for no other, maybe on another host, is blamed first
             if now - idle_since > (self._limit if self._distant else record.patience) + GRACE:
                 waiting.append(f"rank {rank} {record.doing}, in {record.place}")
         if records and len(waiting) == len(records):
-            return _Finding(f"all processes of {socket.gethostname()} wait for one another: {'; '.join(waiting)}")
+            return Finding(f"all processes of {socket.gethostname()} wait for one another: {'; '.join(waiting)}")
         return None
 
-    def _look_at_store(self, now: float) -> _Finding | None:
+    def _look_at_store(self, now: float) -> Finding | None:
         """Report a store that does not answer. A request to a disconnected host has no timeout of its own."""
         silent = now - max(self._answered_at, self._awake_since)
         if not self._distant or not self._has_store or silent <= self._timeout + 2 * GRACE:
             return None
         return self._without_store(f"for {silent:.0f} s")
 
-    def _without_store(self, why: str) -> _Finding:
+    def _without_store(self, why: str) -> Finding:
         last = f", last {self._heard[0].doing}" if 0 in self._heard else ""
         host = self._everyone[0].host
-        return _Finding(
+        return Finding(
             f"rank 0 (host {host}), which keeps the job's store, could not be reached {why}{last}", without_store=True
         )
 
@@ -426,7 +342,7 @@ class Watchdog:
             self._answered_at = time.monotonic()
             while not self._done.wait(BEAT):
                 if store.check([VERDICT]):
-                    return self._give_up(_Finding(store.get(VERDICT).decode()))
+                    return self._give_up(Finding(store.get(VERDICT).decode()))
                 now = time.monotonic()
                 was_asleep, self._answered_at = now - self._answered_at > self._timeout / 2, now
                 if not self._distant or now < next_beat:
@@ -439,7 +355,7 @@ class Watchdog:
                 answers = store.multi_get([f"beat {rank}" for rank in self._distant])
                 for rank, answer in zip(self._distant, answers, strict=True):
                     if was_asleep or rank not in self._heard or answer.decode() != self._heard[rank].text:
-                        self._heard[rank] = _Beat(answer.decode(), now)
+                        self._heard[rank] = Beat(answer.decode(), now)
                 finding = self._silent_host()
                 if finding is not None:
                     return self._give_up(finding)
@@ -447,7 +363,7 @@ class Watchdog:
             if not self._told.wait(GRACE) and not self._done.is_set():  # if it was rank 0, its host reports more
                 self._give_up(self._without_store(f"({type(error).__name__})"))
 
-    def _silent_host(self, patience: float | None = None) -> _Finding | None:
+    def _silent_host(self, patience: float | None = None) -> Finding | None:
         """Find processes of other hosts that are silent for longer than they announced, or than `patience` seconds."""
         now = time.monotonic()
         silent = {
@@ -463,7 +379,7 @@ class Watchdog:
         who = ", ".join(f"rank {', '.join(ranks)} (host {host})" for host, ranks in ranks_of.items())
         beat = next(iter(silent.values()))
         last = f", last {beat.doing}" if beat.doing else ""
-        return _Finding(f"{who} could not be reached for {now - beat.at:.0f} s{last}")
+        return Finding(f"{who} could not be reached for {now - beat.at:.0f} s{last}")
 
     # ------------------------------------------------------------------------------------ verdicts
     def _store_answers(self) -> bool:
@@ -481,7 +397,7 @@ class Watchdog:
         asking.join(GRACE)
         return bool(answers)
 
-    def _judge(self, finding: _Finding) -> None:
+    def _judge(self, finding: Finding) -> None:
         """Agree on what happened: the first verdict in the store wins."""
 
         def tell() -> None:
@@ -502,7 +418,7 @@ class Watchdog:
             self._verdict = agreed[0] if agreed and agreed[0] else finding.text
             self._told.set()
 
-    def _give_up(self, finding: _Finding) -> None:
+    def _give_up(self, finding: Finding) -> None:
         self._judge(finding)
         with self._judging:
             if self._is_given_up or self._done.is_set():
@@ -561,14 +477,6 @@ def _may_wait(frame: FrameType, anywhere: bool) -> bool:
     return False
 
 
-def _pid_namespace() -> int:
-    """Identifier of the process id namespace, which containers may have of their own; 0 if there are none."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
 def _is_lost_connection(error: BaseException) -> bool:
     """Whether an error may be the mere consequence of another process's failure."""
     chain: BaseException | None = error
@@ -579,3 +487,39 @@ def _is_lost_connection(error: BaseException) -> bool:
             return True
         chain = chain.__cause__
     return False
+
+
+@contextmanager
+def watching(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    gather: Callable[[Any], list[Any]],
+    timeout: float,
+    limit: float,
+    has_accelerator: bool,
+) -> Iterator[None]:
+    """Inside, the death or hang of one process ends all of them. Collective over all processes.
+
+    Nothing is watched where `timeout` is 0, where there is one process, and inside a training that is already watched
+    (a training that a callback of another training runs).
+
+    Args:
+        rank: of this process.
+        world_size: number of processes.
+        local_rank: rank on this host.
+        gather: gathers an object of every process; collective.
+        timeout: in seconds; 0 disables the watchdog.
+        limit: bound on any wait, in seconds.
+        has_accelerator: whether the process computes on one.
+    """
+    before, step = PROGRESS.phase, PROGRESS.read().step
+    watch: Any = nullcontext()
+    if timeout and before == LEFT and world_size > 1:
+        watch = Watchdog(rank, local_rank, gather, timeout, limit=limit, has_accelerator=has_accelerator)
+    try:
+        with watch:
+            PROGRESS.enter("start", 0)
+            yield
+    finally:
+        PROGRESS.enter(before, step)
