@@ -180,7 +180,7 @@ def test_plans_are_those_of_the_trainer(
 ) -> None:
     """The forecast's plans and those of `Planner`, which the trainer asks, given the same f and c."""
     budget = fitting(4)
-    monkeypatch.setattr("hf_pipetransformer.layouts.memory_budget", lambda device, processes: budget)
+    monkeypatch.setattr("hf_pipetransformer.run.planner.memory_budget", lambda device, processes: budget)
     args = PipeTransformerTrainingArguments(
         output_dir=str(tmp_path), elastic=is_elastic, per_device_train_batch_size=2
     )
