@@ -50,7 +50,7 @@ def make_cache(
         generations: the file that names the cache generations being read.
 
     Raises:
-        ValueError: `activation_cache_dir` is a folder that others than this user can write to.
+        ValueError: users other than this one can write to the folder `activation_cache_dir`.
     """
     args, trainer = job.args, job.trainer
     assert pipeline.freezable is not None
