@@ -258,8 +258,8 @@ class PipeTransformerTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         if not self._is_stock and self.args.average_tokens_across_devices:
-            # the arguments unset it when they are made, so it was set later; items are counted over all processes
-            # anyway
+            # the arguments unset it when they are created, so it was set later; items are already counted over all
+            # processes
             self.args.average_tokens_across_devices = False
             logger.warning("average_tokens_across_devices=True has no effect: a loss is that of the global batch.")
         return super().compute_loss(model, inputs, *positional, **keywords)
@@ -348,7 +348,8 @@ class PipeTransformerTrainer(Trainer):
             write.keeping_errors() if write is not None else nullcontext(),
         ):
             super().save_model(output_dir, _internal_call)
-        if write is not None and self.args.save_only_model and not self.state.best_global_step:  # else a barrier comes
+        # in all other cases a barrier follows
+        if write is not None and self.args.save_only_model and not self.state.best_global_step:
             write.gathered()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

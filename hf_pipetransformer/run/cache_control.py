@@ -262,7 +262,7 @@ class AutoCache:
         elif self.num_cached < self._boundary and last.is_whole and _is_filled(counts):
             self._count_as_cached()
         elif writes and report.is_full and len(self.cache.generations) > 1:
-            # no space for two generations: remove the one of fewer layers, and fill the store anew in the next epoch
+            # no space for two generations: remove the one of fewer layers, and refill the store in the next epoch
             self.num_cached = self._in_store = 0
             older = self.cache.forget(keep=1)
             self._publish()
