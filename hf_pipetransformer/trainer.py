@@ -1,18 +1,18 @@
-"""`transformers.Trainer` over a pipeline: overrides only, never a copy of its loop.
+"""`transformers.Trainer` over a pipeline. It overrides methods of the Trainer and never copies its loop.
 
-    train                     one `PipelineRun`, entered around the Trainer's own loop
+    train                     enters one `PipelineRun` around the Trainer's own loop
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
-      create_optimizer        the model is cut here: PipelineRun.place
-      get_batch_samples       the one safe point: a proposed freeze is carried out; counts the global batch's items
+      create_optimizer        splits the model into stages: PipelineRun.place
+      get_batch_samples       the one safe point: carries out a proposed freeze; counts the global batch's items
       training_step           Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
-      clip_grad_norm_         of the accelerator: the norm over all stages
+      clip_grad_norm_         the accelerator's method is replaced: the norm over all stages
       evaluate                the stock methods, over gathered rows
       save                    `CheckpointWrite`, around the stock method, over gathered weights
 
-Overridden methods that are private in transformers (`_wrap_model`, `_save_checkpoint`, `_load_from_checkpoint`,
+The overrides of methods that are private in transformers (`_wrap_model`, `_save_checkpoint`, `_load_from_checkpoint`,
 `_save_optimizer_and_scheduler`, `_get_output_dir`, `_push_from_checkpoint`, `_load_best_model`,
-`_track_num_input_tokens`, `_maybe_log_save_evaluate`) call the stock ones, but for `_load_optimizer_and_scheduler`;
-`tests/test_private_api.py` fails by name when one of them changes.
+`_track_num_input_tokens`, `_maybe_log_save_evaluate`) call the stock methods, except `_load_optimizer_and_scheduler`,
+which replaces it. When transformers changes one of these methods, `tests/test_private_api.py` fails and names it.
 """
 
 from __future__ import annotations
@@ -61,24 +61,25 @@ logger = logging.getLogger(__name__)
 
 
 class PipeTransformerTrainer(Trainer):
-    """A [`~transformers.Trainer`] that can cut the model into a pipeline of stages, one per process.
+    """A [`~transformers.Trainer`] that can split the model into a pipeline of stages, one per process.
 
-    Takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
+    It takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
     weights, the number of steps and the order of the samples are those of one process that trains with the same
-    global batch, `per_device_train_batch_size` x number of processes, whatever the layout.
+    global batch, `per_device_train_batch_size` x number of processes, however stages and replicas are laid out.
 
     While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
-    other parameters of `trainer.model` are placeholders without values. Before and after it, `trainer.model` is whole.
+    other parameters of `trainer.model` are placeholders without values. Before and after `train()`, `trainer.model`
+    is complete on every process.
 
-    With a `freeze_policy` layers are frozen from the bottom up while training goes on, and the others are packed into
-    fewer stages; the freed processes become replicas (PipeTransformer, ICML 2021).
+    With a `freeze_policy`, layers are frozen from the bottom up during training, and the remaining layers are
+    repacked into fewer stages; the freed processes become data-parallel replicas (PipeTransformer, ICML 2021).
 
     Args:
-        freeze_policy: a policy of your own in place of `args.freeze_policy`.
+        freeze_policy: a policy object to use instead of `args.freeze_policy`.
 
     Raises:
-        ValueError: arguments that contradict one another or the processes, on all processes at once.
-        UnsupportedModelError: the model has no layers that can be cut.
+        ValueError: arguments contradict one another or do not fit the number of processes. Every process raises it.
+        UnsupportedModelError: the model has no layers at which it can be split.
     """
 
     args: PipeTransformerTrainingArguments
@@ -115,32 +116,35 @@ class PipeTransformerTrainer(Trainer):
 
     @property
     def pipeline(self) -> ElasticPipeline | None:
-        """Runs the model, once it has been taken apart; placed on the processes while it trains or evaluates."""
+        """The object that runs the model, or None until the model's units have been found.
+
+        It is placed on the processes while the model trains or is evaluated.
+        """
         return self._cut_model.pipeline if self._cut_model is not None else None
 
     @property
     def _is_stock(self) -> bool:
-        """One stage, and something else distributes the model: everything is left to `transformers.Trainer`."""
+        """Whether `transformers.Trainer` does everything: one stage, and something else distributes the model."""
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     @property
     def _job(self) -> TrainingJob:
-        """Its processes are connected when first asked for, by all of them."""
+        """This trainer with its processes. The first access connects them and is collective over all processes."""
         if self._process_mesh is None:
             self._process_mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout))
         return TrainingJob(self, self._process_mesh)
 
     @property
     def _placed(self) -> ElasticPipeline | None:
-        """The pipeline, while each process has its part of it."""
+        """The pipeline while it is placed, i.e. while each process holds its stage; otherwise None."""
         return self.pipeline if self.pipeline is not None and self.pipeline.is_placed else None
 
     def _find_units(self, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:
-        """What the current model is made of, found on a few rows of data the first time."""
+        """Return the units of the current model, which are found on a few rows of data the first time."""
         job, cut = self._job, self._cut_model
         if cut is None or not cut.serves(job):
             if cut is not None:
-                cut.pipeline.detach_optimizer()  # which may go on with the new one
+                cut.pipeline.detach_optimizer()  # the optimizer may continue with the new pipeline
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
 
@@ -149,7 +153,7 @@ class PipeTransformerTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if not self._is_stock:
             self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
-            # the loop asks the accelerator for clipping and for the logged norm alike
+            # the loop calls the accelerator both to clip and to get the norm that it logs
             self.accelerator.clip_grad_norm_ = self._clip_grad_norm_over_stages
 
     def train(
@@ -178,19 +182,20 @@ class PipeTransformerTrainer(Trainer):
             self._pipeline_run = None
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
-                self.model_wrapped = self.model  # as after a stock training in one process
+                self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process
 
     def make_model_whole(self) -> None:
-        """Bring all weights back into `trainer.model` on every process. Collective; done when `train()` ends.
+        """Gather all weights into `trainer.model` on every process. Collective over all processes.
 
-        They go to the device if they fit, else to the CPU.
+        `train()` does this when it ends. The weights go to the device if they fit, otherwise to the CPU.
         """
         if self._cut_model is not None:
             self._cut_model.make_whole()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         stock = partial(super().create_optimizer, *([model] if model is not None and self._is_stock else []))
-        # before train() over the whole model, as many scripts do; train() cuts it, and adopts the optimizer
+        # many scripts call this before train(), over the whole model; train() splits the model and attaches the
+        # optimizer to its stages
         return stock() if self._pipeline_run is None else self._pipeline_run.optimize(stock)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -207,15 +212,15 @@ class PipeTransformerTrainer(Trainer):
         generations = training_data.generations_file(self._job)
         loader = training_data.numbered_loader(self._job, make_stock, generations)
         run = self._pipeline_run
-        if run is not None and run.data is None:  # the loop's, and not one that a callback asks for
+        if run is not None and run.data is None:  # the loop's loader, not one that a callback requests
             run.data, run.generations = loader.dataset, generations
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
-        """Here the Trainer shows the training loader first, before the model is cut.
+        """Register the training loader. The Trainer passes it here first, before the model is split.
 
         Raises:
-            ValueError: it is one of the user's own, and there are several processes or stages, or layers freeze.
+            ValueError: the user made the loader, and there are several processes or stages, or layers are frozen.
         """
         run = self._pipeline_run
         if run is not None and run.data is None:
@@ -237,7 +242,7 @@ class PipeTransformerTrainer(Trainer):
     ) -> tuple[list[Any], Any]:
         run = self._pipeline_run
         if self.state.global_step >= self.state.max_steps:
-            # resumed behind the last step, inside an epoch: the stock loop would do another one
+            # resumed after the last step, inside an epoch: the stock loop would run another step
             self.control.should_training_stop = True
             if run is not None:
                 run.preemption.ask_for_what_is_owed()  # at the epoch's end
@@ -253,7 +258,8 @@ class PipeTransformerTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         if not self._is_stock and self.args.average_tokens_across_devices:
-            # set after the arguments were made, which unset it: items are counted over all processes already
+            # the arguments unset it when they are created, so it was set later; items are already counted over all
+            # processes
             self.args.average_tokens_across_devices = False
             logger.warning("average_tokens_across_devices=True has no effect: a loss is that of the global batch.")
         return super().compute_loss(model, inputs, *positional, **keywords)
@@ -274,7 +280,7 @@ class PipeTransformerTrainer(Trainer):
         self._pipeline_run.preemption.log_save_evaluate(stock)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        # all stages of a pipeline see the same rows: one of them counts
+        # all stages of a pipeline see the same rows, so only the first one counts them
         is_first = self._placed is None or self._placed.stage_index == 0
         return super().floating_point_ops(inputs) if is_first else 0
 
@@ -297,15 +303,15 @@ class PipeTransformerTrainer(Trainer):
                     return stock(loader, *positional, **keywords)
                 finally:
                     self._evaluated_loader = before
-        dataset = getattr(dataloader, "dataset", None)  # a loader of the user's own may be any iterable
+        dataset = getattr(dataloader, "dataset", None)  # a loader that the user made may be any iterable
         if dataset is not None:
             check_same_size(self._job.mesh, dataset)
         with self._placing_for_evaluation(dataloader) if self.args.uses_pipeline else nullcontext():
-            # its workers may have begun under the cache
+            # its workers may have been started while the cache was in use, and then add keys to the batches
             return stock(KeysApart(dataloader), *positional, **keywords)
 
     def _placing_for_evaluation(self, dataloader: Any) -> AbstractContextManager[None]:
-        """Inside, the model is cut; nobody trains it. Collective over all processes."""
+        """Split the model into stages inside the context, outside of training. Collective over all processes."""
         job = self._job
         rows, collate_fn = job.rows_of_loader(dataloader)
         cut = self._find_units(rows, job.collator(collate_fn))
@@ -328,10 +334,10 @@ class PipeTransformerTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ saving
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, so that `from_pretrained` loads it. Only the main process writes.
+        """Save the model so that `from_pretrained` can load it. Only the main process writes.
 
-        Collective over all processes while training runs (in a callback): the weights are gathered from the stages.
-        Before and after it the main process may call it alone, as under the stock Trainer.
+        Collective over all processes during training (when a callback calls it), because the weights are gathered
+        from the stages. Before and after training the main process may call it alone, as with the stock Trainer.
         """
         pipeline, write = self._placed, self._checkpoint_write
         if pipeline is None:
@@ -342,7 +348,8 @@ class PipeTransformerTrainer(Trainer):
             write.keeping_errors() if write is not None else nullcontext(),
         ):
             super().save_model(output_dir, _internal_call)
-        if write is not None and self.args.save_only_model and not self.state.best_global_step:  # else a barrier comes
+        # in all other cases a barrier follows
+        if write is not None and self.args.save_only_model and not self.state.best_global_step:
             write.gathered()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -358,7 +365,7 @@ class PipeTransformerTrainer(Trainer):
             write.gathered()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Collective over all processes."""
+        """Write a checkpoint atomically. Collective over all processes."""
         run = self._pipeline_run
         if run is None:
             return super()._save_checkpoint(model, trial)
@@ -397,6 +404,6 @@ class PipeTransformerTrainer(Trainer):
             return super()._load_best_model()
         run.prepare_for_best()
         best = str(self.state.best_model_checkpoint)
-        # loading a sharded checkpoint looks at the model's keys
+        # loading a sharded checkpoint compares its keys with the model's
         with pipeline.weights.listing_placeholders(), translating_names(self.model, best):
             return super()._load_best_model()

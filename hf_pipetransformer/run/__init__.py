@@ -1,1 +1,1 @@
-"""One `train()` of a pipeline: what is set up before its first step, its steps, its checkpoints and its records."""
+"""One `train()` of a pipeline: setup before the first step, training steps, checkpoints and records."""

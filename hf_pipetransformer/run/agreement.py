@@ -1,4 +1,4 @@
-"""Find out before the first step whether the processes were given the same thing."""
+"""Check before the first step that all processes were given the same model and the same data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from ..pipeline.mesh import ProcessMesh, as_bytes
 
 TRIES = 16
-"""To see what a collator draws, where samples differ: it may change few rows only."""
+"""Number of times that rows are collated to find random inputs; a collator may change only a few rows each time."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
-"""Values whose `repr` says what they are, and not where they lie in memory."""
+"""Types whose `repr` shows their value rather than their memory address."""
 
 
 def check_same_everywhere(
@@ -26,20 +26,22 @@ def check_same_everywhere(
     draw: Callable[[], Mapping[str, Any]] | None = None,
     rows: Sequence[Any] = (),
 ) -> None:
-    """Compare model and first samples over the processes. Collective over all processes.
+    """Compare the model and the first samples over the processes. Collective over all processes.
 
-    Values of weights are not compared: they are made equal. Nor are inputs that a collator draws from a generator of
-    its own, with other values on each process: the stages of a pipeline share what its first one has drawn.
+    The values of weights are not compared, because they are made equal later. Inputs that a collator draws from a
+    generator of its own, and that therefore differ between processes, are not compared either: the stages of a
+    pipeline use the values that its first stage has drawn.
 
     Args:
         mesh: the processes.
-        model: the model before it is cut.
+        model: the model before it is split.
         sample: the first rows of the data, collated.
-        draw: collates them once more, with other random numbers.
-        rows: the same before they are collated: compared where the collator draws.
+        draw: collates the rows again, with other random numbers.
+        rows: the rows before collation; compared if the collator draws random numbers.
 
     Raises:
-        ValueError: on every process, naming what differs, the processes and what each of them has.
+        ValueError: model or samples differ. Every process raises it; the message names what differs, the processes
+            and what each of them has.
     """
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -69,7 +71,7 @@ def check_same_size(mesh: ProcessMesh, dataset: Any) -> None:
     """Compare the lengths of a dataset over the processes. Collective over all processes.
 
     Raises:
-        ValueError: on every process, naming the processes and the lengths.
+        ValueError: the lengths differ. Every process raises it; the message names the processes and the lengths.
     """
     _compare(mesh, "datasets", f"{len(dataset):,} samples" if isinstance(dataset, Sized) else type(dataset).__name__)
 

@@ -1,4 +1,4 @@
-"""The batches of one optimizer step, as the Trainer's loop takes them: all pipelines' slices, counted once."""
+"""The batches of one optimizer step, as the Trainer's loop takes them. Each pipeline's slice is counted once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from .job import TrainingJob
 
 
 def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None) -> Batch:
-    """What the trainer's `_prepare_inputs` makes of a batch, with its rows' keys if it is still what they are keys of.
+    """Prepare a batch with the trainer's `_prepare_inputs`, and add the cache keys of its rows.
+
+    If the inputs are no longer those from which the keys were computed, blank keys are added instead.
 
     Args:
-        job: the training.
-        inputs: as they come here; a user's methods may have seen them.
-        keys: of the rows; None: they have none, or nobody asks.
+        job: the training job.
+        inputs: the current inputs; methods that the user has overridden may have changed them.
+        keys: the keys of the rows; None if they have none or none are needed.
     """
     are_same = keys is not None and keys.inputs.are(inputs, job.not_in_keys)
     moved = job.to_device(inputs)
@@ -38,12 +40,13 @@ def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None
 
 
 class GlobalBatch:
-    """What is known of the batch of one optimizer step, over all replicas and accumulated batches.
+    """The batch of one optimizer step, over all replicas and accumulated batches.
 
     Attributes:
-        num_items: that the loss counts in it.
-        num_rows: samples.
+        num_items: number of items that the loss counts in it.
+        num_rows: number of samples.
         current: this pipeline's slice of the batch that `training_step` runs.
+        waiting: this pipeline's slices of the batches that were read and not yet run.
     """
 
     def __init__(self) -> None:
@@ -51,7 +54,7 @@ class GlobalBatch:
         self.num_rows = 0
         self.current = BatchSlice(0, 0)
         self.waiting: deque[BatchSlice] = deque()
-        self._latest_tensors: list[torch.Tensor] = []  # that training_step was called on
+        self._latest_tensors: list[torch.Tensor] = []  # on which training_step was last called
 
     def read(
         self,
@@ -60,7 +63,7 @@ class GlobalBatch:
         data: NumberedBatches | GivenBatches,
         reduction: LossReduction,
     ) -> list[Any]:
-        """Take the next batches of the loop's iterator, and count what is in this pipeline's slices of them."""
+        """Take the next batches from the loop's iterator, and count the items in this pipeline's slices of them."""
         taken: list[Any] = []
         items: int | float = 0
         for _ in range(num_batches):
@@ -79,25 +82,26 @@ class GlobalBatch:
         return taken
 
     def count_over_replicas(self, pipeline: ElasticPipeline, reduction: LossReduction) -> None:
-        """Items of all pipelines, each once. Collective over all processes where there are replicas."""
+        """Count the items of all pipelines, each once. Collective over all processes if there are replicas."""
         mine = self.num_items if pipeline.stage_index == 0 else 0
         dtype = torch.float64 if reduction.items == "total" else torch.int64
         total = torch.tensor([mine], dtype=dtype).to(pipeline.device)
         if pipeline.num_replicas > 1:
             dist.all_reduce(total)
         elif pipeline.num_stages > 1:
-            total[0] = self.num_items  # the first stage's number comes with the batch
+            total[0] = self.num_items  # `share` will replace it with the first stage's number
         self.num_items = total.item() or 1
 
     def begin(self, inputs: Mapping[str, Any], pipeline: ElasticPipeline) -> None:
-        """`training_step` is called on a batch that was read: `current` is its slice.
+        """Set `current` to the slice of the batch on which `training_step` is called.
 
         Raises:
-            ValueError: it is called again on a batch that has been trained, or on one that was not read; one stage
-                may train a batch again.
+            ValueError: it is called again on the same batch, or on a batch that was not read. With one stage a batch
+                may be trained again.
         """
         tensors = list(tensors_in(inputs))
-        # as for sharpness-aware minimisation, or adversarial weights; one tensor may be in all batches
+        # sharpness-aware minimisation or adversarial weights call it again; a single tensor may be in all batches, so
+        # all tensors are compared
         latest = {id(tensor) for tensor in self._latest_tensors}
         is_again = bool(tensors) and all(id(tensor) in latest for tensor in tensors)
         if (is_again and pipeline.num_stages > 1) or (not is_again and not self.waiting):
@@ -110,9 +114,10 @@ class GlobalBatch:
             self.current, self._latest_tensors = self.waiting.popleft(), tensors
 
     def share(self, pipeline: ElasticPipeline, batch: Batch) -> Batch:
-        """What the first stage has prepared and counted, on all stages of its pipeline. Collective over the pipeline.
+        """Return the first stage's batch and counts on all stages of its pipeline. Collective over the pipeline.
 
-        Each has prepared its own, and what a collator or `_prepare_inputs` draws need not be the same on two.
+        Each stage has prepared a batch of its own, but a collator or `_prepare_inputs` that draws random numbers may
+        give different results on each stage.
         """
         part = self.current
         shared = pipeline.share((batch, part.rows, part.global_rows, part.items, self.num_items))

@@ -1,14 +1,14 @@
-"""AutoCache: when frozen layers are cached, and how far up (PipeTransformer, ICML 2021, section 3.4).
+"""AutoCache: when frozen layers are cached, and up to which layer (PipeTransformer, ICML 2021, section 3.4).
 
     epoch           1           2           3           4           5
     frozen          0           4           4           7           7
-    put             -           4           -           7           -        what the first so many layers give
+    put             -           4           -           7           -        outputs of the first 4 or 7 layers
     read            -           -           4           4           7
     cached          0           0           4           4           7        `PipelinePlan.num_cached_layers`
 
-While an epoch fills the store, the frozen layers run spread over the pipeline. Once nearly all of an epoch's rows are
-in the store, the layers count as cached: they cost nothing, and the others are balanced anew. All decisions are made
-between two steps, over the control group, from the numbers of all processes.
+While an epoch fills the store, the frozen layers run distributed over the stages. Once nearly all rows of an epoch are
+in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions are
+made between two steps, from the counts of all processes, which are exchanged over the control group.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ from .frozen_function import FrozenFunction
 logger = logging.getLogger(__name__)
 
 ENOUGH = 0.9
-"""Share of an epoch's rows in the store, from which on the layers count as cached."""
+"""Minimum fraction of an epoch's rows in the store for the layers to count as cached."""
 HARDLY_ANY = 0.05
-"""Share of the rows found, below which the inputs change from epoch to epoch."""
+"""Fraction of rows found below which the inputs are assumed to change from epoch to epoch."""
 EARLY_STEPS = 16
-"""After so many steps of the first epoch that reads, it is looked whether anything is found at all."""
+"""Number of steps in the first epoch that reads after which it is checked whether anything was found at all."""
 SLOW_EPOCHS = 2
-"""So many epochs in a row in which loading took longer than computing would: the first may have met a cold disk."""
+"""Number of consecutive epochs with loading slower than computing after which the cache is turned off.
+
+More than one, because the first may have read from a cold disk.
+"""
 OTHER_INPUTS = (
     "compute_loss, _prepare_inputs, training_step or a forward pre-hook has changed the inputs before the model sees"
     " them, or calls a part of the model; what is kept belongs to what the data collator returns: change them there"
@@ -57,24 +60,24 @@ NOTHING_KEPT = (
 
 
 class CacheState(Enum):
-    """Whether outputs are cached."""
+    """The state of the cache."""
 
     ON = "on"
     FIRST_READ = "first read"
-    """On, and the epoch under way is the first one that reads the newest layers: it is looked at early."""
+    """On, and the current epoch is the first that reads the newest layers, so it is checked early."""
     PAUSED = "paused"
-    """Off until more layers are frozen: loading takes longer than computing."""
+    """Off until more layers are frozen, because loading takes longer than computing."""
     OFF = "off"
 
 
 @dataclass
 class _Epoch:
-    """What is known of the epoch under way.
+    """The current epoch.
 
     Attributes:
-        writes: what is put in it will be read in a later one.
-        is_whole: the store that is being filled has seen all of its samples, from the first batch on.
-        steps: that have been begun in it.
+        writes: whether outputs stored in this epoch will be read in a later one.
+        is_whole: whether the generation that is being filled has been open since the epoch's first batch.
+        steps: number of steps begun in it.
     """
 
     writes: bool = False
@@ -84,13 +87,13 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What became of the cache in an epoch, over all processes.
+    """The use of the cache in an epoch, over all processes.
 
     Attributes:
-        counts: of rows.
-        nbytes: size of the store on this node.
-        failure: why a process cannot write any more; None: all can.
-        is_full: one cannot because there is no room.
+        counts: the counts of rows, summed over all processes.
+        nbytes: size of the store on this node, in bytes.
+        failure: why a process can no longer write; None if all can.
+        is_full: whether a process cannot write because there is no space.
     """
 
     counts: CacheCounts
@@ -100,20 +103,22 @@ class EpochReport:
 
 
 class AutoCache:
-    """Decides for all processes together. Every method but `close` is collective over all processes.
+    """Decides about the cache for all processes together.
+
+    Every method except `close` and `weights_look_same` is collective over all processes.
 
     Args:
         pipeline: the model.
-        cache: this process's way to the store.
-        store: of this node.
-        reasons: for each number of layers why their output must not be kept; None: it may.
-        is_forced: do not ask whether it pays.
-        seconds_per_row: of computing, for each unit, where it has been measured.
-        description: whatever the states depend on besides the weights.
-        current: file that names the generations which are read now, for the loaders' workers.
-        is_shared: other trainings may use the store, too: nothing is deleted that they may read.
-        rows: a few of the data set, collated, the same on every process: what the frozen layers make of them is part
-            of a generation's name.
+        cache: reads and writes the store in this process.
+        store: the store of this node.
+        reasons: for each number of layers, why their output must not be cached; None if it may be.
+        is_forced: cache even if loading is slower than computing.
+        seconds_per_row: forward time per row of each unit, in seconds; None if not measured.
+        description: everything that the hidden states depend on besides the weights.
+        current: the file that names the generations being read, for the loaders' workers.
+        is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
+        rows: a few samples of the dataset, collated, the same on every process. The frozen layers' outputs for them
+            are part of a generation's name.
     """
 
     def __init__(
@@ -131,9 +136,9 @@ class AutoCache:
     ) -> None:
         self.cache = cache
         self.num_cached = 0
-        """Layers that count as cached."""
+        """Number of layers that count as cached."""
         self.reason_off: str | None = None
-        """Why nothing is kept; None: it is."""
+        """Why nothing is cached; None if the cache is in use."""
         self._state = CacheState.ON
         self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
         self._allowed = [f for f, reason in reasons.items() if reason is None]
@@ -145,14 +150,14 @@ class AutoCache:
         self._function = FrozenFunction(pipeline, rows)
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
-        self._boundary = 0  # that is filled
-        self._num_epochs = 0  # begun in this `train()`
+        self._boundary = 0  # number of layers whose outputs are being stored
+        self._num_epochs = 0  # number of epochs begun in this `train()`
         self._epoch = _Epoch()
         self._marked = time.monotonic()
-        self._in_store = 0  # rows, when the last epoch ended
-        self._had_rows = False  # an earlier epoch has found what it looked for
-        self._slow_epochs = 0  # in a row
-        self._warned: set[str] = set()  # formats of the warnings that were given
+        self._in_store = 0  # number of rows at the end of the last epoch
+        self._had_rows = False  # whether an earlier epoch has found its rows
+        self._slow_epochs = 0  # consecutive epochs
+        self._warned: set[str] = set()  # format strings of the warnings already logged
 
     @property
     def is_on(self) -> bool:
@@ -160,7 +165,7 @@ class AutoCache:
 
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int) -> None:
-        """The first layers have been frozen: fill the store with what they give from now on."""
+        """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen."""
         if self._state is CacheState.OFF:
             return
         highest = most_cached_layers(self._pipeline.current_plan, num_frozen, self._nodes)
@@ -172,21 +177,21 @@ class AutoCache:
         elif boundary > self._boundary:
             self._boundary = boundary
             self._epoch.is_whole &= not self._epoch.steps
-            if self._state is CacheState.PAUSED:  # nobody has looked at the weights since
+            if self._state is CacheState.PAUSED:  # the weights were not checked while it was paused
                 self._state, self.reason_off = CacheState.ON, None
                 self._function.forget_weights()
             self.cache.write(self._epoch.writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
             self.cache.advance(boundary, fingerprint)
-            self._mark_used()  # an earlier training may have made it
+            self._mark_used()  # an earlier training may have created the generation
             self._publish()
             self._pipeline.use_cache(self.cache)
-        # of what this process holds under the plan now in force
+        # records the weights that this process holds under the plan in force
         self._function.note()
 
     def resume(self, num_cached: int) -> None:
-        """Count layers as cached as the job did that is gone on with, where all nodes still have what they gave."""
-        self._pipeline.weights.onload()  # their names in the store come from them
+        """Count layers as cached, as the resumed job did, if all nodes still have the generation."""
+        self._pipeline.weights.onload()  # the generation's name is computed from the weights
         self.freeze(num_cached)
         has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
         if all(self._mesh.gather_objects(has_all)):
@@ -195,16 +200,16 @@ class AutoCache:
     def follow(
         self, num_epochs_begun: int, state: TrainerState, *, may_never_repeat: bool, doubts_weights: bool
     ) -> EpochReport | None:
-        """A step begins, or an epoch with it.
+        """Update the cache at the beginning of a step, and of an epoch if one begins with it.
 
         Args:
-            num_epochs_begun: in this `train()`.
-            state: of the trainer.
-            may_never_repeat: whether the data may not come to their beginning again.
-            doubts_weights: a callback may have changed the frozen layers' weights since the last step.
+            num_epochs_begun: number of epochs begun in this `train()`.
+            state: the trainer's state.
+            may_never_repeat: whether the data may never start again from the beginning.
+            doubts_weights: whether a callback may have changed the frozen layers' weights since the last step.
 
         Returns:
-            What the last epoch brought, where one begins and the cache was in use.
+            The report of the last epoch if a new one begins and the cache was in use, otherwise None.
         """
         if num_epochs_begun == self._num_epochs:
             if doubts_weights:
@@ -214,21 +219,21 @@ class AutoCache:
         self._num_epochs = num_epochs_begun
         done = state.epoch or 0.0
         epochs_left = state.num_train_epochs - 1 - math.floor(done + 1e-6)
-        # a stream may never come to its beginning again: what it gives is put from its second epoch on
+        # a stream may never start again from the beginning, so its outputs are stored from the second epoch on
         repeats = num_epochs_begun > 1 or not may_never_repeat
-        # a stream without a length has no part of an epoch: there the Trainer counts by its steps
+        # the epoch of a stream without a length has no exact fraction: there the Trainer counts by its steps
         is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
         return self.begin_epoch(epochs_left >= 1 and repeats, is_whole)
 
     def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
-        """Look back on the epoch that has ended, and decide for the one that begins.
+        """Evaluate the epoch that has ended, and decide for the one that begins.
 
         Args:
-            writes: whether what is put in the epoch that begins will be read in a later one.
-            is_whole: it begins with its first batch; not so where a training is resumed.
+            writes: whether outputs stored in the new epoch will be read in a later one.
+            is_whole: whether the new epoch begins with its first batch; False if training is resumed within it.
 
         Returns:
-            What the last epoch brought; None where the cache was not in use.
+            The report of the last epoch; None if the cache was not in use.
         """
         last, self._epoch = self._epoch, _Epoch(writes, is_whole)
         if self._state is CacheState.FIRST_READ:
@@ -257,7 +262,7 @@ class AutoCache:
         elif self.num_cached < self._boundary and last.is_whole and _is_filled(counts):
             self._count_as_cached()
         elif writes and report.is_full and len(self.cache.generations) > 1:
-            # no room for two: what fewer layers gave makes way, and the next epoch fills the store from the start
+            # no space for two generations: remove the one of fewer layers, and refill the store in the next epoch
             self.num_cached = self._in_store = 0
             older = self.cache.forget(keep=1)
             self._publish()
@@ -267,7 +272,7 @@ class AutoCache:
         return report
 
     def begin_step(self) -> None:
-        """Look early whether the first epoch that reads finds anything."""
+        """Check early whether the first epoch that reads finds anything."""
         self._epoch.steps += 1
         if time.monotonic() - self._marked > SECONDS_BETWEEN_MARKS:
             self._mark_used()
@@ -279,7 +284,7 @@ class AutoCache:
                 self._turn_off(_changing(counts))
 
     def epoch_report(self) -> EpochReport:
-        """What has been counted since the last call."""
+        """Return and reset the counts since the last call."""
         self.cache.flush()
         everyone = self._mesh.gather_objects((self.cache.take_counts(), self.cache.why_full, self.cache.is_full))
         failure = next((why for _, why, _ in everyone if why is not None), None)
@@ -297,7 +302,7 @@ class AutoCache:
         return EpochReport(counts, self._store.nbytes(), failure, any(is_full for *_, is_full in everyone))
 
     def _warn_once(self, message: str, *values: Any) -> None:
-        """On the first process."""
+        """Log a warning on the first process, unless it was logged before."""
         if self._mesh.rank == 0 and message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *values)
@@ -321,7 +326,10 @@ class AutoCache:
         return False
 
     def _is_slow(self, counts: CacheCounts) -> bool:
-        """Whether computing an epoch's rows would have been faster: a disk may be slower than what was tried."""
+        """Whether computing the epoch's rows would have been faster than loading them.
+
+        The disk may be slower than in the timing before the decision to cache.
+        """
         return (
             not self._is_forced
             and self._seconds_per_row is not None
@@ -330,7 +338,7 @@ class AutoCache:
 
     @property
     def _seconds_of_computing(self) -> float:
-        """A row's states where the frozen layers end."""
+        """Time to compute one row's output of the layers up to the boundary, in seconds."""
         assert self._seconds_per_row is not None
         return sum(self._seconds_per_row[: self._boundary])
 
@@ -342,11 +350,11 @@ class AutoCache:
         )
 
     def _miss_all(self, counts: CacheCounts) -> None:
-        """Hardly any row was found of those that are in the store: other inputs, or somebody has deleted it."""
+        """React when hardly any of the stored rows were found: the inputs change, or the store was deleted."""
         if not self._had_rows:
             self._turn_off(_changing(counts))
             return
-        self._had_rows = False  # if none is found again, inputs do change
+        self._had_rows = False  # if none are found next time either, the inputs do change
         if not _is_filled(counts):
             self.num_cached = 0
         self.cache.resume_writing()
@@ -358,14 +366,15 @@ class AutoCache:
             )
 
     def disable(self, reason: str) -> None:
-        """Keep nothing from now on, if it is not off already."""
+        """Turn the cache off, unless it is off already."""
         if self.is_on:
             self._turn_off(reason)
 
     def check_weights(self) -> None:
-        """Keep nothing from now on if a callback has put other weights into frozen layers.
+        """Turn the cache off if a callback has changed the weights of frozen layers.
 
-        What was put since the last look is theirs, under the name of the earlier ones: it must not be found again.
+        The outputs stored since the last check may come from the changed weights, under the name of the original ones,
+        so they are deleted.
         """
         if self.is_on and self._boundary:
             changed = self._function.what_changed()
@@ -383,14 +392,20 @@ class AutoCache:
             )
 
     def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
-        """Keep nothing from now on, or until more layers are frozen; delete it whoever uses it if it is wrong."""
+        """Turn the cache off for good, or until more layers are frozen.
+
+        Args:
+            reason: why, for the log.
+            may_pay_later: turn it on again when more layers are frozen.
+            are_wrong: the stored outputs may be wrong; delete them even if other trainings share the store.
+        """
         self.reason_off = reason
         self._state = CacheState.PAUSED if may_pay_later else CacheState.OFF
         self.num_cached = self._in_store = 0
         self.cache.write(False)
         self.cache.flush()
         generations = self.cache.forget(keep=0)
-        self._mesh.gather_objects(None)  # all have written, and closed their files
+        self._mesh.gather_objects(None)  # a barrier: all processes have closed their files
         self._publish()
         self._release_generations(generations, are_wrong)
         self._pipeline.use_cache(None)
@@ -406,7 +421,10 @@ class AutoCache:
             self._store.mark_used(*generation)
 
     def _release_generations(self, generations: Sequence[tuple[int, str]], are_wrong: bool = False) -> None:
-        """This training needs them no more. Where others may, they go when there is need of room."""
+        """Delete generations that this training no longer needs.
+
+        In a shared store they are only marked, and are deleted when space is needed, unless they are wrong.
+        """
         if not self._is_first_here:
             return
         for generation in generations:
@@ -418,26 +436,26 @@ class AutoCache:
 
     # ------------------------------------------------------------------------------------ the frozen layers
     def weights_hold(self) -> bool:
-        """Whether the frozen layers give what they gave when they froze: a callback may have changed them."""
+        """Whether the frozen layers compute the same as when they were frozen. A callback may have changed them."""
         return self._function.what_changed() is None
 
     def weights_look_same(self) -> bool:
-        """Whether one number of each frozen tensor is as it was: cheap enough for each step, where callbacks have one.
+        """Whether one number of each frozen tensor is unchanged. Not collective. Weights must not be offloaded.
 
-        Not collective. Weights must not be offloaded.
+        This is cheap enough for every step, and is used if a user's callback may access weights at each step.
         """
         return not self.is_on or self._function.looks_same()
 
     def _publish(self) -> None:
         if self._is_first_here:
-            with suppress(OSError):  # without it nobody reads ahead
+            with suppress(OSError):  # without the file the workers just do not read ahead
                 publish(self._current, self.cache.generations)
 
     def close(self, has_ended: bool) -> None:
         """End the use of the cache. Not collective.
 
         Args:
-            has_ended: nobody will go on with this training; what only it could use is removed.
+            has_ended: this training will not be resumed, so everything that only it could use is removed.
         """
         self._pipeline.use_cache(None)
         self.cache.close()
@@ -450,7 +468,7 @@ class AutoCache:
             folder = self._store.folder
             shutil.rmtree(folder, ignore_errors=True)
             if folder.name == node_name():
-                with suppress(OSError):  # the last node's
+                with suppress(OSError):  # succeeds on the last node only
                     folder.parent.rmdir()
 
 

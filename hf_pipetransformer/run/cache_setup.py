@@ -1,4 +1,4 @@
-"""The cache of a training that begins: which outputs of frozen layers may be kept is tried on a few rows."""
+"""Create the activation cache when training begins. A probe on a few samples tells which outputs may be cached."""
 
 from __future__ import annotations
 
@@ -25,35 +25,39 @@ from .job import TrainingJob
 from .setup import TrainingData
 
 SAMPLES_TO_PROBE = 32
-"""Samples among which those are chosen on which it is tried whether frozen layers can be cached."""
+"""Number of samples from which those are chosen that probe whether frozen layers can be cached."""
 UNKNOWN_SIZE = 2**20
-"""Samples that are expected of a stream."""
+"""Number of samples assumed for a stream without a length."""
 
 LEAST_CAPACITY = 4096
-"""In a small table processes would more often write to one bucket at once, and one of them would lose a row."""
+"""Minimum capacity of the key table, in samples.
+
+In a smaller one several processes would more often write to the same bucket at once, and one of them would lose its
+entry.
+"""
 
 
 def make_cache(
     job: TrainingJob, pipeline: ElasticPipeline, data: TrainingData, times: ModelTimes | None, generations: Path
 ) -> AutoCache:
-    """The cache; it knows whether the model allows it. Collective over all processes.
+    """Create the cache, which is off for layers whose outputs must not be cached. Collective over all processes.
 
     Args:
-        job: the training.
-        pipeline: the model, whole.
-        data: of the training.
-        times: of the model's parts, where they were measured.
-        generations: file that names what is read from the cache.
+        job: the training job.
+        pipeline: runs the model, which is complete.
+        data: the training batches.
+        times: times of the model's units, if they were measured.
+        generations: the file that names the cache generations being read.
 
     Raises:
-        ValueError: the user's folder is not the user's alone to write.
+        ValueError: users other than this one can write to the folder `activation_cache_dir`.
     """
     args, trainer = job.args, job.trainer
     assert pipeline.freezable is not None
     collate = job.collator(data.collate_fn)
 
     def loss_of(batch: Batch) -> torch.Tensor:
-        with seeded(args.seed):  # what the user's methods make of the inputs may be random
+        with seeded(args.seed):  # methods that the user has overridden may draw random numbers
             loss = trainer.compute_loss(job.model, dict(trainer._prepare_inputs(dict(batch))))
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
@@ -64,7 +68,7 @@ def make_cache(
             pipeline.stack, pipeline.freezable, samples, collate, ignored=job.not_in_keys, loss_of=loss_of
         )
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
-    # a collator that cannot take them together has been refused above
+    # probe_boundaries has refused a collator that cannot collate all of them together
     rows = on_device(collate(samples) if slots else {}, torch.device("cpu"))
     mesh = pipeline.mesh
     reasons: dict[int, str | None] = {}
@@ -101,7 +105,7 @@ def make_cache(
         reasons,
         is_forced=args.activation_cache == "on",
         seconds_per_row=[unit.forward.per_row for unit in times.units] if times is not None else None,
-        # the first process's: what has no fixed text differs between them
+        # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
         current=generations,
         is_shared=args.activation_cache_dir is not None,
@@ -110,12 +114,12 @@ def make_cache(
 
 
 def _expected_samples(job: TrainingJob) -> int:
-    """Of all data sets; of a stream a guess."""
+    """Return the number of samples in all datasets; a stream counts as `UNKNOWN_SIZE`."""
     return sum(len(dataset) if isinstance(dataset, Sized) else UNKNOWN_SIZE for dataset in job.datasets)
 
 
 def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
-    """What a model's states depend on besides its weights and buffers, as far as it can be named."""
+    """Describe what a model's hidden states depend on besides weights and buffers, as far as it can be named."""
     config: Any = getattr(model, "config", None)
     values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
     return json.dumps(

@@ -1,12 +1,12 @@
-"""Checkpoints that are written atomically: the stock files, under another name until all of them are there.
+"""Atomic checkpoints: the stock files are written into another folder, which is renamed once they are complete.
 
     with CheckpointWrite(...) as write:        GATHERING
         Trainer._save_checkpoint                 save_model, _save_optimizer_and_scheduler: weights gathered, written
-                                               GATHERED    the last collective is over: an error can wait
-    on leaving                                 PUBLISHING  errors agreed upon, name given, older ones removed, uploaded
+                                               GATHERED    the last collective is over: errors can be deferred
+    on leaving                                 PUBLISHING  exchange errors, rename, remove older ones, upload
                                                PUBLISHED
 
-An error on one process, a full disk for one, is an error of all of them.
+An error on one process, such as a full disk, is raised on all processes.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ from .job import TrainingJob
 
 
 class PipelineState(TrainerCallback, ExportableState):
-    """In a checkpoint's `trainer_state.json`: what a job that resumes needs besides the stock Trainer's state.
+    """State in a checkpoint's `trainer_state.json` that a resumed job needs besides the stock Trainer's state.
 
-    A callback, so that the stock Trainer writes it; its name there is `checkpoints.KEPT`.
+    It is a callback so that the stock Trainer saves it, under the name `checkpoints.KEPT`.
     """
 
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        """For the Trainer's checkpoint."""
+        """State for the Trainer's checkpoint."""
         return {"args": {}, "attributes": {"memory": self.memory}}
 
 
 class WritePhase(IntEnum):
-    """How far a checkpoint has come."""
+    """Progress in writing a checkpoint."""
 
     GATHERING = 0
-    """Collectives are under way: an error must be raised where it happens."""
+    """Collectives are running, so an error is raised where it occurs."""
     GATHERED = 1
-    """They are over: an error waits until all processes can hear of it."""
+    """All collectives are over; an error is deferred until all processes exchange errors."""
     PUBLISHING = 2
-    """All files are there, under another name."""
+    """All files are complete, in a temporary folder."""
     PUBLISHED = 3
-    """It has its name."""
+    """The checkpoint has its final name."""
 
 
 class CheckpointWrite:
     """One checkpoint while it is written. Entering and leaving are collective over all processes.
 
     Args:
-        job: the training.
-        folder: that gets the checkpoint.
-        memory: what it keeps besides the stock Trainer's state, in plain values for JSON; collective.
-        add_files: writes more files into a folder, on rank 0.
+        job: the training job.
+        folder: the folder in which the checkpoint is created.
+        memory: returns the state to store besides the stock Trainer's, in plain values for JSON. Collective over all
+            processes.
+        add_files: writes additional files into a folder, on rank 0.
     """
 
     def __init__(
@@ -82,20 +83,20 @@ class CheckpointWrite:
 
     @property
     def output_dir(self) -> Path | None:
-        """Where the stock Trainer is to write it; None once it is written."""
+        """The folder in which the stock Trainer writes the checkpoint; None once it is written."""
         return self._folder / SAVING if self.phase < WritePhase.PUBLISHING else None
 
     def gathered(self) -> None:
-        """The last collective of this checkpoint's files is over."""
+        """Record that the last collective for this checkpoint's files is over."""
         self.phase = max(self.phase, WritePhase.GATHERED)
 
     def upload_later(self) -> None:
-        """Once it has its name: an upload goes on in the background."""
+        """Request an upload, to be started in the background once the checkpoint has its final name."""
         self._uploads = True
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
-        """Inside, an error waits until all processes can hear of it."""
+        """Inside the context, an error is deferred until all processes exchange errors."""
         try:
             yield
         except Exception as error:
@@ -104,7 +105,7 @@ class CheckpointWrite:
     def __enter__(self) -> CheckpointWrite:
         if self._job.args.should_save:
             remove_incomplete(self._folder)
-        memory = self._memory()  # behind it nobody writes into what is removed
+        memory = self._memory()  # collective, so no process writes before the removal is complete
         callbacks = self._job.trainer.callback_handler.callbacks
         # looked up each time: resuming may replace callback objects
         next(c for c in callbacks if isinstance(c, PipelineState)).memory = memory
@@ -115,13 +116,13 @@ class CheckpointWrite:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if error is not None:
-            # elsewhere the others wait in a collective, and not where all errors are told
+            # during GATHERING the other processes wait in another collective than the one that exchanges errors
             if not isinstance(error, Exception) or self.phase is WritePhase.GATHERING:
                 return False
             self._error = self._error or error
         self.phase = WritePhase.PUBLISHING
         self._find_best()
-        self._raise_anyones_error()  # all files are there: those of the random states, too
+        self._raise_anyones_error()  # all files are written now, including the random states
         is_nodes_own = self._is_nodes_own()
         with phase("publish"), self.keeping_errors():
             self._publish(is_nodes_own)
@@ -130,7 +131,10 @@ class CheckpointWrite:
 
     # ------------------------------------------------------------------------------------ inside
     def _expect_callbacks(self) -> None:
-        """The stock method adds to what was there when the training began, and fails at callbacks that came later."""
+        """Reset the entries of all stateful callbacks.
+
+        The stock method adds to the entries made when training began, and fails for callbacks that were added later.
+        """
         trainer = self._job.trainer
         states: Any = trainer.state.stateful_callbacks
         everyone = (*trainer.callback_handler.callbacks, trainer.control)
@@ -139,9 +143,10 @@ class CheckpointWrite:
             states[name] = [] if count > 1 else {}
 
     def _find_best(self) -> None:
-        """As the stock method does, which looked for the best one beside this one's present place.
+        """Set `best_model_checkpoint` to a path in the final folder; the stock method looked in the temporary one.
 
-        Collective over all processes: they load it together in the end, so what rank 0 sees counts.
+        Collective over all processes. All processes use the path that rank 0 sees, because they load the best model
+        together at the end.
         """
         state = self._job.trainer.state
         if state.best_global_step and self._job.args.save_strategy != SaveStrategy.NO:
@@ -151,9 +156,9 @@ class CheckpointWrite:
         state.best_model_checkpoint = self._job.mesh.gather_objects(state.best_model_checkpoint)[0]
 
     def _is_nodes_own(self) -> bool:
-        """Whether this process gives a name to what its node has on a disk of its own: the random states, no more.
+        """Whether this process must rename its node's own folder: on a local disk, with only the random states in it.
 
-        Collective over all processes: all have looked before anything is renamed.
+        Collective over all processes, so that all of them have checked before anything is renamed.
         """
         written = self._folder / SAVING / self.final.name
         places = [place / file for place in (written, self.final) for file in (STATE, MANIFEST)]
@@ -163,7 +168,7 @@ class CheckpointWrite:
             and written.is_dir()
             and not any(path.exists() for path in places)
         )
-        # a shared file system may show files late, but in the same folder
+        # a shared file system may show files late, but its folder has the same inode on every node
         inodes = self._job.mesh.gather_objects(_inode(written))
         return is_apart and inodes[self._job.mesh.rank] not in (None, inodes[0])
 
@@ -184,7 +189,11 @@ class CheckpointWrite:
             Trainer._push_from_checkpoint(self._job.trainer, str(self.final))
 
     def _raise_anyones_error(self) -> None:
-        """Collective over all processes."""
+        """Raise an error on every process if one of them has failed. Collective over all processes.
+
+        Raises:
+            OSError: a process has failed. The message says whether the checkpoint is saved.
+        """
         mine = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
         everyone = self._job.mesh.gather_objects(mine)
         failed = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why is not None]

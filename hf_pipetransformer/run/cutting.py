@@ -1,6 +1,6 @@
-"""What a model is made of: the units that it can be cut into, what they cost and take, and the handle that runs them.
+"""Split a model into units: what they are, their costs and times, and the `ElasticPipeline` that runs them.
 
-Found once, and kept as long as the model: a second `train()` cuts it in the same places.
+The units are found once and kept as long as the model, so a second `train()` splits it at the same places.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from .samples import SampleCollator
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
-"""Rows on which the model's units are found."""
+"""Number of rows on which the model's units are found."""
 MOST_ROWS_TO_TIME = 8
-"""Rows on which the model's parts are timed; more of them take as much longer."""
+"""Maximum number of rows on which the model's units are timed; the time grows in proportion to it."""
 TIMES = "part_times.json"
-"""In a checkpoint: what the model's parts took when the training began."""
+"""File in a checkpoint with the times of the model's units, measured when training began."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured once for a model, and again by nobody: other times would be other plans.
+    """Times that are measured once for a model and never again, because other times could give other plans.
 
     Attributes:
-        times: of the model's parts; None where they could not be measured.
-        measured_on: all that times depend on, in JSON's values.
+        times: times of the model's units; None if they could not be measured.
+        measured_on: everything that the times depend on, in plain values for JSON.
     """
 
     times: ModelTimes | None
     measured_on: Mapping[str, Any]
 
     def write(self, checkpoint: Path) -> None:
-        """Into a checkpoint, for the job that resumes from it."""
+        """Write the times into a checkpoint, for the job that resumes from it."""
         if self.times is not None:
             content = {"measured": self.measured_on, "times": asdict(self.times)}
             (checkpoint / TIMES).write_text(json.dumps(content), encoding="utf-8")
@@ -69,12 +69,12 @@ class Timing:
 
 @dataclass
 class CutModel:
-    """A model and what it was found to be made of.
+    """A model with the units into which it can be split.
 
     Attributes:
-        pipeline: runs it, whole or by a plan.
-        unit_costs: of each unit.
-        timing: None until `time_model` has been asked.
+        pipeline: runs the model, as a whole or by a plan.
+        unit_costs: the cost of each unit.
+        timing: the times of the units; None until `time_model` has been called.
     """
 
     pipeline: ElasticPipeline
@@ -82,10 +82,10 @@ class CutModel:
     timing: Timing | None = None
 
     def serves(self, job: TrainingJob) -> bool:
-        """Whether it was found for this model, and for all that the job asks of it.
+        """Whether it belongs to the job's model and provides everything the job needs.
 
-        It may have been made for an evaluation, or an earlier training, before a freeze callback was added or stages
-        asked for.
+        It may have been made for an evaluation or an earlier training, before a freeze callback was added or stages
+        were requested.
         """
         return (
             self.pipeline.model is job.model
@@ -94,9 +94,9 @@ class CutModel:
         )
 
     def make_whole(self) -> None:
-        """Bring all weights back into the model on every process: to the device if they fit, else to the CPU.
+        """Gather all weights into the model on every process: on the device if they fit, otherwise on the CPU.
 
-        Collective over all processes; nothing to do where it is whole.
+        Collective over all processes. Does nothing if the model is not placed.
         """
         if self.pipeline.is_placed:
             size = sum(p.nbytes for p in self.pipeline.model.parameters())
@@ -105,22 +105,22 @@ class CutModel:
 
 
 def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:
-    """Find out on a few rows of data what the model is made of. Collective over all processes.
+    """Find the units of the job's model on a few rows of data. Collective over all processes.
 
     Args:
-        job: the training, or evaluation.
-        rows: samples, at least `SAMPLE_ROWS`, where the job is probed.
-        collate: of these; None with `rows` empty.
+        job: the training or evaluation job.
+        rows: samples, at least `SAMPLE_ROWS` if the job is probed.
+        collate: collates these samples; None if `rows` is empty.
 
     Raises:
         ValueError: the processes have different models or data.
-        UnsupportedModelError: the model cannot be cut, or frozen, as the job asks.
+        UnsupportedModelError: the model cannot be split, or frozen, as the job requires.
     """
     mesh, model = job.mesh, job.model
     if job.args.uses_pipeline:
-        refuse_distributed_model(model)  # model_init may have made it
+        refuse_distributed_model(model)  # model_init may have returned such a model
     if fits(sum(p.nbytes for p in model.parameters()), job.device):
-        model.to(job.device)  # some kernels run there only
+        model.to(job.device)  # some kernels only run there
     sample: Batch = {}
     if _cuts_or_freezes(job) or mesh.world_size > 1:
         assert collate is not None
@@ -133,7 +133,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
         stack, freezable = LayerStack.uncut(model), None
         unit_costs = (cost_of_whole(stack),)
     _make_equal(stack, mesh)
-    # patches the forward for mixed precision, as it would for DDP, and nothing else
+    # this only patches the forward for mixed precision, as for DDP
     job.trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return CutModel(ElasticPipeline(stack, mesh, job.device, partial(_wrap_replicas, job), freezable), unit_costs)
 
@@ -143,11 +143,11 @@ def _cuts_or_freezes(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """A batch of these rows, which all processes have alike. Collective over all processes."""
+    """Collate these rows, and check that all processes have the same batch. Collective over all processes."""
     sample = collate(rows)
 
     def draw() -> Batch:
-        with seeded(job.args.seed):  # what it draws from the global generators is the same everywhere
+        with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
             return dict(collate.collate_fn(list(rows)))
 
     with generators_kept(collate.collate_fn):
@@ -158,7 +158,7 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
 def _take_apart(
     job: TrainingJob, sample: Batch, padded: Batch
 ) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
-    """What can be cut, and frozen; and what its parts cost."""
+    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs."""
     model = job.model
     kept_back = _names_kept_back(job, sample)
     inputs, padded = (
@@ -177,7 +177,7 @@ def _take_apart(
 
 
 def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
-    """Inputs that compute_loss keeps from the model: sample weights that it takes out, labels of its own."""
+    """Return the inputs that `compute_loss` does not pass to the model: sample weights or labels that it takes out."""
     calls: list[Mapping[str, Any]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
             given = KeyedInputs(inputs)
             with trainer.compute_loss_context_manager():
                 trainer.compute_loss(model, inputs)
-    except Exception as error:  # whatever is wrong shows where the model itself is called
+    except Exception as error:  # the same error will show when the model itself is called
         if is_out_of_memory(error):
             raise
     finally:
@@ -209,16 +209,17 @@ def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
 def _costs_of_units(
     job: TrainingJob, stack: LayerStack, padded: Batch, never_frozen: Collection[str]
 ) -> tuple[UnitCost, ...]:
-    """
+    """Measure the cost of each unit.
+
     Raises:
-        UnsupportedModelError: batches cannot be cut by rows.
+        UnsupportedModelError: batches cannot be split by rows.
     """
     try:
         return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        costs = measure_costs(stack, padded, never_frozen)  # fails likewise where that is not the reason
+        costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if the rows are not the reason
         if not job.args.uses_pipeline:
             return costs
         raise UnsupportedModelError(
@@ -231,7 +232,7 @@ def _costs_of_units(
 
 
 def _make_equal(stack: LayerStack, mesh: ProcessMesh) -> None:
-    """Weights and buffers, as DDP does when it begins. Collective over all processes."""
+    """Make weights and buffers equal to those of process 0, as DDP does. Collective over all processes."""
     different = synchronise_weights(stack.table, mesh) + synchronise_buffers(stack.model, mesh, lambda _: 0)
     if different:
         logger.warning(
@@ -247,11 +248,11 @@ def _make_equal(stack: LayerStack, mesh: ProcessMesh) -> None:
 def _wrap_replicas(
     job: TrainingJob, stage: StageModule, group: dist.ProcessGroup, may_be_unused: bool
 ) -> DistributedDataParallel:
-    """DDP over the replicas of a stage, by Accelerate's handler and the `ddp_*` arguments."""
+    """Wrap a stage in DDP over its replicas, as Accelerate's handler and the `ddp_*` arguments say."""
     handler = job.trainer.accelerator.ddp_handler
     options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
     if job.args.ddp_find_unused_parameters is None:
-        # the Trainer looks for unused parameters in every step; here the loss of the sample has told
+        # the Trainer searches for unused parameters in every step; here the probe of the loss has found them
         options["find_unused_parameters"] = may_be_unused
     options["gradient_as_bucket_view"] = True  # saves a copy of all gradients
     module = DistributedDataParallel(stage, process_group=group, init_sync=False, **options)
@@ -268,24 +269,24 @@ def _wrap_replicas(
 def time_model(
     job: TrainingJob, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None, checkpoint: Path | None
 ) -> ModelTimes | None:
-    """Seconds of the model's parts, where they decide something: K, M, whether the cache pays. Collective.
+    """Measure the times of the model's units if a decision depends on them: K, M, or whether the cache is faster.
 
-    They may decide otherwise in another run, which `full_determinism` forbids. A training that is resumed where it
-    was interrupted keeps the times that it began with, and so its plans.
+    Collective over all processes. Times differ from run to run and so may the decisions, so nothing is measured with
+    `full_determinism`. A resumed training keeps the times measured when it began, and therefore its plans.
 
     Args:
-        job: the training.
-        cut: the model, whole; it keeps what is measured.
+        job: the training job.
+        cut: the complete model; it stores the times.
         rows: samples.
-        collate: of these.
-        checkpoint: that is resumed from.
+        collate: collates these samples.
+        checkpoint: the checkpoint to resume from, if any.
     """
     if job.args.full_determinism or not (job.args.uses_pipeline or job.may_cache):
         return None
     if cut.timing is None:
         assert collate is not None
         batch = collate(rows[: min(job.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)])
-        # the first process's: hosts may differ, and all are to come to the same plan
+        # those of process 0: hosts may differ, and all processes must arrive at the same plan
         measured_on = job.mesh.gather_objects(_what_is_measured(job, cut, batch))[0]
         times = job.mesh.gather_objects(_read_times(cut, measured_on, checkpoint))[0]
         if times is None:
@@ -296,7 +297,7 @@ def time_model(
 
 
 def _read_times(cut: CutModel, measured_on: Mapping[str, Any], checkpoint: Path | None) -> ModelTimes | None:
-    """Those of the checkpoint that is resumed from; None if it has none of such a machine and job."""
+    """Return the times in the checkpoint to resume from; None if it has none for this machine and job."""
     if checkpoint is None:
         return None
     try:
@@ -309,7 +310,7 @@ def _read_times(cut: CutModel, measured_on: Mapping[str, Any], checkpoint: Path 
 
 
 def _what_is_measured(job: TrainingJob, cut: CutModel, batch: Batch) -> dict[str, Any]:
-    """All that times depend on, in JSON's values: with any of it changed they are measured again."""
+    """Return everything that times depend on, in plain values for JSON. If it changes they are measured again."""
     model = job.model
     return {
         "device": name_of_device(job.device),
@@ -325,10 +326,10 @@ def _what_is_measured(job: TrainingJob, cut: CutModel, batch: Batch) -> dict[str
 
 
 def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -> ModelTimes | None:
-    """Time the parts of a complete model on the slowest process. Collective over all processes.
+    """Time the units of a complete model; the slowest process counts. Collective over all processes.
 
     Returns:
-        None where the model is not on the device, because it does not fit, or cannot be timed.
+        The times; None if the model is not on the device because it does not fit, or if it cannot be timed.
     """
     mesh = pipeline.mesh
     is_here = all(parameter.device.type == device.type for parameter in pipeline.model.parameters())

@@ -1,8 +1,8 @@
-"""Evaluation and prediction: the stock loops, over a pipeline that is placed.
+"""Evaluation and prediction: the stock loops, over a placed pipeline.
 
-evaluation_loop     `in_training`   the plan in force, and the cache
-                    `placed`        otherwise: for this evaluation, and put back
-  prediction_step   `predict`       each process's own rows run through the stages, and come back to it
+evaluation_loop     `in_training`   during training: uses the plan in force and the cache
+                    `placed`        otherwise: places the model for this evaluation, and puts it back
+  prediction_step   `predict`       runs each process's own rows through the stages, and returns the results to it
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from .training_data import keying_collator
 
 @contextmanager
 def placed(pipeline: ElasticPipeline, plan: PipelinePlan) -> Iterator[None]:
-    """Inside, a whole model runs by a plan; afterwards it is whole again. Collective over all processes."""
+    """Place a complete model inside the context, and make it complete again afterwards.
+
+    Collective over all processes.
+    """
     pipeline.place(plan, keep_weights_aside=True)
     try:
         yield
@@ -41,17 +44,19 @@ def placed(pipeline: ElasticPipeline, plan: PipelinePlan) -> Iterator[None]:
 def in_training(
     job: TrainingJob, pipeline: ElasticPipeline, cache: AutoCache | None, generations: Path | None, dataloader: Any
 ) -> Iterator[KeysApart]:
-    """Inside, an evaluation's batches have keys, too; they count if the weights are those that the cache is of.
+    """Inside the context, an evaluation during training can use the activation cache.
+
+    The evaluation's batches get cache keys. The cache is used only if the frozen weights are those it was filled with.
 
     Args:
-        job: the training.
-        pipeline: placed.
-        cache: of the training that is under way.
-        generations: what its loaders read ahead of.
-        dataloader: of the evaluation.
+        job: the training job.
+        pipeline: the placed pipeline.
+        cache: the cache of the current training.
+        generations: the file that names the cache generations which loaders read ahead.
+        dataloader: the loader of the evaluation.
 
     Yields:
-        The loader with the keys taken out of its batches.
+        The loader, which removes the keys from its batches and keeps them in `keys`.
     """
     loader = dataloader if isinstance(dataloader, KeysApart) else KeysApart(dataloader)
     with phase("evaluation"), ExitStack() as stack:
@@ -59,12 +64,12 @@ def in_training(
             stack.enter_context(cache.cache.counting_apart())
             base: Any = getattr(dataloader, "base_dataloader", dataloader)
             collate_fn = getattr(base, "collate_fn", None)
-            # also before the first layers freeze: workers that last keep the collator that they began with
+            # also before the first freeze, because persistent workers keep the collator that they started with
             if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
                 base.collate_fn = keying_collator(job, generations, collate_fn)
                 stack.callback(setattr, base, "collate_fn", collate_fn)
             if pipeline.cache is not None and not cache.weights_hold():
-                pipeline.use_cache(None)  # they are averaged ones, for one
+                pipeline.use_cache(None)  # e.g. averaged weights
                 stack.callback(lambda: pipeline.use_cache(cache.cache if cache.is_on else None))
         yield loader
 
@@ -80,13 +85,13 @@ def predict(
     stock: Callable[[Any, dict[str, Any]], Prediction],
     inputs: dict[str, Any],
 ) -> Prediction:
-    """The stock `prediction_step` over a pipeline that is placed. Collective over the pipeline.
+    """Run the stock `prediction_step` over a placed pipeline. Collective over the pipeline.
 
     Args:
-        job: the training, or evaluation.
-        pipeline: placed.
-        keys: of the latest batch of the evaluation's loader.
-        stock: the stock method, of a model and prepared or unprepared inputs.
+        job: the training or evaluation job.
+        pipeline: the placed pipeline.
+        keys: cache keys of the latest batch from the evaluation's loader.
+        stock: the stock method, as a function of a model and inputs, which may be prepared already.
         inputs: this process's rows.
     """
     keys = keys if pipeline.cache is not None else None
@@ -103,7 +108,7 @@ def predict(
             if keys is None or not keys.inputs.are(inputs, job.not_in_keys):
                 return stock(job.model, inputs)
             assert pipeline.stage is not None
-            # `stock` prepares them: here they only go to the device
+            # `stock` prepares the inputs; here they are only moved to the device
             moved = {**job.to_device(inputs), KEYS_NAME: keys.tensor}
             with pipeline.stage.running_to_the_end([], moved) as batch:
                 return stock(job.model, batch)
@@ -111,7 +116,7 @@ def predict(
 
 @contextmanager
 def _handing_on_prepared(trainer: Trainer, batch: Batch) -> Iterator[None]:
-    """Inside, `_prepare_inputs` returns this batch as it is: whose rows they are has prepared them."""
+    """Inside the context, `_prepare_inputs` returns this batch unchanged: the process it came from has prepared it."""
     before, prepare = vars(trainer).get("_prepare_inputs"), trainer._prepare_inputs
     vars(trainer)["_prepare_inputs"] = lambda inputs: inputs if inputs is batch else prepare(inputs)
     try:

@@ -1,4 +1,4 @@
-"""A line for each change of layout in `output_dir/pipeline_events.jsonl`."""
+"""Record each change of the layout as a line in `output_dir/pipeline_events.jsonl`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "pipeline_events.jsonl"
 SLICES = "slices"
-"""The event that is no layout: how batches of a new shape are cut along their tokens."""
+"""An event that does not change the layout: how batches of a new shape are split along their tokens."""
 
 
 def layout_of(plan: PipelinePlan) -> dict[str, Any]:
-    """What a plan says of the layout, in plain values."""
+    """Return the layout of a plan, in plain values."""
     return {
         "num_layers": plan.num_units,
         "num_frozen_layers": plan.num_frozen_layers,
@@ -39,13 +39,14 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
 
 
 def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
-    """What a plan predicts, in plain values.
+    """Return the predictions of a plan, in plain values.
 
     Returns:
-        "memory_bytes" of each stage, without what torch and Python themselves take. "steps", where the model's parts
-        have been timed: for each number of micro-batches M that may be tried, the likeliest first, seconds of a
-        micro-batch's forward and backward in each stage, and of what follows the pipeline (gradient reduction and
-        optimizer).
+        A dict with "memory_bytes", the bytes of each stage without the memory of torch and Python themselves; and
+        "steps", which is empty unless the model's units have been timed. It has an entry for each number of
+        micro-batches M that may be tried, the most promising first: seconds of a micro-batch's forward and backward
+        in each stage, and of the work after the pipeline (gradient reduction and optimizer). It also has the plan's
+        "schedule" and "rows_per_pipeline".
     """
     rows = plan.rows_per_pipeline
     stages = range(plan.pipeline_parallel_size)
@@ -85,17 +86,17 @@ def record(
 
     Args:
         folder: the run's `output_dir`.
-        event: "start", "resume", "transform", "cache": other layers count as cached, and nothing moves; "slices": how
-            batches of a new shape are cut along their tokens.
-        plan: in force from now on.
-        global_step: optimizer steps done.
-        epoch: epochs done.
-        seconds: that the change took, on the slowest process.
-        bytes_moved: received by all processes together.
-        phases: seconds of its parts, on the slowest process of each.
+        event: "start", "resume" or "transform"; "cache" if a different number of layers counts as cached and nothing
+            moves; or "slices", how batches of a new shape are split along their tokens.
+        plan: the plan in force from now on.
+        global_step: number of optimizer steps done.
+        epoch: number of epochs done.
+        seconds: duration of the change in seconds, on the slowest process.
+        bytes_moved: number of bytes received by all processes together.
+        phases: duration in seconds of each phase of the change, on the process that was slowest in it.
         run: name of this `train()`.
-        facts: what does not change in it.
-        slices: of "slices", from `slices_of`.
+        facts: properties of the run that do not change during it.
+        slices: the result of `slices_of`, for the event "slices".
     """
     entry = {
         "event": event,
@@ -110,7 +111,8 @@ def record(
         "predicted": prediction_of(plan),
     }
     if slices is not None:
-        entry["slices"] = {"replica": plan.replica_of(0), **slices}  # the main process tells; each replica has a plan
+        # the slices are those of the main process's replica; other replicas may split otherwise
+        entry["slices"] = {"replica": plan.replica_of(0), **slices}
     if facts is not None:
         entry["facts"] = dict(facts)
     path = Path(folder) / FILE_NAME
@@ -118,14 +120,14 @@ def record(
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-    except OSError as error:  # one process writes; were it to fail, the others would wait for it
+    except OSError as error:  # only one process writes; if it raised here, the others would hang
         logger.warning("The event %r is not recorded: %s", event, error)
 
 
 def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:
-    """How a batch is cut, in plain values: of each part of the batch its rows and the tokens of its slices.
+    """Return how a batch is split, in plain values: for each part, its number of rows and the lengths of its slices.
 
-    Where stages have been timed, also the "latencies" of each: the coefficients of its forward and its backward.
+    If stages have been timed, "latencies" holds the coefficients of each stage's forward and backward.
     """
     cut: dict[str, Any] = {
         "rows": sum(part.rows for part in parts),
@@ -139,7 +141,7 @@ def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, An
 
 
 def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:
-    """One line for the log."""
+    """Describe how a batch is split, in one line for the log."""
     kinds = Counter((part.rows, part.lengths) for part in parts)
     cut = ", ".join(
         f"{f'{count} x ' if count > 1 else ''}{rows} row{'' if rows == 1 else 's'} in "
@@ -151,11 +153,11 @@ def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:
 
 
 def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
-    """What the activation cache did in an epoch, as metrics for whoever logs.
+    """Return the use of the activation cache in an epoch, as metrics to log.
 
     Args:
-        counts: of all processes.
-        nbytes: size of the store.
+        counts: counts of rows, summed over all processes.
+        nbytes: size of the store, in bytes.
     """
     rows = max(counts.rows, 1)
     return {
@@ -169,7 +171,7 @@ def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
 
 
 def describe(change: Transformation, seconds: float, bytes_moved: int) -> str:
-    """One line for the log."""
+    """Describe a transformation, in one line for the log."""
 
     def layout(plan: PipelinePlan) -> str:
         return f"{plan.pipeline_parallel_size} x {plan.data_parallel_size}"

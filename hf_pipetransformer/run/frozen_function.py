@@ -1,11 +1,11 @@
-"""What frozen layers compute, as it is now: what is cached belongs to it, and to nothing that could be written down.
+"""Detect changes in the function that frozen layers compute, to which all cached outputs belong.
 
-    generation opened   name(boundary)    digests of weights, buffers and of what a few rows become -> its name
-    looked back         what_changed()    weights, buffers, and the same rows once more: do they become the same?
+    generation opened   name(boundary)    digests of weights, buffers and the outputs for a few rows -> its name
+    check               what_changed()    weights, buffers, and the outputs for the same rows: are they unchanged?
     each step           looks_same()      one number of each weight, buffers' versions, plain attributes
 
-A configuration does not tell another activation function in a user's module, an adapter's scale, a pruning mask or a
-hook. The outputs do, so long as these rows show it.
+A configuration does not show a changed activation function in a user's module, an adapter's scale, a pruning mask or a
+hook. The outputs do, if they change for these rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..model.micro_batch import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 
 MOST_NUMBERS = 2**16
-"""Of an output, evenly spaced, that are kept to be compared with."""
+"""Maximum number of values of an output, evenly spaced, that are kept for comparisons."""
 MOST_ENTRIES = 64
-"""Containers with more of them are data, no settings."""
+"""Maximum number of entries in a container that is a setting; larger ones are data."""
 REGISTRIES = ("_modules", "_forward_hooks", "_forward_pre_hooks")
-"""Of a module, that belong to what it computes."""
+"""Private attributes of a module that affect what it computes."""
 OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
 OTHER_OUTPUTS = (
     "the frozen layers give other outputs for the same rows than before, though their weights are the same (an"
@@ -35,33 +35,36 @@ OTHER_OUTPUTS = (
 
 
 class FrozenFunction:
-    """The first units of a model, all frozen, while their outputs are kept.
+    """The function of a model's first units, all frozen, whose outputs are cached.
 
     Args:
         pipeline: the model.
-        rows: a few of the data set, collated, the same on every process.
+        rows: a few samples of the dataset, collated, the same on every process.
     """
 
     def __init__(self, pipeline: ElasticPipeline, rows: Mapping[str, Any]) -> None:
         self._pipeline = pipeline
         self._rows = on_device(rows, pipeline.device)
         self._boundary = 0
-        self._digests: dict[str, str] = {}  # of weights
-        self._outputs: list[torch.Tensor] = []  # of the rows, when the generation was opened: some numbers of each
+        self._digests: dict[str, str] = {}  # weight name -> digest
+        self._outputs: list[torch.Tensor] = []  # some values of each output for the rows, from opening the generation
         self._num_looks = 0
-        self._norms: list[float] = []  # of the frozen weights that are here
-        self._numbers: list[float] = []  # one of each of them
-        self._holders: list[nn.Module] = []  # of what is frozen
+        self._norms: list[float] = []  # norms of the frozen weights on this process
+        self._numbers: list[float] = []  # one value of each frozen weight on this process
+        self._holders: list[nn.Module] = []  # modules that hold frozen parameters or belong to frozen layers
         self._buffers: list[tuple[torch.Tensor, int, float]] = []  # with version and checksum
         self._attributes: dict[tuple[int, str], Any] = {}
-        self._moving: set[tuple[int, str]] = set()  # attributes that change, and the outputs do not
+        self._moving: set[tuple[int, str]] = set()  # attributes that change without changing the outputs
 
     def forget_weights(self) -> None:
-        """Nobody has looked at them since they were digested."""
+        """Discard the digests of weights, because the weights may have changed since they were digested."""
         self._digests.clear()
 
     def name(self, boundary: int) -> str:
-        """A digest of what the first units, frozen from now on, compute. Collective over all processes."""
+        """Return a digest of the function of the first `boundary` units, which are frozen from now on.
+
+        Collective over all processes.
+        """
         self._boundary, self._num_looks = boundary, 0
         pipeline = self._pipeline
         stage, table = pipeline.stage, pipeline.stack.table
@@ -83,18 +86,21 @@ class FrozenFunction:
         return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
 
     def note(self) -> None:
-        """Note the weights and buffers that are here under the plan now in force. Not collective."""
+        """Record the weights and buffers on this process under the plan in force. Not collective."""
         self._norms, self._numbers = self._norms_here(), self._numbers_here()
         self._buffers = [(buffer, _version(buffer), float(_checksum(buffer))) for buffer in self._find_buffers()]
         self._attributes = self._attributes_here()
 
     def what_changed(self) -> str | None:
-        """Why what is kept is no longer what the frozen layers give; None: it is. Collective over all processes."""
+        """Return why the cached outputs are no longer those of the frozen layers; None if they are.
+
+        Collective over all processes.
+        """
         self._num_looks += 1
         weights_hold = (self._norms, self._numbers) == (self._norms_here(), self._numbers_here())
         noted = [checksum for *_, checksum in self._buffers]
         weights_hold &= noted == [float(_checksum(buffer)) for buffer in self._find_buffers()]
-        # other random numbers each time: what is frozen draws none
+        # with another seed each time, because frozen layers must not depend on random numbers
         outputs = self._pipeline.outputs_of_frozen(self._rows, self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or _are_same([_some_numbers(output) for output in outputs], self._outputs)
         self._pipeline.offload_cached_layers()
@@ -109,7 +115,7 @@ class FrozenFunction:
         return None
 
     def looks_same(self) -> bool:
-        """Whether nothing has changed that can be seen at little cost. Not collective.
+        """Whether a cheap check finds no change. Not collective.
 
         Weights must not be offloaded.
         """
@@ -123,7 +129,7 @@ class FrozenFunction:
     # ------------------------------------------------------------------------------------ what is here
     def _norms_here(self) -> list[float]:
         self._pipeline.weights.onload()
-        # of 16-bit numbers, in which norms of weights that are alike would be equal, in float32
+        # in float32 at least: in 16 bits, similar weights would have equal norms
         norms = [
             torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)).double()
             for p in self._frozen_here()
@@ -141,7 +147,7 @@ class FrozenFunction:
         return [pipeline.stack.table[name] for name in pipeline.stage.names if name in names]
 
     def _find_buffers(self) -> list[torch.Tensor]:
-        """Running statistics, masks: of the frozen layers, and of modules that have frozen parameters of their own."""
+        """Return the buffers (running statistics, masks) of frozen layers and of modules with frozen parameters."""
         stack = self._pipeline.stack
         assert self._pipeline.freezable is not None
         names = self._pipeline.freezable.frozen(self._boundary)
@@ -159,7 +165,10 @@ class FrozenFunction:
         return [buffer for buffer in buffers if buffer.numel()]
 
     def _buffers_look_same(self) -> bool:
-        """Values are looked at only where something was written: DDP writes the same ones in each step."""
+        """Whether buffers are unchanged. Values are compared only if a buffer was written to.
+
+        DDP writes the same values in each step.
+        """
         buffers = self._buffers_of_holders()
         return len(buffers) == len(self._buffers) and all(
             (buffer is noted and _version(buffer) == version) or float(_checksum(buffer)) == checksum
@@ -167,7 +176,7 @@ class FrozenFunction:
         )
 
     def _attributes_here(self) -> dict[tuple[int, str], Any]:
-        """Settings of the modules that hold what is frozen: numbers, names, functions, submodules, hooks."""
+        """Return the settings of the modules in `_holders`: numbers, names, functions, submodules, hooks."""
         return {
             (number, name): _setting(value)
             for number, module in enumerate(self._holders)
@@ -177,21 +186,21 @@ class FrozenFunction:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and all bits."""
+    """Return a digest of a tensor's dtype, shape and all bits."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
 
 
 def _setting(value: Any, is_inside: bool = False) -> Any:
-    """What can be compared with a later value; None for what is no setting, as tensors and other objects."""
+    """Return a value that can be compared with a later one; None for tensors and other objects, not settings."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     if isinstance(value, nn.Module) or callable(value):
         return id(value)
-    if hasattr(value, "_attn_implementation"):  # a configuration
+    if hasattr(value, "_attn_implementation"):  # a model's configuration
         return str(value._attn_implementation)
     if isinstance(value, dict) and len(value) <= MOST_ENTRIES and not is_inside:
-        # without our own hooks, which come and go with each pass
+        # without this package's own hooks, which are added and removed in each pass
         return [(str(key), _setting(entry, True)) for key, entry in value.items() if not _is_ours(entry)]
     if isinstance(value, (list, tuple)) and len(value) <= MOST_ENTRIES and not is_inside:
         return [_setting(entry, True) for entry in value]
@@ -210,7 +219,7 @@ def _some_numbers(output: torch.Tensor) -> torch.Tensor:
 
 
 def _are_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether nothing has moved but by what is accepted where the same kernels run on the same shapes."""
+    """Whether values differ by no more than is accepted if the same kernels run on the same shapes."""
     return len(actual) == len(expected) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=SAME * _largest(b), equal_nan=True)
         for a, b in zip(actual, expected, strict=True)
@@ -226,7 +235,7 @@ def _version(buffer: torch.Tensor) -> int:
 
 
 def _checksum(buffer: torch.Tensor) -> torch.Tensor:
-    """A number that changes if values change or change places, as those of a mask do."""
+    """Return a number that changes if values change or swap places, as they may in a mask."""
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     values = values.detach().reshape(-1).double().nan_to_num()
     return values @ torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device).sqrt()

@@ -1,4 +1,4 @@
-"""What the parts of a run ask about the training: its arguments, its model, what is distributed how."""
+"""Properties of a training job that the modules of this package read: arguments, model, callbacks, datasets."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ..training_args import PipeTransformerTrainingArguments
 from .samples import SampleCollator
 
 COST_SAMPLE_ROWS = 16
-"""Rows among which the longest one says how long the rows are on which the units' costs are counted, at most."""
+"""Maximum number of rows that are sampled; the longest of them sets the length for measuring the units' costs."""
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A trainer with its processes. Whatever it is asked, it reads off the trainer at that moment.
+    """A trainer with its processes. Every property is read from the trainer at the time of the call.
 
     Attributes:
-        trainer: the user's, of which only what every `transformers.Trainer` has is used.
+        trainer: the user's trainer; only attributes that every `transformers.Trainer` has are used.
         mesh: its processes.
     """
 
@@ -47,7 +47,7 @@ class TrainingJob:
 
     @property
     def model(self) -> nn.Module:
-        """The user's."""
+        """The user's model."""
         model: Any = self.trainer.model
         return model
 
@@ -61,20 +61,21 @@ class TrainingJob:
 
     @property
     def freeze_callback(self) -> LayerFreezeCallback | None:
-        """Looked up anew each time: resuming replaces callback objects."""
+        """The freeze callback, if there is one. It is looked up each time, because resuming replaces callbacks."""
         callbacks = self.trainer.callback_handler.callbacks
         return next((c for c in callbacks if isinstance(c, LayerFreezeCallback)), None)
 
     @property
     def users_callbacks(self) -> list[Any]:
-        """Those that neither transformers nor we have brought."""
+        """Callbacks that belong neither to transformers nor to this package."""
         callbacks = self.trainer.callback_handler.callbacks
         return [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
 
     @property
     def may_cache(self) -> bool:
-        """Whether frozen layers' outputs may be cached, as far as the arguments say."""
-        # what is found in time for the next epoch depends on the writer's speed, and states differ by rounding
+        """Whether the arguments allow frozen layers' outputs to be cached."""
+        # the cache is not deterministic: what is stored in time for the next epoch depends on the writer's speed, and
+        # cached states differ from computed ones by rounding
         wanted = self.args.activation_cache == "on" or (
             self.args.activation_cache == "auto" and not self.args.full_determinism
         )
@@ -82,29 +83,32 @@ class TrainingJob:
 
     @property
     def not_in_keys(self) -> frozenset[str]:
-        """Inputs that frozen layers do not read, as far as names tell; the cache's probe tries it."""
+        """Inputs that frozen layers do not read, judged by their names. The cache's probe verifies it."""
         return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())
 
     @property
     def sums_nothing_up(self) -> bool:
-        """Whether a step is one loss, but for stages' micro-batches."""
+        """Whether a step computes a single loss, apart from the micro-batches of a pipeline."""
         return self.mesh.world_size == 1 and self.args.gradient_accumulation_steps == 1
 
     @property
     def is_probed(self) -> bool:
-        """Whether samples are looked at before the first step: not where one process trains the plain model."""
+        """Whether the model is probed on samples before the first step.
+
+        It is not if one process trains the model without stages, freezing or gradient accumulation.
+        """
         return not self.sums_nothing_up or self.args.uses_pipeline or self.freeze_callback is not None
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that the collator and the model are given together: no more than in a batch of the training."""
+        """Maximum number of rows to collate and run together in a probe; no more than in a training batch."""
         stages = self.args.pipeline_parallel_size
         batch = self.args.per_device_train_batch_size * (stages if isinstance(stages, int) else 1)
         return min(COST_SAMPLE_ROWS, batch)
 
     @property
     def datasets(self) -> list[Any]:
-        """Those that are trained and evaluated on."""
+        """The datasets for training and evaluation."""
         evaluated = self.trainer.eval_dataset
         everything = [
             self.trainer.train_dataset,
@@ -113,19 +117,19 @@ class TrainingJob:
         return [dataset for dataset in everything if dataset is not None]
 
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the stock `_prepare_inputs` does to a batch; a user's may do more."""
+        """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
         given: Any = inputs
         return Trainer._prepare_inputs(self.trainer, given)
 
     def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
-        """To try things on a few rows with."""
+        """Return a collator for probing a few rows."""
         return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once)
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
-        """Samples to find the model's units on, and what collates them.
+        """Return samples of a loader on which the model's units are found, and the function that collates them.
 
         Raises:
-            ValueError: they can only be had by taking them away from the evaluation, or training.
+            ValueError: the loader can be read only once, so the samples would be missing from evaluation or training.
         """
         dataset, collate_fn = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
         with seeded(self.args.seed), generators_kept(dataloader, dataset):
@@ -146,14 +150,15 @@ class TrainingJob:
 
 
 def whole_stream(dataset: Any) -> Any:
-    """The user's stream, below the shard that Accelerate may have made of it."""
+    """Return the user's stream, unwrapped if Accelerate has made a shard of it."""
     return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
 def refuse_distributed_model(model: Any) -> None:
-    """
+    """Refuse a model that is already distributed.
+
     Raises:
-        ValueError: something else has distributed the model already.
+        ValueError: the model is wrapped in DataParallel or DDP, or was loaded with a device map.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The loss of a batch that is cut into parts: what each micro-batch adds to it.
+"""The loss of a batch that is split into parts: what each micro-batch contributes to it.
 
 training loop      run/batches.py        `GlobalBatch`: items and rows of an optimizer step, over all replicas
-compute_loss       `TrainersLoss`        the user's, on a part of a batch, weighed as `LossReduction` says
+compute_loss       `TrainersLoss`        the user's loss on a part of a batch, weighted as `LossReduction` says
 last stage         `BatchInFlight`       the micro-batches of one `training_step`, and their losses
 """
 
@@ -27,30 +27,30 @@ from .job import TrainingJob
 
 @dataclass(frozen=True)
 class TrainersLoss:
-    """The loss as the trainer computes it, the user's own included; and what can be read off it.
+    """The loss as the trainer computes it, user-defined or not, and its properties.
 
     Attributes:
-        job: the training.
+        job: the training job.
     """
 
     job: TrainingJob
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Inputs that are labels."""
+        """Names of the inputs that are labels."""
         return tuple(dict.fromkeys(("labels", *(self.job.trainer.label_names or ()))))
 
     @property
     def shifts_labels(self) -> bool:
-        """Whether label i + 1 is predicted at position i."""
+        """Whether position i predicts label i + 1."""
         return bool(getattr(self.job.trainer, "_loss_shifts_labels", False))
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is a transformers model's own, which knows labels that do not count."""
+        """Whether it is the loss of a transformers model, which ignores labels of -100."""
         model: Any = self.job.model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # ours, too, adds nothing
+        # this package's own override does not change the loss
         owner = next(cls for cls in type(self.job.trainer).__mro__ if "compute_loss" in vars(cls))
         is_overridden = not owner.__module__.startswith(("transformers.", "hf_pipetransformer."))
         is_stock_model = type(model).__module__.startswith("transformers.")
@@ -58,7 +58,7 @@ class TrainersLoss:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the model can be tried in full precision; flash attention knows nothing but half precision."""
+        """Whether the model can be probed in full precision. Flash attention supports half precision only."""
         model = self.job.model
         attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
         has_exact_weights = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
@@ -66,22 +66,22 @@ class TrainersLoss:
 
     @property
     def scale(self) -> float:
-        """By which the gradient scaler multiplies losses; 1 without one."""
+        """The factor by which the gradient scaler multiplies losses; 1 without a scaler."""
         scaler = self.job.trainer.accelerator.scaler
         return scaler.get_scale() if scaler is not None else 1.0
 
     def passes_items(self, batch: Batch) -> bool:
-        """Whether the stock Trainer passes `num_items_in_batch` for such a batch: else a loss gets None from it."""
+        """Whether the stock Trainer passes `num_items_in_batch` for such a batch; otherwise it passes None."""
         trainer = self.job.trainer
         return "labels" in batch and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
     def has_ignored(self, batch: Batch) -> bool:
-        """Whether some labels of a batch do not count."""
+        """Whether a batch contains ignored labels (-100)."""
         labels = (batch.get(name) for name in self.label_names)
         return any(isinstance(values, torch.Tensor) and bool(values.eq(IGNORED).any()) for values in labels)
 
     def of_batch(self, batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
-        """Of a prepared batch by itself, 0-dimensional, with other random numbers for another seed."""
+        """Return the loss of a prepared batch, 0-dimensional. Another seed gives other random numbers."""
         trainer = self.job.trainer
         with seeded(self.job.args.seed + seed), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self.job.model, batch, num_items_in_batch=num_items)
@@ -96,14 +96,14 @@ class TrainersLoss:
         num_items: int | float,
         share: float = 1.0,
     ) -> torch.Tensor:
-        """What a part of a batch adds to the whole batch's loss.
+        """Return what a part of a batch contributes to the whole batch's loss.
 
         Args:
-            reduction: how the loss adds up.
-            model: the model, of which a stage may be all that runs.
+            reduction: how the losses of parts add up.
+            model: the model; a call may run only this process's stage of it.
             batch: the part.
-            num_items: of the whole batch.
-            share: as in `LossReduction.part`; 0: the part's row does not count.
+            num_items: number of items in the whole batch.
+            share: as in `LossReduction.part`; 0 if the part does not count.
         """
         asked: Any
         asked, weight = reduction.part(batch, num_items, share) if share else (num_items, 0.0)
@@ -127,12 +127,12 @@ class BatchInFlight:
     """This pipeline's slice of a global batch while `training_step` runs it.
 
     Args:
-        loss: the trainer's.
-        reduction: how it adds up.
-        part: which part of the global batch the slice is.
-        num_items: that the loss counts in the batch of the optimizer step, over all replicas.
-        num_rows: of that batch.
-        batch: the slice, prepared.
+        loss: the trainer's loss.
+        reduction: how the losses of parts add up.
+        part: numbers of rows and items in the slice, and of rows in the global batch.
+        num_items: number of items that the loss counts in the optimizer step's batch, over all replicas.
+        num_rows: number of rows of that batch.
+        batch: the prepared slice.
     """
 
     def __init__(
@@ -147,16 +147,20 @@ class BatchInFlight:
         self.part = part
         self.num_rows = num_rows
         self.losses: list[torch.Tensor] = []
-        """Of each micro-batch, on the last stage."""
+        """The loss of each micro-batch, on the last stage."""
         self.exchanges_inputs = False
-        """Whether the last stage has called the model on other inputs than the stages before it."""
+        """Whether the last stage has called the model on inputs other than those of the earlier stages."""
         self._loss = loss
         self._reduction = reduction
         scale = self._scale_of_items(batch)
         self._items = num_items if scale == 1.0 else num_items / scale
 
     def loss_of(self, pipeline: ElasticPipeline, micro_batch: Batch) -> torch.Tensor:
-        """On the last stage: this micro-batch's part of the global batch's loss, scaled for DDP and the scaler."""
+        """Return what this micro-batch contributes to the global batch's loss. Called on the last stage.
+
+        The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
+        factor.
+        """
         model = pipeline.model
         with self._noting_exchanged_inputs(pipeline, micro_batch):
             part = self._loss.of_part(
@@ -170,24 +174,29 @@ class BatchInFlight:
         return part * (pipeline.num_replicas * self._loss.scale)
 
     def again(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
-        """The same of some of its rows, or of all, without a trace of it."""
+        """Return the unscaled contribution of some or all rows of the slice, without recording it in `losses`."""
         share = self._share(pipeline, batch)
         return self._loss.of_part(self._reduction, pipeline.model, batch, self._items, share)
 
     def total(self, device: torch.device) -> torch.Tensor:
-        """Of all micro-batches that this process has computed, 0-dimensional."""
+        """Return the sum of the losses of all micro-batches that this process has computed, 0-dimensional."""
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
 
     def _scale_of_items(self, batch: Batch) -> float:
-        """Items of the batch as collated, over those in what `_prepare_inputs` made of it: it may make probabilities
-        of class labels."""
+        """Return the number of items in the collated batch divided by that in the prepared batch.
+
+        `_prepare_inputs` may change the number, for example by turning class labels into probabilities.
+        """
         if self._reduction.kind != "mean" or not self.part.rows or not self.part.items:
             return 1.0
         count = self._reduction.count(batch)
         return 1.0 if count == self.part.items or not count else self.part.items / count
 
     def _share(self, pipeline: ElasticPipeline, micro_batch: Batch) -> float:
-        """Share of this micro-batch in the rows of an optimizer step's batch; 0 where its row does not count."""
+        """Return the fraction of the optimizer step's rows in this micro-batch; 0 if it does not count.
+
+        A loss whose `LossReduction` needs no fraction ("sum", "mean", "plain_sum") gets 1 or 0.
+        """
         assert pipeline.stage is not None
         if not self.part.rows or self._reduction.kind in ("sum", "mean", "plain_sum"):
             return float(bool(self.part.rows))
@@ -196,10 +205,11 @@ class BatchInFlight:
 
     @contextmanager
     def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:
-        """Inside, it is noted if the last stage calls the model on other inputs than the stages before it.
+        """Inside the context, record whether the last stage calls the model on other inputs than the earlier stages.
 
-        They call it themselves, and see nothing of what a `compute_loss` makes of them: the probe of the loss has seen
-        what it does each time, but not what it does in training only, or now and then.
+        The earlier stages call the model themselves and do not see what a `compute_loss` does to the inputs. The probe
+        of the loss detects a change that is made in every call, but not one that is made in training only or
+        occasionally.
         """
         if pipeline.num_stages == 1:
             yield

@@ -1,8 +1,8 @@
-"""Try whether an optimizer updates each parameter by that parameter's own gradient, as stages do.
+"""Probe whether an optimizer updates each parameter by that parameter's own gradient only, as stages require.
 
-Prodigy, D-Adaptation, SAM and optimizers that clip by the norm over all parameters compute one value of all gradients.
-Each stage of a pipeline would compute its own. That cannot be read off an optimizer, so copies of it are stepped over
-tiny parameters: nothing of the real one changes.
+Prodigy, D-Adaptation, SAM and optimizers that clip by the norm over all parameters compute one value from all
+gradients, and each stage of a pipeline would compute a different one. An optimizer does not say which kind it is, so
+copies of it are stepped on tiny parameters; the real optimizer does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ..randomness import seeded
 
 INDEPENDENT = ("torch.optim.", "transformers.optimization", "bitsandbytes.")
-"""Modules whose optimizers are known to update each parameter by itself; they are not tried."""
+"""Modules whose optimizers are known to update each parameter by its own gradient; they are not probed."""
 INDEPENDENT_IF_UNTRIED = (
     "galore_torch.",
     "apollo_torch.",
@@ -27,17 +27,17 @@ INDEPENDENT_IF_UNTRIED = (
     "grokadamw.",
     "q_galore_torch.",
 )
-"""Likewise, of the choices of `TrainingArguments.optim`; they are tried where they run on the CPU."""
+"""Modules of other choices of `TrainingArguments.optim` that are accepted if they cannot be probed on the CPU."""
 GRADIENT_SCALES = (1.0, 100.0, 0.01, 1e4, 1.0)
-"""Of the gradients in each step, so that a bound on their norm is reached."""
+"""Scale of the gradients in each step, chosen so that a bound on their norm is reached."""
 
 
 def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int]) -> str | None:
-    """Why an optimizer over the whole model cannot be divided among stages; None: it can. Not collective.
+    """Return why an optimizer over the whole model cannot be divided among stages; None if it can. Not collective.
 
     Args:
-        optimizer: over real parameters, which are not touched.
-        unit_of: the first unit that owns each parameter, by the parameter's id. Parameters of one unit stay together.
+        optimizer: the optimizer over the real parameters, which are not changed.
+        unit_of: id of a parameter -> the first unit that owns it. The parameters of one unit stay together.
     """
     module = f"{type(optimizer).__module__}."
     if module.startswith(INDEPENDENT) and not isinstance(optimizer, torch.optim.LBFGS):
@@ -58,7 +58,7 @@ def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int])
 
 
 def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int) -> bool:
-    """Whether anything of the other half changes when the gradients of this one do."""
+    """Whether parameters or state of the other half change if only the gradients of this half do."""
     first, second = (_Twin(optimizer) for _ in range(2))
     for step, scale in enumerate(GRADIENT_SCALES):
         for index, (a, b) in enumerate(zip(first.parameters, second.parameters, strict=True)):
@@ -73,10 +73,10 @@ def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int)
 
 
 class _Twin:
-    """A copy of an optimizer as it was made, without hooks, over tiny parameters on the CPU.
+    """A copy of an optimizer in its initial state, without hooks, over tiny parameters on the CPU.
 
-    Optimizers inside it (`base_optimizer`) are copied likewise. Not by `copy.deepcopy` alone: an optimizer's
-    `__getstate__` drops attributes.
+    Optimizers inside it (`base_optimizer`) are copied in the same way. `copy.deepcopy` alone does not suffice, because
+    an optimizer's `__getstate__` drops attributes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -92,15 +92,15 @@ class _Twin:
             for name, value in original.__dict__.items():
                 if name.startswith("_optimizer_") and name.endswith("_hooks"):
                     twin.__dict__[name] = OrderedDict()
-                elif name != "step":  # a learning rate scheduler counts the real one's steps
+                elif name != "step":  # a learning rate scheduler wraps the real one's `step`
                     twin.__dict__[name] = copy.deepcopy(value, memo)
         self.optimizer = memo[id(optimizer)]
-        switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
+        switch = getattr(self.optimizer, "train", None)  # schedule-free optimizers have one
         if callable(switch):
             switch()
 
     def values_of(self, index: int) -> list[Any]:
-        """A parameter and its state."""
+        """Return the values of a parameter and of its optimizer state."""
         parameter = self.parameters[index]
         return [parameter.detach(), *self.optimizer.state.get(parameter, {}).values()]
 

@@ -1,4 +1,4 @@
-"""The plans of one training: the first, and those after each freeze."""
+"""The plans of one training: the first one, and one after each freeze."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..training_args import PipeTransformerTrainingArguments
 
 
 class Planner:
-    """Makes the plans that the arguments ask for. Collective over all processes when it is made.
+    """Makes plans according to the training arguments. Creating it is collective over all processes.
 
     Args:
-        args: of the training.
-        unit_costs: of the model.
-        times: measured, the same on every process; None: go by FLOPs.
+        args: the training arguments.
+        unit_costs: the costs of the model's units.
+        times: measured times, the same on every process; None to use FLOPs.
         mesh: the processes.
-        may_replicate: freed devices may become replicas; not where the rows of a batch depend on one another.
+        may_replicate: whether freed devices may become replicas; False if the rows of a batch depend on one another.
     """
 
     def __init__(
@@ -48,18 +48,20 @@ class Planner:
             args.num_microbatches,
         )
         self.first = self._policy.first(unit_costs, mesh.world_size, times)
-        """The plan to begin with."""
+        """The plan with which training begins."""
         self.num_cached = 0
-        """Layers that were to count as cached when the plan in force was made; fewer do where too few others are
-        left."""
+        """Number of layers that the plan in force was asked to count as cached.
+
+        The plan counts fewer of them if too few other layers are left.
+        """
 
     def next(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        """The plan that follows `plan` when so many layers are frozen and cached."""
+        """Return the plan that follows `plan` when `num_frozen` layers are frozen and `num_cached` are cached."""
         self.num_cached = num_cached
         return self._policy.next(plan, self.first, num_frozen, num_cached)
 
     def facts_of(self, plan: PipelinePlan) -> dict[str, Any]:
-        """A plan of this training in plain values for JSON, and what it was made for."""
+        """Return a plan of this training, and the arguments it was made for, in plain values for JSON."""
         args = self._args
         return {
             "asked": [
@@ -76,10 +78,11 @@ class Planner:
         }
 
     def again(self, facts: Mapping[str, Any], most_frozen: int) -> PipelinePlan | None:
-        """The plan of which `facts_of` has told, in an earlier job.
+        """Restore the plan that `facts_of` has described in an earlier job.
 
-        None if something else is asked for now, it freezes more than `most_frozen` layers, or takes more memory than
-        there is now.
+        Returns:
+            The plan; None if the arguments are different now, or if the plan freezes more than `most_frozen` layers or
+            needs more memory than is available now.
         """
         if facts["asked"] != self.facts_of(self.first)["asked"] or facts["num_frozen"] > most_frozen:
             return None

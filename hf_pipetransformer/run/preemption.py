@@ -1,9 +1,9 @@
-"""What a training does when SIGTERM has come: save, leave, and evaluate in the job that resumes.
+"""Preemption: on SIGTERM, training saves a checkpoint and exits; the job that resumes runs a skipped evaluation.
 
-training_step               all processes hear, with the loss, that one has been asked to stop
-_maybe_log_save_evaluate    at the step's end: a checkpoint, and the process leaves with its own exit code
+training_step               reduces the stop request over all processes, together with the loss
+_maybe_log_save_evaluate    at the end of the step: saves a checkpoint, and exits with `EXIT_CODE`
 on_step_begin, in the next job
-                            the evaluation for which there was no time
+                            runs the evaluation that was skipped
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ logger = logging.getLogger(__name__)
 
 
 class Moment(Enum):
-    """Where a training is."""
+    """The point that a training has reached."""
 
     BETWEEN_EPOCHS = "between epochs"
     WITHIN_EPOCH = "within an epoch"
-    """A step of it has been begun, and its end has not come."""
+    """A step of the epoch has begun, and the epoch has not ended."""
     BEST_LOADED = "best loaded"
-    """It is over, and the weights are those of an earlier step."""
+    """Training is over, and the weights are those of the best, earlier step."""
 
 
 class Preemption:
-    """Lets all processes of one `train()` leave together, at the same step.
+    """Stops all processes of one `train()` at the same step.
 
     Args:
-        job: the training.
-        ignored_keys: of the model's outputs, in evaluations (`ignore_keys_for_eval`).
+        job: the training job.
+        ignored_keys: keys of the model's outputs that evaluations ignore (`ignore_keys_for_eval`).
 
     Attributes:
-        signal: whether this process has been asked to stop.
-        is_agreed: all processes know that one has been.
-        moment: where the training is.
-        owes_evaluation: one is due after the step that has been done, and was left out.
+        signal: records whether this process has received SIGTERM.
+        is_agreed: whether all processes know that one of them has received it.
+        moment: the point that the training has reached.
+        owes_evaluation: whether an evaluation was due after the last step and was skipped.
         last_saved: the latest checkpoint of this training.
     """
 
@@ -61,15 +61,18 @@ class Preemption:
 
     # ------------------------------------------------------------------------------------ leaving
     def log_save_evaluate(self, stock: Callable[[], None]) -> None:
-        """The stock `_maybe_log_save_evaluate`, or what comes in its place when this training must end."""
+        """Call the stock `_maybe_log_save_evaluate`; after a stop request, save a checkpoint and exit instead.
+
+        At the last step of an epoch, or if the loop ends here anyway, saving and exiting wait for the epoch's end.
+        """
         PROGRESS.enter("log")
         control = self._job.trainer.control
         if not self.is_agreed:
             return stock()
         stops = control.should_training_stop or control.should_epoch_stop
-        # an epoch's end comes at once, and callbacks see it
+        # the epoch ends right after this call, and callbacks must see its end
         waits = self._is_epochs_last_step or (self.moment is Moment.WITHIN_EPOCH and stops)
-        self.owes_evaluation |= control.should_evaluate  # not before saving
+        self.owes_evaluation |= control.should_evaluate  # there is no time to evaluate before saving
         control.should_evaluate, control.should_save = False, not waits
         with _saving_all(self._job.args):
             stock()
@@ -77,7 +80,7 @@ class Preemption:
             self._leave()
 
     def leave_if_asked(self) -> None:
-        """SIGTERM behind the last step: as at a step's end. Collective over all processes."""
+        """Save and exit if SIGTERM was received after the last step. Collective over all processes."""
         if self.is_agreed:
             return
         trainer = self._job.trainer
@@ -88,13 +91,13 @@ class Preemption:
         if not self.is_agreed:
             return
         _, is_saved = everyone[0]
-        if not is_saved and self.moment is not Moment.BEST_LOADED:  # they belong to an earlier step's optimizer
+        if not is_saved and self.moment is not Moment.BEST_LOADED:  # its weights belong to an earlier step
             with _saving_all(self._job.args):
                 trainer._save_checkpoint(self._job.model, None)
         self._leave()
 
     def _leave(self) -> NoReturn:
-        # at once: what the loop does in the end might remove the checkpoint again
+        # exit immediately: what the loop does at the end of training might remove the checkpoint
         trainer = self._job.trainer
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         if trainer.is_world_process_zero() and self.last_saved is not None:
@@ -107,23 +110,23 @@ class Preemption:
 
     # ------------------------------------------------------------------------------------ the evaluation that is owed
     def evaluate_what_is_owed(self) -> None:
-        """The evaluation for which SIGTERM, or another end, left no time. Collective over all processes.
+        """Run the evaluation that was skipped because of SIGTERM or another stop. Collective over all processes.
 
-        The checkpoint is written once more with its result, by which it may be the best.
+        The checkpoint is then written again with the result, which may make it the best one.
         """
         if self.ask_for_what_is_owed():
             trainer = self._job.trainer
             loss: Any = trainer._tr_loss
-            with _saving_all(self._job.args):  # as the checkpoint that it replaces
+            with _saving_all(self._job.args):  # the checkpoint that it replaces was saved in this way
                 trainer._maybe_log_save_evaluate(
                     loss, None, self._job.model, None, trainer.state.epoch, self._ignored_keys, 0.0
                 )
             trainer.control.should_evaluate = trainer.control.should_save = False
 
     def ask_for_what_is_owed(self) -> bool:
-        """Let the loop evaluate, and save, when it looks next; whether it is to."""
+        """Request a skipped evaluation, and a save, from the loop. Returns whether there was one to request."""
         trainer = self._job.trainer
-        is_owed = self.owes_evaluation and trainer.eval_dataset is not None  # this job may have none any more
+        is_owed = self.owes_evaluation and trainer.eval_dataset is not None  # this job may have no eval_dataset
         self.owes_evaluation = False
         if is_owed:
             trainer.control.should_evaluate = True
@@ -132,7 +135,7 @@ class Preemption:
 
     @property
     def will_owe_evaluation(self) -> bool:
-        """Whether a job that resumes from a checkpoint of this moment has an evaluation to make up for."""
+        """Whether a job that resumes from a checkpoint written now has to run a skipped evaluation."""
         args, state = self._job.args, self._job.trainer.state
         comes_at_the_end = (
             args.eval_strategy == IntervalStrategy.EPOCH
@@ -143,13 +146,13 @@ class Preemption:
 
     @property
     def _is_epochs_last_step(self) -> bool:
-        """Whether the step that has been done was the last of its epoch, whose end has not come."""
+        """Whether the last step was the last one of its epoch, and the epoch's end has not been handled yet."""
         return self.moment is Moment.WITHIN_EPOCH and self._job.trainer.state.epoch % 1 == 0
 
 
 @contextmanager
 def _saving_all(args: TrainingArguments) -> Iterator[None]:
-    """Inside, a checkpoint is one to resume from, also where otherwise the model is enough."""
+    """Inside the context, checkpoints include everything needed to resume, even with `save_only_model`."""
     before = args.save_only_model
     args.save_only_model = False
     try:

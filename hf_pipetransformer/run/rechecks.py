@@ -1,9 +1,9 @@
-"""What was tried before the first step is tried again in a few steps: users' code may do something else by then.
+"""Repeat the probe of the loss in some training steps, because user code may behave differently later.
 
-A term of the loss that begins in the third epoch, or that a callback switches on, is not there when the loss is
-examined. So in the first eight steps, in the steps 16, 32, 64, ... and in the first two of each epoch the last stage
-of a pipeline computes the loss of its batch once more, in its parts and as a whole, without gradients and dropout. Two
-steps, because one batch may give the same by chance.
+A loss term that begins in the third epoch, or that a callback switches on, is not active when the loss is probed
+before the first step. Therefore in the first eight steps, in steps 16, 32, 64, ... and in the first two steps of each
+epoch, the last stage of a pipeline recomputes the loss of its batch, in parts and as a whole, without gradients and
+dropout. It uses two steps per epoch because the results for one batch may agree by chance.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 8
 STEPS_OF_AN_EPOCH = 2
 LEAST_STEPS = 16
-"""Between two epochs' begins that are looked at: epochs of few steps would be nothing else."""
+"""Minimum number of steps between two epochs that are checked; otherwise very short epochs would do little else."""
 DEEPEST = 4
-"""Containers and objects inside one another in which copies of parameters are looked for."""
+"""Maximum nesting depth of containers and objects that are searched for copies of parameters."""
 MOST_ENTRIES = 2_000
-"""Of a container. Those of a longer one are samples."""
+"""Maximum number of entries of a container that is searched; a longer one holds samples."""
 WITHOUT_COPIES = ("torch", "transformers", "accelerate", "datasets", "hf_pipetransformer", "builtins")
 """Packages whose objects keep no copies of parameters."""
 
 
 class Rechecks:
-    """When to look again."""
+    """Decides in which steps the probe is repeated."""
 
     def __init__(self) -> None:
         self._latest = -1
         self._epoch, self._since = -1, 0
 
     def is_due(self, step: int, epoch: float) -> bool:
-        """Whether the step that begins is one of those; once for each step.
+        """Whether the probe is due in the step that begins. True at most once for each step.
 
         Args:
-            step: number of steps that have been done.
-            epoch: epochs that have been done, whole or in part.
+            step: number of steps done.
+            epoch: number of epochs done, as a fraction within an epoch.
         """
         if step == self._latest:
             return False
@@ -73,16 +73,17 @@ def loss_has_changed(
     others: Sequence[Any],
     tolerance: Tolerance,
 ) -> str | None:
-    """How the loss of a batch differs from its micro-batches'; None: it is made of them. On a last stage, not
-    collective.
+    """Return how the loss of a batch differs from the sum of its micro-batches' losses; None if it does not.
+
+    Called on a last stage. Not collective.
 
     Args:
-        pipeline: of several stages, which has just run this batch.
+        pipeline: a pipeline of several stages, which has just run this batch.
         batch: the batch.
-        received: by this stage in the step, for each micro-batch (`ElasticPipeline.step`).
-        part_of_loss: what a micro-batch, or the batch, adds to the loss of the whole batch.
-        others: objects whose attributes the loss may change.
-        tolerance: of the comparison.
+        received: the tensors that this stage received in the step, for each micro-batch (`ElasticPipeline.step`).
+        part_of_loss: returns what a micro-batch, or the whole batch, contributes to the loss of the whole batch.
+        others: objects whose attributes the loss may change; they are restored.
+        tolerance: tolerance of the comparison.
     """
 
     def again(seed: int) -> list[LossOutcome]:
@@ -96,8 +97,8 @@ def loss_has_changed(
             return _reads_what_is_missing(pipeline, lambda: again(0))
         found = difference([(1.0, part) for part in parts], whole, tolerance)
         if found is not None and difference([(1.0, again(1)[-1])], whole, tolerance) is not None:
-            return None  # the loss draws random numbers by now
-    except Exception as error:  # on this stage alone
+            return None  # the loss now draws random numbers
+    except Exception as error:  # it must not be raised on this stage alone
         if not is_out_of_memory(error):
             return f"computed once more, it fails ({type(error).__name__}: {error})"
         logger.warning("There is no memory to compute the loss of a whole batch again, so it is not looked at again.")
@@ -106,7 +107,7 @@ def loss_has_changed(
 
 
 def _reads_what_is_missing(pipeline: ElasticPipeline, again: Callable[[], list[LossOutcome]]) -> str | None:
-    """Whether a loss is no number because it reads parameters of other stages, and not by itself."""
+    """Return a reason if a loss is not finite only because it reads parameters of other stages; otherwise None."""
     table = pipeline.stack.table
     zeros = {name: placeholder(table[name]) for name in pipeline.missing_parameters if table[name].is_floating_point()}
     with table.replaced(zeros):
@@ -116,7 +117,8 @@ def _reads_what_is_missing(pipeline: ElasticPipeline, again: Callable[[], list[L
 
 
 def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
-    """
+    """Raise the error for a loss that has changed during training.
+
     Raises:
         UnsupportedModelError: always.
     """
@@ -130,12 +132,15 @@ def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
 
 
 def keeper_of_placeholders(owners: Collection[Any], model: nn.Module, missing: Sequence[torch.Tensor]) -> str | None:
-    """Who keeps copies of what stands for other stages' parameters, as running averages would: class and attribute.
+    """Find an object that keeps copies of placeholder parameters, as a running average would.
 
     Args:
-        owners: the user's callbacks, the trainer.
-        model: the model itself is no copy.
-        missing: its parameters that are not here: NaN throughout.
+        owners: the user's callbacks and the trainer.
+        model: the model, whose own parameters are not copies.
+        missing: the model's parameters that other stages hold; here they are all NaN.
+
+    Returns:
+        Class and attribute of the owner, as "Class.attribute"; None if there is none.
     """
     shapes = {tuple(tensor.shape) for tensor in missing}
     memory = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}

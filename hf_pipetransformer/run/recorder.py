@@ -1,16 +1,16 @@
-"""What happened in a training, for `hf-pipetransformer report`: lines in `output_dir/pipeline_metrics.jsonl`.
+"""Record a training in `output_dir/pipeline_metrics.jsonl`, for `hf-pipetransformer report`.
 
-`pipeline_events.jsonl` (`events.py`) has the layouts; this file has what changes between them:
+`pipeline_events.jsonl` (`events.py`) records the layouts; this file records what happens between their changes:
 
     {"kind": "begin", ...}  the first step is about to begin
     {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
-    {"kind": "time",  ...}  seconds of the main process since the last such line, by what it did; steps and rows done
+    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and rows done
     {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
-    {"kind": "cache_off", ...}  why there is no cache of frozen layers any more
+    {"kind": "cache_off", ...}  why the cache of frozen layers is off
     {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
 
-The Trainer's own `trainer_state.json` is written with checkpoints only; this is written as the training goes, so an
-interrupted run leaves a record, too. All lines of one `train()` carry the same "run", as do the layouts'.
+The Trainer writes its own `trainer_state.json` with checkpoints only. This file is written during training, so an
+interrupted run leaves a record too. All lines of one `train()` have the same "run", here and in the layouts' file.
 """
 
 from __future__ import annotations
@@ -48,23 +48,25 @@ RECORDED_ARGUMENTS = (
     *("freeze_policy", "freeze_alpha", "freeze_strategy", "freeze_steps", "freeze_schedule", "max_frozen_layers"),
     *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib"),
 )
-"""Those that say how the training ran. Not all: some hold tokens and paths."""
+"""Training arguments that are recorded. Others are omitted because some of them hold tokens and paths."""
 
 
 class RunRecorder(TrainerCallback):
-    """Watches the training on every process; the main process writes. Never raises, never communicates.
+    """Observes the training on every process, and writes the record on the main process.
+
+    It never raises and never communicates.
 
     Args:
-        args: of the training.
+        args: the training arguments.
     """
 
     def __init__(self, args: TrainingArguments) -> None:
         self.run: str | None = None
-        """Names this `train()` in all records; the time when it began."""
+        """Name of this `train()` in all records: the time at which it began."""
         self._args = args
         self._writes = False
         self._is_training = False
-        self._inside: str | None = None  # what the main process does while the Trainer's hooks do not tell
+        self._inside: str | None = None  # the activity set by `doing`, which no callback event shows
         self._is_evaluating = False
         self._mark = 0.0
         self._seconds: dict[str, float] = {}
@@ -76,7 +78,7 @@ class RunRecorder(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ told by the trainer
     def begin(self, is_main_process: bool) -> None:
-        """`train()` has been called."""
+        """Begin the record, when `train()` has been called."""
         self._writes = is_main_process
         self._is_training = True
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -85,7 +87,7 @@ class RunRecorder(TrainerCallback):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Inside, time counts as spent for `what`; the time before it as that of getting the next batch."""
+        """Count the time inside the context as spent on `what`, and the time before it as spent on "batches"."""
         self._lap("batches")
         self._inside = what
         try:
@@ -95,23 +97,23 @@ class RunRecorder(TrainerCallback):
             self._lap(what)
 
     def count_rows(self, global_rows: int, micro_batches: int) -> None:
-        """A batch has been trained.
+        """Count a batch that has been trained.
 
         Args:
-            global_rows: of all pipelines.
-            micro_batches: M, on the last stage; 0 on the others, which do not know.
+            global_rows: number of rows of the batch in all pipelines.
+            micro_batches: M on the last stage; 0 on the other stages, which do not know it.
         """
         self._rows += global_rows
         if micro_batches:
             self._micro_batches[micro_batches] += 1
 
     def take_usage(self) -> dict[str, Any] | None:
-        """Of this process under the layout that ends; None if there has been no step since the last one."""
+        """Return the usage of this process under the layout that ends; None if no step was run under it."""
         if not self._most_resident:
             return None
         usage: dict[str, Any] = {"resident_bytes": self._most_resident}
         if self._args.device.type == "cuda":
-            # of the training so far: to begin anew for each layout would spoil the statistics for everybody else
+            # the peak so far: resetting it for each layout would spoil the statistics for other code
             usage["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self._args.device)
         if self._micro_batches:
             usage["num_microbatches"] = self._micro_batches.most_common(1)[0][0]
@@ -120,7 +122,7 @@ class RunRecorder(TrainerCallback):
         return usage
 
     def record_usage(self, everyone: Sequence[Mapping[str, Any] | None], global_step: int) -> None:
-        """Write what `take_usage` gave on each process, if there was a step."""
+        """Write the results of `take_usage` of all processes, unless one of them is None."""
         known = [usage for usage in everyone if usage is not None]
         if not known or len(known) < len(everyone):
             return
@@ -135,16 +137,16 @@ class RunRecorder(TrainerCallback):
         )
 
     def record_cache_off(self, reason: str, global_step: int) -> None:
-        """Why what frozen layers give was not kept, or no longer."""
+        """Write why frozen layers' outputs were not cached, or are no longer cached."""
         self._write("cache_off", global_step, reason=reason)
 
     def record_log(self, values: Mapping[str, Any], state: TrainerState) -> None:
-        """Numbers that belong to this step, by name."""
+        """Write the numbers among the logged values of this step."""
         numbers = {name: _plain(value) for name, value in values.items() if _is_number(value)}
         self._write("log", state.global_step, epoch=state.epoch, values=numbers)
 
     def end(self, has_ended: bool, global_step: int) -> None:
-        """`train()` returns, or raises if not `has_ended`."""
+        """End the record, when `train()` returns, or raises if `has_ended` is False."""
         if self._is_training:
             self._lap("ending")
             self._flush(global_step)
@@ -193,7 +195,7 @@ class RunRecorder(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("saving")
-        self._flush(state.global_step)  # a training that is resumed from here goes on with a line of its own
+        self._flush(state.global_step)  # a training resumed from here begins with a line of its own
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("other")
@@ -204,7 +206,7 @@ class RunRecorder(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ inside
     def _lap(self, what: str) -> None:
-        """Time since the last call was spent for `what`."""
+        """Count the time since the last call as spent on `what`."""
         now = time.perf_counter()
         if self._is_training:
             self._seconds[what] = self._seconds.get(what, 0.0) + now - self._mark
@@ -229,14 +231,14 @@ class RunRecorder(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a record is not worth a training
+        except OSError as error:  # a missing record must not end the training
             if not self._has_warned:
                 logger.warning("%s cannot be written (%s): the report will lack what it would say.", path, error)
             self._has_warned = True
 
 
 def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
-    """What does not change during a training, in plain values."""
+    """Return the properties of a training that do not change during it, in plain values."""
     device = args.device
     arguments = {name: getattr(args, name) for name in RECORDED_ARGUMENTS if hasattr(args, name)}
     config = getattr(model, "config", None)
@@ -266,7 +268,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say; it has no word for infinity."""
+    """Convert a value to plain values for JSON. Infinity and NaN become strings, because JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, (bool, int, float, type(None))):

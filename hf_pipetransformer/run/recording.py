@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: lines for the log, metrics for whoever logs, records for the report."""
+"""Records of a run: lines in the log, metrics for the Trainer's loggers, and records for the report."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .recorder import RunRecorder, facts_of_run
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES_TO_LOG = 8
-"""Shapes of batches for which the log says how they are cut along their tokens; there may be hundreds."""
+"""Maximum number of batch shapes whose slices are logged; there may be hundreds of shapes."""
 
 
 @contextmanager
 def recording(trainer: Trainer, recorder: RunRecorder, before: Sequence[TrainerCallback] = ()) -> Iterator[None]:
-    """Inside, the recorder watches a `train()`, and is told how it ends.
+    """Record a `train()` inside the context, and how it ends.
 
     Args:
-        trainer: that trains.
-        recorder: a new one.
-        before: callbacks that come before it. They all come first, so that loggers which save the model at the end see
-            all of it; and some take numbers out of the logs.
+        trainer: the trainer.
+        recorder: a new recorder.
+        before: callbacks to be placed before the recorder. These callbacks and the recorder are placed before all
+            others: loggers that save the model at the end must find it complete, and some callbacks remove numbers
+            from the logs.
     """
     mine = [*before, recorder]
     callbacks = trainer.callback_handler.callbacks
@@ -47,35 +48,35 @@ def recording(trainer: Trainer, recorder: RunRecorder, before: Sequence[TrainerC
 
 
 class RunLog:
-    """Tells of one `train()` whoever wants to know.
+    """Writes the log lines, metrics and records of one `train()`.
 
     Args:
-        job: the training.
+        job: the training job.
     """
 
     def __init__(self, job: TrainingJob) -> None:
         self.recorder = RunRecorder(job.args)
         self._job = job
-        self._num_shapes = 0  # that the log has told of, under the plan in force
+        self._num_shapes = 0  # number of shapes logged under the plan in force
         self._plan: PipelinePlan | None = None
 
     def recording(self, before: Sequence[TrainerCallback]) -> AbstractContextManager[None]:
-        """As the function of this name."""
+        """Return the context manager `recording` for this job's trainer and recorder."""
         return recording(self._job.trainer, self.recorder, before)
 
     def begin(self, plan: PipelinePlan) -> None:
-        """The model has been placed. Collective over all processes."""
+        """Record the first plan, after the model has been placed. Collective over all processes."""
         facts = facts_of_run(self._job.model, self._job.args)
         self.record("resume" if self._job.trainer.state.global_step else "start", plan, facts=facts)
 
     def record(self, event: str, plan: PipelinePlan, **measured: Any) -> None:
-        """An event in the run's file, and how the layout before it did. Collective over all processes."""
+        """Write an event, and the usage under the layout before it. Collective over all processes."""
         self._record_usage()
         self._plan = plan
         self._write(event, plan, **measured)
 
     def transformed(self, change: Transformation) -> None:
-        """One line in the log, one record in the run's file, and metrics. Collective over all processes."""
+        """Write a transformation to the log, the run's file and the metrics. Collective over all processes."""
         self._num_shapes = 0
         everyone = self._job.mesh.gather_objects((dict(change.seconds), change.bytes_moved))
         phases = {phase: max(seconds[phase] for seconds, _ in everyone) for phase in change.seconds}
@@ -89,7 +90,7 @@ class RunLog:
         self._job.trainer.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
     def sliced(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
-        """On the main process alone: a line in the log and a record for each of the first shapes."""
+        """Log and record how a batch of a new shape is split, for the first shapes. Only the main process writes."""
         if not self._job.trainer.is_world_process_zero() or self._num_shapes == MOST_SHAPES_TO_LOG:
             return
         self._num_shapes += 1
@@ -98,11 +99,11 @@ class RunLog:
         self._write(events.SLICES, self._plan, slices=events.slices_of(parts, seconds))
 
     def cache_epoch(self, report: EpochReport) -> None:
-        """What the cache did in the epoch that has ended, as metrics."""
+        """Log the use of the cache in the epoch that has ended, as metrics."""
         self._job.trainer.log(events.cache_metrics(report.counts, report.nbytes))
 
     def end(self, cache: AutoCache | None) -> None:
-        """What is only known when the last step is done. Collective over all processes."""
+        """Record what is only known after the last step. Collective over all processes."""
         state = self._job.trainer.state
         self._record_usage()
         if cache is not None and cache.reason_off is not None:

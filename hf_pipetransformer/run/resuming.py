@@ -1,9 +1,9 @@
-"""From which checkpoint a training resumes, and how its files are read.
+"""Resuming: which checkpoint is chosen, and how its files are read.
 
-train(True)           rank 0 chooses the newest valid checkpoint, and all take it
+train(True)           rank 0 chooses the newest valid checkpoint for all processes
 _load_from_checkpoint, _load_best_model, _load_optimizer_and_scheduler
-                      each process takes what it holds
-create_optimizer      all recall what the checkpoint keeps besides the stock Trainer's state (`PipelineState`)
+                      each process loads the part that it holds
+create_optimizer      all processes restore the state besides the stock Trainer's (`PipelineState`)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .job import TrainingJob
 logger = logging.getLogger(__name__)
 
 LAST = "last"
-"""In place of a checkpoint to resume from: the newest valid one, if there is one."""
+"""Value of `resume_from_checkpoint` for the newest valid checkpoint, or none if there is none."""
 
 WEIGHT_FILES = (
     SAFE_WEIGHTS_NAME,
@@ -52,7 +52,7 @@ WEIGHT_FILES = (
     WEIGHTS_INDEX_NAME,
     ADAPTER_WEIGHTS_NAME,
 )
-"""One of which the stock Trainer loads as the best model."""
+"""The stock Trainer loads the best model from one of these files."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ WEIGHT_FILES = (
 
 
 def stock_checkpoint_to_resume(output_dir: str | None, wanted: str | bool | None) -> str | bool | None:
-    """Likewise, where the stock Trainer runs alone: it does not know "last"."""
+    """Return the checkpoint to resume from when the stock Trainer does everything; it does not support "last"."""
     folder = output_dir or "."
     if wanted == LAST:
         return get_last_checkpoint(folder) if Path(folder).is_dir() else None
@@ -69,21 +69,21 @@ def stock_checkpoint_to_resume(output_dir: str | None, wanted: str | bool | None
 
 
 def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | bool | None:
-    """The checkpoint from which `train` is to resume, the same on all processes. Collective over all processes.
+    """Return the checkpoint from which `train` resumes, the same on all processes. Collective over all processes.
 
     Args:
-        job: the training.
-        wanted: its folder; True: the newest one that is valid; "last": likewise, or none if there is none, so
-            that a job can be started again by the same command.
+        job: the training job.
+        wanted: the folder of a checkpoint; or True for the newest valid one; or "last" for the newest valid one if
+            there is one and a start from the beginning otherwise, so that the same command can restart a job.
 
     Raises:
-        ValueError: the one that was named is damaged, or all are.
+        ValueError: the named checkpoint is damaged, or all checkpoints are.
     """
     is_first = job.args.process_index == 0
     mine = None
     if is_first and wanted:
         mine = (wanted, *_choose(Path(job.args.output_dir or "."), wanted))
-    choice = job.mesh.gather_objects(mine)[0]  # the others may see another disk, or see it late
+    choice = job.mesh.gather_objects(mine)[0]  # other nodes may have another disk, or see new files late
     if choice is None:
         return None
     wanted, chosen, problems = choice
@@ -93,7 +93,7 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             f" beginning. (If you have changed its files yourself, let {MANIFEST} contain {{}} and nothing else.)"
         )
     if chosen is None:
-        return None if wanted == LAST else wanted  # the stock Trainer says that there is none
+        return None if wanted == LAST else wanted  # the stock Trainer raises that there is none
     if is_first:
         _warn_of(Path(chosen), problems)
     return str(chosen)
@@ -110,7 +110,7 @@ def _warn_of(chosen: Path, problems: list[str]) -> None:
             chosen,
             ", ".join(replaced),
         )
-    # the stock Trainer takes both files or none
+    # the stock Trainer loads both files or neither
     if not all((chosen / file).is_file() for file in (OPTIMIZER_NAME, SCHEDULER_NAME)):
         logger.warning(
             "%s has the model only (save_only_model): optimizer, learning rates and random numbers begin anew.",
@@ -119,7 +119,7 @@ def _warn_of(chosen: Path, problems: list[str]) -> None:
 
 
 def _choose(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
-    """On one process: whatever goes wrong is for all of them to hear."""
+    """Choose a checkpoint on one process. An error is returned as a problem, so that all processes can raise it."""
     try:
         return _look_for(folder, wanted)
     except OSError as error:
@@ -130,13 +130,13 @@ def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
     if wanted is True or wanted == LAST:
         if not folder.is_dir():
             return None, []
-        remove_incomplete(folder)  # which may give one its name back
+        remove_incomplete(folder)  # it may also restore a checkpoint that was about to be replaced
         newest, problems = latest_valid(folder)
         return (None if newest is None else str(newest)), problems
     path = Path(str(wanted))
     if not path.is_dir():
-        restore_replaced(path.parent)  # it was about to be replaced
-    damage = validate(path) if path.is_dir() else None  # the stock Trainer says that it is not there
+        restore_replaced(path.parent)  # the job may have ended while it was being replaced
+    damage = validate(path) if path.is_dir() else None  # the stock Trainer raises if it is missing
     return (str(wanted), []) if damage is None else (None, [f"{path.name}: {damage}"])
 
 
@@ -146,15 +146,15 @@ def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
 
 
 def recall(job: TrainingJob) -> dict[str, Any]:
-    """What the checkpoint keeps that the training resumes with, if any. Collective over all processes.
+    """Return the `PipelineState` of the checkpoint that is resumed, or {}. Collective over all processes.
 
-    The stock Trainer, too, hands it on, with steps that it does not know of.
+    A state that belongs to another step is ignored: the stock Trainer copies it, unchanged, into later checkpoints.
     """
     state = job.trainer.state
     states: Any = state.stateful_callbacks
     memory = states.get(KEPT, {}).get("attributes", {}).get("memory", {})
     mine = memory if memory.get("step") == state.global_step else {}
-    # a process that does not see the best checkpoint has forgotten it, and all load it together
+    # a process that does not see the best checkpoint has cleared its path, but all processes load it together
     everyone = job.mesh.gather_objects((mine, state.best_model_checkpoint))
     kept, state.best_model_checkpoint = everyone[0]
     return kept
@@ -162,10 +162,11 @@ def recall(job: TrainingJob) -> dict[str, Any]:
 
 @contextmanager
 def translating_names(model: Any, checkpoint: str) -> Iterator[None]:
-    """Inside, weights that `save_pretrained` has written under a model's published names come under its own.
+    """Inside the context, translate weight names of `save_pretrained` to the model's own names when loading.
 
-    `from_pretrained` knows both (those of ViT's layers, for one). The stock Trainer loads what has the right name
-    and leaves the rest of the model as it is, with a warning (transformers 5.23).
+    `save_pretrained` writes weights under their published names, which differ for some models (the layers of ViT, for
+    one). `from_pretrained` accepts both. The stock Trainer only loads weights whose names match, leaves the others
+    unchanged, and warns (transformers 5.23).
     """
     if not isinstance(model, PreTrainedModel):
         yield
@@ -189,21 +190,23 @@ def translating_names(model: Any, checkpoint: str) -> Iterator[None]:
 
 
 def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str) -> None:
-    """As the stock method does, which would put the whole model's state on every device at once."""
+    """Load optimizer and scheduler as the stock method does, but without the whole state on every device."""
     optimizer, scheduler = (os.path.join(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
     if os.path.isfile(optimizer) and os.path.isfile(scheduler):
         assert trainer.optimizer is not None and trainer.lr_scheduler is not None
-        # not read but mapped: what is here is copied out of it
+        # memory-mapped, so only the parts that this process holds are read and copied
         state = torch.load(optimizer, map_location="cpu", mmap=True, weights_only=True)
         trainer.optimizer.load_state_dict(state)
         trainer.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
 
 
 def refuse_best_model_that_some_lack(job: TrainingJob) -> None:
-    """Their stages would keep the last weights. Collective over all processes.
+    """Refuse to load the best model if some processes do not see it. Collective over all processes.
+
+    The stages of these processes would keep the last weights.
 
     Raises:
-        ValueError: output_dir is not shared.
+        ValueError: output_dir is not shared by all nodes.
     """
     best = str(job.trainer.state.best_model_checkpoint)
     have = job.mesh.gather_objects(any(os.path.isfile(os.path.join(best, name)) for name in WEIGHT_FILES))

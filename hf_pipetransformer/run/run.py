@@ -1,11 +1,11 @@
-"""One `train()` of a pipeline: an object that is made when it begins, and is gone when it ends.
+"""One `train()` of a pipeline: an object that exists from its beginning to its end.
 
     STEP         get_batch_samples -> take: adapt, then the batches of a step, counted over the replicas
                  training_step -> Steps.step (steps.py)
-    TRANSFORM    adapt: the cache's decision, a proposed freeze, agreed -> Planner.next -> ElasticPipeline.transform
-    CHECKPOINT   CheckpointWrite asks for `memory`
+    TRANSFORM    adapt: the cache's decision, an agreed freeze -> Planner.next -> ElasticPipeline.transform
+    CHECKPOINT   CheckpointWrite calls `memory`
 
-The stock loop drives it: through the trainer's overrides, and as a callback.
+The stock loop drives it, through the trainer's overrides and as a callback.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .steps import Doubt, Steps
 logger = logging.getLogger(__name__)
 
 WRITTEN_TO_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
-"""What torch says to a write to all elements of a tensor that has the memory of one."""
+"""Part of torch's error for an in-place write to a tensor whose elements all share the memory of one element."""
 
 STEP_EVENTS = (
     "on_step_begin",
@@ -58,17 +58,19 @@ STEP_EVENTS = (
 )
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
-"""Finds what the trainer's model is made of, or returns what was found before. Collective over all processes."""
+"""Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
 
 
 class PipelineRun(TrainerCallback):
-    """What lives for one `train()`. To be entered around it; entering and leaving touch the trainer's callbacks.
+    """State and decisions of one `train()`, as a context manager to be entered around it.
+
+    Entering and leaving change the trainer's list of callbacks.
 
     Args:
-        job: the training.
-        find_units: of the trainer's model.
-        checkpoint: the folder that is resumed from; None: it begins.
-        ignored_keys: of the model's outputs, in evaluations (`ignore_keys_for_eval`).
+        job: the training job.
+        find_units: finds the units of the trainer's model.
+        checkpoint: the folder of the checkpoint to resume from; None if training starts from the beginning.
+        ignored_keys: keys of the model's outputs that evaluations ignore (`ignore_keys_for_eval`).
     """
 
     def __init__(
@@ -77,9 +79,9 @@ class PipelineRun(TrainerCallback):
         self.preemption = Preemption(job, ignored_keys)
         self.log = RunLog(job)
         self.data: TrainingData | None = None
-        """The training's batches, once the loop has asked for its loader."""
+        """The training batches; None until the loop has requested its loader."""
         self.generations: Path | None = None
-        """The file that names what is read from the cache, for the workers of all loaders."""
+        """The file that names the cache generations being read, for the workers of all loaders."""
         self.cache: AutoCache | None = None
         self.num_epochs_begun = 0
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
@@ -119,14 +121,14 @@ class PipelineRun(TrainerCallback):
 
     def _close(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.cache is not None:
-            # what another run cannot use goes; a run that was interrupted will be resumed with it
+            # after a complete run, remove what no other run can use; an interrupted run is resumed with its cache
             self.cache.close(has_ended=kind is None)
         if self.data is not None:
-            self.data.close()  # its workers wait for the next epoch
+            self.data.close()  # otherwise its workers keep waiting for the next epoch
 
     @contextmanager
     def _naming_writes_to_placeholders(self) -> Iterator[None]:
-        """Inside, there is a sentence for what callbacks cannot do with a part of the weights.
+        """Inside the context, translate torch's error for a write to a placeholder parameter.
 
         Raises:
             ValueError: a callback has written to parameters that other stages hold.
@@ -159,13 +161,13 @@ class PipelineRun(TrainerCallback):
 
     @property
     def setup(self) -> Setup:
-        """What was found out before the first step."""
+        """The results of the setup before the first step."""
         assert self._setup is not None, "place() first"
         return self._setup
 
     @property
     def steps(self) -> Steps:
-        """Runs the steps."""
+        """The object that runs the training steps."""
         assert self._steps is not None, "place() first"
         return self._steps
 
@@ -176,10 +178,10 @@ class PipelineRun(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ before the first step
     def optimize(self, make_optimizer: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """The loop asks for the optimizer, and so the model is cut. Collective over all processes.
+        """Place the model and return its optimizer, when the loop requests it. Collective over all processes.
 
         Args:
-            make_optimizer: the stock method, for where the user has given none.
+            make_optimizer: the stock method, called if the user has passed no optimizer.
         """
         trainer, pipeline = self._job.trainer, self.place()
         if trainer.optimizer is None:
@@ -192,10 +194,11 @@ class PipelineRun(TrainerCallback):
         return trainer.optimizer
 
     def wrap(self) -> ElasticPipeline:
-        """The loop asks for what it trains; the optimizer is there. Collective over all processes.
+        """Return what the loop trains, after the optimizer has been created. Collective over all processes.
 
         Raises:
-            ValueError: the user's own `create_optimizer` has made none, or one in place of ours.
+            ValueError: the user's `create_optimizer` has set no optimizer, or has replaced the one that knows the
+                stages.
         """
         optimizer = self._job.trainer.optimizer
         if self._cut is None or not self.pipeline.is_placed:
@@ -204,7 +207,7 @@ class PipelineRun(TrainerCallback):
                     "create_optimizer was overridden and has set no optimizer: let it set self.optimizer, or call"
                     " super().create_optimizer()."
                 )
-            self.place()  # create_optimizer is the user's own, and has made one over the whole model
+            self.place()  # the user overrides create_optimizer, which has made one over the whole model
         pipeline = self.pipeline
         if optimizer is not None and not pipeline.updates_with(optimizer):
             if pipeline.num_stages > 1:
@@ -219,13 +222,13 @@ class PipelineRun(TrainerCallback):
         return pipeline
 
     def place(self) -> ElasticPipeline:
-        """Find out how to cut the model, and place it; an optimizer that there is already is adopted.
+        """Determine how to split the model and place it. An existing optimizer is attached to the pipeline.
 
-        1. Set up: units, loss, slices, times.
-        2. Plan: what the arguments ask for, or the plan of the job that is resumed.
-        3. Cache: what may be cached.
-        4. Freeze: what a resumed job had frozen.
-        5. Place, and go on where the resumed job was.
+        1. Set up: find the units, probe the loss and the slices, measure times.
+        2. Plan: as the arguments ask, or the plan of the job that is resumed.
+        3. Cache: probe which outputs may be cached.
+        4. Freeze: restore the layers that a resumed job had frozen.
+        5. Place the model, and continue from the state of the resumed job.
 
         Collective over all processes.
         """
@@ -301,7 +304,7 @@ class PipelineRun(TrainerCallback):
         return Setup(reduction, is_random, times, windows)
 
     def _coupling_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why stages cannot divide an optimizer, for a message. Collective over all processes."""
+        """Return why an optimizer cannot be divided among stages, or None. Collective over all processes."""
         why = None
         if self._job.args.uses_pipeline:
             stack = self.pipeline.stack
@@ -311,9 +314,10 @@ class PipelineRun(TrainerCallback):
         return None if found is None else f"{type(optimizer).__name__}: {found}"
 
     def _refuse_coupling(self, coupling: str | None) -> None:
-        """
+        """Refuse an optimizer that cannot be divided among stages.
+
         Raises:
-            ValueError: on all processes.
+            ValueError: `coupling` is not None. Every process raises it.
         """
         if coupling is None:
             return
@@ -326,7 +330,7 @@ class PipelineRun(TrainerCallback):
         )
 
     def _attach_freezing(self, freezable: FreezableLayers | None) -> int:
-        """Let the freeze callback know the model's layers; how many of them a resumed job had frozen."""
+        """Pass the model's layers to the freeze callback. Returns how many of them a resumed job had frozen."""
         callback = self._job.freeze_callback
         if callback is None:
             return 0
@@ -343,9 +347,9 @@ class PipelineRun(TrainerCallback):
         return callback.num_frozen
 
     def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> PipelinePlan | None:
-        """The one in force when the checkpoint was written, if all that decides about it is as it was.
+        """Return the plan in force when the checkpoint was written, if everything it depends on is unchanged.
 
-        Made anew it might be another: how it came about, layer by layer, is not to be seen any more.
+        A newly made plan might differ, because the sequence of freezes that led to it is not recorded.
         """
         layout = kept.get("layout")
         if layout is None or layout["where"] != self._measured_on:
@@ -354,9 +358,9 @@ class PipelineRun(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
-        """The batches of the next optimizer step, and the items in it. Collective over all processes.
+        """Return the batches of the next optimizer step and the number of items. Collective over all processes.
 
-        This is the one safe point: no gradient is alive, no batch is under way.
+        This is the one safe point for a transformation: there are no gradients and no batch is being processed.
         """
         PROGRESS.enter("adapt", self._job.trainer.state.global_step)
         with self.log.recorder.doing("adapting"):
@@ -367,7 +371,10 @@ class PipelineRun(TrainerCallback):
         return taken
 
     def adapt(self) -> None:
-        """Carry out what the freeze policy and the cache have decided. Collective where a decision is made."""
+        """Carry out what the freeze policy and the cache have decided.
+
+        Collective over all processes in steps where one of them makes a decision.
+        """
         callback, pipeline, cache = self._job.freeze_callback, self.pipeline, self.cache
         if cache is not None:
             self._update(cache)
@@ -377,7 +384,7 @@ class PipelineRun(TrainerCallback):
         if proposal is not None:
             num_frozen = max(num_frozen, agreed_num_frozen(pipeline.mesh.gather_objects(proposal)))
         if cache is not None and num_frozen > plan.num_frozen_layers:
-            cache.check_weights()  # as they are now they will be the next generation's
+            cache.check_weights()  # the next generation will be named after the weights as they are now
         num_cached = cache.num_cached if cache is not None else 0
         if (num_frozen, num_cached) != (plan.num_frozen_layers, self.planner.num_cached):
             self._transform(plan, num_frozen, num_cached)
@@ -393,7 +400,7 @@ class PipelineRun(TrainerCallback):
         assert data is not None
         new = self.planner.next(plan, num_frozen, num_cached)
         if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
-            pipeline.replace_plan(new)  # the same work at the same place, or none
+            pipeline.replace_plan(new)  # nothing moves: the cached units are run or skipped in place
             self.log.record("cache", new)
             return
         change = pipeline.transform(new)
@@ -401,7 +408,7 @@ class PipelineRun(TrainerCallback):
         self.log.transformed(change)
 
     def _update(self, cache: AutoCache) -> None:
-        """Tell the cache what has been seen since the last step. Collective over all processes."""
+        """Pass the observations since the last step to the cache. Collective over all processes."""
         doubts, self.steps.doubts = self.steps.doubts, self.steps.doubts & Doubt.FLAGS
         if Doubt.INPUTS in doubts:
             cache.disable(OTHER_INPUTS)
@@ -417,7 +424,7 @@ class PipelineRun(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ checkpoints
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint of this moment keeps, in plain values for JSON. Collective over all processes."""
+        """Return what a checkpoint stores at this point, in plain values for JSON. Collective over all processes."""
         memory: dict[str, Any] = {"step": self._job.trainer.state.global_step}
         pipeline = self._cut.pipeline if self._cut is not None and self._cut.pipeline.is_placed else None
         mine = [(*shape, m) for shape, m in pipeline.settled_microbatches.items()] if pipeline is not None else []
@@ -438,32 +445,35 @@ class PipelineRun(TrainerCallback):
         }
 
     def add_files(self, checkpoint: Path) -> None:
-        """Write what a checkpoint has besides the stock Trainer's files, on rank 0."""
+        """Write the checkpoint's files besides those of the stock Trainer. Called on rank 0."""
         if self._cut is not None and self._cut.timing is not None:
             self._cut.timing.write(checkpoint)
 
     @property
     def _measured_on(self) -> dict[str, Any]:
-        """On what times were measured, which decide about the plan."""
+        """The conditions under which the times behind the plan were measured."""
         timing = self._cut.timing if self._cut is not None else None
         return dict(timing.measured_on) if timing is not None else {}
 
     def prepare_for_best(self) -> None:
-        """The best model is about to be loaded: the last weights are gone after it. Collective over all processes."""
-        self.preemption.leave_if_asked()  # what comes may also remove their checkpoint
+        """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
+        self.preemption.leave_if_asked()  # the steps that follow may also remove the checkpoint of the last weights
         refuse_best_model_that_some_lack(self._job)
         self.preemption.moment = Moment.BEST_LOADED
         self._check_cached_weights()
         self.pipeline.use_cache(None)
 
     def _check_cached_weights(self) -> None:
-        """When training ends: a later one may find what the last epoch has put. Collective over all processes."""
+        """Check the frozen weights at the end, because a later training may read what the last epoch has stored.
+
+        Collective over all processes.
+        """
         if self.cache is not None and self.pipeline.cache is not None:
             self.cache.check_weights()
 
     # ------------------------------------------------------------------------------------ the loop's events
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, and no epoch is left
+        if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, with no epoch left
             self.preemption.evaluate_what_is_owed()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -471,7 +481,7 @@ class PipelineRun(TrainerCallback):
         self.steps.doubts |= Doubt.FLAGS
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.preemption.evaluate_what_is_owed()  # here the random states are those of the checkpoint
+        self.preemption.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
         self.preemption.moment = Moment.WITHIN_EPOCH
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
@@ -493,21 +503,24 @@ class PipelineRun(TrainerCallback):
         self._check_cached_weights()
         self.log.end(self.cache)
         if self.cache is not None:
-            self.cache.close(has_ended=False)  # all have written when the model is whole
+            self.cache.close(has_ended=False)  # removes nothing: others may write until make_whole()
         if self._cut is not None:
             self._cut.make_whole()
 
     def _show_weights(self) -> None:
-        """Before other callbacks that may read or exchange them: cached layers' weights may be off the device."""
+        """Onload the weights before other callbacks, which may read or change them.
+
+        The weights of cached layers may be offloaded from the device.
+        """
         if self._steps is not None and self.pipeline.is_placed:
             self.pipeline.weights.onload()
             self._steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
 
 
 def watch_steps(callbacks: Sequence[Any]) -> bool:
-    """Whether one of a user's callbacks may read weights at each step, as a running average does."""
+    """Whether one of the user's callbacks may read weights at each step, as a running average does."""
     stock = {name: getattr(TrainerCallback, name) for name in STEP_EVENTS}
-    # looked up on the object, which may have a method of its own
+    # looked up on the object, because a method may be set on the instance
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in callbacks for n, method in stock.items()
     )

@@ -1,4 +1,4 @@
-"""A few rows of the user's data, as batches to try things on before the first step."""
+"""Collate a few samples of the user's data into batches for the probes before the first step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..randomness import generators_kept, seeded
 
 @dataclass(frozen=True)
 class SampleCollator:
-    """The user's collator, from which nothing is drawn that training would miss.
+    """The user's collator for probes. Calls leave random generators, including the collator's own, unchanged.
 
     Attributes:
-        collate_fn: the user's.
-        model: where it is the batches go, too.
-        seed: of what the collator draws from the global generators.
-        rows_at_once: rows that a batch of the training has, at most.
+        collate_fn: the user's collator.
+        model: the model, to whose device batches are moved.
+        seed: seed of the global generators during a call of the collator.
+        rows_at_once: maximum number of samples in a batch.
     """
 
     collate_fn: Callable[[list[Any]], Any]
@@ -30,29 +30,29 @@ class SampleCollator:
     rows_at_once: int
 
     def __call__(self, rows: Sequence[Any]) -> Batch:
-        """A batch of these rows."""
+        """Collate these samples into a batch."""
         with generators_kept(self.collate_fn):
             return self.by_seed(rows)
 
     def by_seed(self, rows: Sequence[Any]) -> Batch:
-        """Likewise; who calls keeps the collator's own generators."""
+        """Collate these samples into a batch. The caller must restore the collator's own generators."""
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         with seeded(self.seed):
             batch = dict(self.collate_fn(list(rows)))
         return on_device(batch, device)
 
     def apart(self, rows: Sequence[Any]) -> list[Batch]:
-        """Batches of these rows, none larger than those of the training."""
+        """Collate these samples into batches of at most `rows_at_once` samples."""
         step = self.rows_at_once
         return [self(rows[start : start + step]) for start in range(0, len(rows), step)]
 
     def padded(self, rows: Sequence[Any]) -> Batch:
-        """Rows padded as in a batch with the longest: short ones would make every stage seem to fit."""
+        """Return the batch with the longest samples; with short ones every stage would seem to fit into memory."""
         return max(self.apart(rows), key=elements_of_a_row)
 
 
 def elements_of_a_row(batch: Mapping[str, Any]) -> int:
-    """Of the largest input."""
+    """Return the number of elements of one row in the batch's largest input."""
     return max(
         (value[0].numel() for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), default=0
     )
@@ -76,7 +76,7 @@ def is_padded_further(one: Batch, other: Batch) -> bool:
 
 
 def of_different_classes(samples: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The samples in an order in which the first ones have as many different labels as possible."""
+    """Reorder samples so that the first ones have as many different labels as possible."""
     seen: dict[Any, int] = {}
 
     def turn(sample: Any) -> int:

@@ -1,11 +1,11 @@
-"""What a training finds out before its first step, on a few rows of its data, with the user's own collator and loss.
+"""Setup before the first step: probes on a few rows of the training data, with the user's own collator and loss.
 
-    1. units    cutting.find_units     what the model can be cut into; weights alike on all processes
-    2. loss     find_reduction             how the loss of a batch is made of those of its parts
-    3. slices   find_windows          whether the model can be cut along its tokens, where that is asked for
-    4. times    cutting.time_model     seconds of each unit, where they decide something
+    1. units    cutting.find_units     units into which the model can be split; makes weights equal on all processes
+    2. loss     find_reduction         how the losses of a batch's parts combine to the loss of the batch
+    3. slices   find_windows           whether sequences can be split along their tokens, if that is requested
+    4. times    cutting.time_model     seconds of each unit, if a decision depends on them
 
-`PipelineRun.place` goes on from there: plan, cache, stages.
+`PipelineRun.place` continues from there with the plan, the cache and the stages.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from .samples import SampleCollator, elements_of_a_row, is_padded_further, of_di
 logger = logging.getLogger(__name__)
 
 LOSS_SAMPLE_ROWS = 4
-"""Rows on which the loss's reduction is found, at most."""
+"""Maximum number of rows on which the loss reduction is determined."""
 ROWS_APART = 1
-"""Short rows, and as many long ones, that tell whether a loss depends on padding."""
+"""Number of short rows, and of long rows, used to test whether a loss depends on padding."""
 SAMPLES_TO_CHOOSE_FROM = 32
-"""Samples among which those of different classes are chosen for the loss."""
+"""Number of samples from which those with different classes are chosen to probe the loss."""
 
 TrainingData = NumberedBatches | GivenBatches
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What was found out.
+    """The results of the setup.
 
     Attributes:
-        reduction: how losses of parts make the loss of the whole batch.
-        loss_is_random: training mode draws random numbers besides dropout.
-        times: of the model's parts, the same on every process; None: not measured.
-        windows: of the model's layers, where sequences are cut along their tokens.
+        reduction: how the losses of parts combine to the loss of the whole batch.
+        loss_is_random: whether the loss draws random numbers in training mode, other than for dropout.
+        times: times of the model's units, the same on every process; None if not measured.
+        windows: attention windows of the model's layers, if sequences are split along their tokens.
     """
 
     reduction: LossReduction
@@ -73,16 +73,16 @@ class Setup:
 def find_reduction(
     loss: TrainersLoss, stack: LayerStack, data: TrainingData, collate: SampleCollator | None
 ) -> tuple[LossReduction, bool]:
-    """Try the loss, the user's own included, on a few rows of the whole model. Collective over all processes.
+    """Probe the loss, including a user-defined one, on a few rows of the whole model. Collective over all processes.
 
     Args:
-        loss: the trainer's.
-        stack: the units of the model, which learns what gets no gradient.
-        data: of the training.
-        collate: of samples; None where nothing is probed.
+        loss: the trainer's loss.
+        stack: the units of the model; the names of parameters without a gradient are added to `stack.unreached`.
+        data: the training batches.
+        collate: collates samples; None if nothing is probed.
 
     Returns:
-        How it adds up, and whether it draws random numbers besides dropout.
+        The loss reduction, and whether the loss draws random numbers other than for dropout.
     """
     job = loss.job
     if job.sums_nothing_up and not job.args.uses_pipeline:
@@ -93,7 +93,7 @@ def find_reduction(
         sample,
         loss.label_names,
         _classes_of(job, sample),
-        # a loss of the user's may use labels as indices, and an index of -100 ends a GPU's context
+        # a user-defined loss may use labels as indices, and an index of -100 destroys the CUDA context
         may_ignore=loss.is_stock or job.device.type == "cpu" or loss.has_ignored(sample),
         model_inputs=[name for name in sample if name not in stack.runner.kept_back],
     )
@@ -111,7 +111,7 @@ def find_reduction(
             apart=_collated_apart(job, data, collate),
             tolerance=EXACT if loss.is_exact else HALF_PRECISION,
         )
-    # rounding may tell processes apart, and so may what a collator draws
+    # results may differ between processes by rounding, or by what a collator draws
     found = job.mesh.gather_objects(mine)
     reduction = found[0].reduction
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
@@ -121,7 +121,7 @@ def find_reduction(
 
 
 def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
-    """The labels that there are, where they are classes of the model's; else none."""
+    """Return all class labels of the model if the sample's labels are classes, otherwise an empty sequence."""
     num_labels = getattr(getattr(job.model, "config", None), "num_labels", 0)
     labels = sample.get("labels")
     are_classes = (
@@ -135,8 +135,10 @@ def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
 
 
 def _sample_for_loss(loss: TrainersLoss, data: TrainingData, collate: SampleCollator) -> Batch:
-    """Rows of different classes, prepared as for a step; as many as a batch of the training has, and at most
-    `LOSS_SAMPLE_ROWS`."""
+    """Return rows of different classes, prepared as for a step.
+
+    Their number is that of a training batch, and at most `LOSS_SAMPLE_ROWS`.
+    """
     samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
     rows = min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once, len(samples))
     chosen = of_different_classes(samples, loss.label_names)
@@ -145,14 +147,15 @@ def _sample_for_loss(loss: TrainersLoss, data: TrainingData, collate: SampleColl
     except Exception:
         if rows > 1:
             raise
-        batch = collate(chosen[:1])  # rows of different lengths, one in a batch
+        batch = collate(chosen[:1])  # rows of different lengths that are trained one per batch
     return _prepared(loss.job, batch)[0]
 
 
 def _collated_apart(job: TrainingJob, data: TrainingData, collate: SampleCollator) -> tuple[Batch, ...]:
-    """A batch, and its short and its long rows collated by themselves, as replicas do; prepared as for a step.
+    """Return a batch, its short rows and its long rows, each collated separately as replicas do.
 
-    Nothing where they tell nothing: all rows have one length, or the collator draws, packs or sorts.
+    The batches are prepared as for a step. The result is empty if they would show nothing: if all rows have one
+    length, or the collator draws at random, packs or sorts.
     """
     samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
     half = min(ROWS_APART, job.rows_at_once // 2)
@@ -164,7 +167,7 @@ def _collated_apart(job: TrainingJob, data: TrainingData, collate: SampleCollato
         order = sorted(range(len(samples)), key=lambda index: elements_of_a_row(alone[index]))
         short, long = ([samples[index] for index in some] for some in (order[:half], order[-half:]))
         found = [collate(rows) for rows in ([*short, *long], short, long)]
-    except Exception as error:  # a collator that takes rows of one length only
+    except Exception as error:  # the collator accepts only rows of one length
         if is_out_of_memory(error):
             raise
         return ()
@@ -186,10 +189,12 @@ def _prepared(job: TrainingJob, *batches: Batch) -> tuple[Batch, ...]:
 def find_windows(
     loss: TrainersLoss, reduction: LossReduction, stack: LayerStack, rows: Sequence[Any], collate: SampleCollator
 ) -> Windows:
-    """Try whether the model can be cut along its tokens, before it is cut by layers. Collective over all processes.
+    """Probe whether sequences can be split along their tokens, before the model is split into stages.
+
+    Collective over all processes.
 
     Raises:
-        UnsupportedModelError: it cannot.
+        UnsupportedModelError: they cannot be split for this model or loss, or the probe has failed.
     """
     job = loss.job
     if reduction.kind not in ("sum", "mean"):
@@ -199,13 +204,13 @@ def find_windows(
             "Set token_slices='off'.",
         )
     batches = collate.apart(rows)
-    # a collator may also have packed them into fewer
+    # a collator may have packed the samples into fewer rows
     were_packed = sum(map(batch_rows, batches)) != len(rows)
     few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
     plain = collate(few[: job.rows_at_once])
     *_, sample = label_variants(plain, ("labels",), (), may_ignore=True)
     num_items = max(reduction.count(sample), 1)
-    is_exact = loss.is_exact  # what is wrong with a small gradient is less than half precision rounds
+    is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
     windows: Windows | None = None
     failure: Exception | None = None
     try:
@@ -217,7 +222,7 @@ def find_windows(
                 loss_tolerance=1e-3 if is_exact else 1e-2,
                 gradient_tolerance=1e-3 if is_exact else 1e-1,
             )
-    except Exception as error:  # one process may be short of memory: the others are to hear of it
+    except Exception as error:  # one process may run out of memory, and the others must learn of it
         failure = error
     mine = windows if failure is None else f"{type(failure).__name__}: {failure}"
     everyone = job.mesh.gather_objects(mine)
@@ -232,7 +237,7 @@ def find_windows(
                 "Shorten the rows, or set token_slices='off'.",
             ) from failure
     found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
-    # rounding may tell processes apart, and a stage that refuses packed rows alone would keep the others waiting
+    # rounding may make the processes disagree, and if one stage alone refused packed rows, the others would hang
     return replace(
         found[0],
         separates_documents=all(theirs.separates_documents for theirs in found),
@@ -246,10 +251,11 @@ def find_windows(
 
 
 def check_loss_allows(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
-    """
+    """Check that a plan computes the loss of the whole batch.
+
     Raises:
-        UnsupportedModelError: parts of a batch would not give its loss. With one stage that is a warning: so it is
-            under plain DDP.
+        UnsupportedModelError: the losses of a batch's parts do not add up to its loss. With one stage this is a
+            warning instead, because plain DDP has the same limitation.
     """
     if reduction.kind == "whole":
         _refuse_coupled_rows(job, reduction, plan)
@@ -258,7 +264,7 @@ def check_loss_allows(job: TrainingJob, reduction: LossReduction, plan: Pipeline
 
 
 def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
-    """Whether freed processes may become replicas: not where the rows of a batch depend on one another."""
+    """Whether freed processes may become replicas. They may not if the rows of a batch depend on one another."""
     return not job.args.uses_pipeline or (reduction.kind != "whole" and not reduction.depends_on_padding)
 
 

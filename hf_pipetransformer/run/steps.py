@@ -1,8 +1,8 @@
-"""The steps of a run: what happens in each `training_step`, under whatever plan is in force.
+"""The training steps of a run: what happens in each `training_step`, whichever plan is in force.
 
-take     the batches of an optimizer step, counted over the replicas
+take     takes the batches of an optimizer step, and counts them over the replicas
 step     1 flags    2 batch    3 forward and backward    4 votes
-clip     the gradient's norm over all stages
+clip     clips by the gradient norm over all stages
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from .setup import Setup, TrainingData
 
 
 class Doubt(Flag):
-    """What may not be as it was, on some process: it is looked at before the next step."""
+    """What may have changed on some process. It is checked before the next step."""
 
     NONE = 0
     INPUTS = auto()
-    """The model was called on other inputs than those that the cache's keys are of."""
+    """The model was called on inputs other than those from which the cache keys were computed."""
     WEIGHTS = auto()
-    """A callback may have changed frozen weights: it seems so, or it may have got hold of them."""
+    """A callback may have changed frozen weights: a check suggests it, or the callback had access to them."""
     FLAGS = auto()
     """A callback may have set `requires_grad`."""
 
 
 @dataclass(frozen=True)
 class StepVotes:
-    """Seen on this process; after `agree`, on some process.
+    """What this process has observed in a step; after `agree`, what any process has observed.
 
     Attributes:
-        stop: SIGTERM has come.
-        other_inputs: the model was called on other inputs than those that the cache's keys are of.
+        stop: SIGTERM was received.
+        other_inputs: the model was called on inputs other than those from which the cache keys were computed.
         other_weights: a callback seems to have changed frozen weights.
-        exchanged_inputs: the last stage has called the model on other inputs than the stages before it.
-        other_flags: something else than a callback has set `requires_grad`.
-        other_loss: the loss is another function than before the first step.
+        exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
+        other_flags: something other than a callback has set `requires_grad`.
+        other_loss: the loss is a different function than before the first step.
     """
 
     stop: bool = False
@@ -67,10 +67,10 @@ class StepVotes:
     other_loss: bool = False
 
     def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, StepVotes]:
-        """The sum of all processes' losses, and what any of them has seen. Collective over all processes.
+        """Return the sum of all processes' losses and the votes of any process. Collective over all processes.
 
         Args:
-            loss: of this process, 0-dimensional.
+            loss: the loss of this process, 0-dimensional.
         """
         loss = loss.float()
         together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in astuple(self))])
@@ -82,18 +82,18 @@ class Steps:
     """Runs the steps of one `train()`, once the model is placed.
 
     Args:
-        job: the training.
+        job: the training job.
         pipeline: the model.
-        setup: what was found out before the first step.
-        data: of the training.
-        cache: of frozen layers' outputs, if there is one.
-        preemption: told when all have heard that the training must end.
-        recorder: told of each batch.
-        watches_steps: a callback of the user's, on some process, may read weights at each step.
+        setup: the results of the setup before the first step.
+        data: the training batches.
+        cache: the cache of frozen layers' outputs, if there is one.
+        preemption: is notified when all processes know that training must end.
+        recorder: is notified of each batch.
+        watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
 
     Attributes:
-        batch: of the optimizer step under way.
-        doubts: what has been seen, or may have happened, since the run looked last.
+        batch: the batch of the current optimizer step.
+        doubts: what has been observed, or may have happened, since the run last checked.
     """
 
     def __init__(
@@ -118,19 +118,19 @@ class Steps:
         self._rechecks = Rechecks()
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
-        """The batches of the next optimizer step, and the items in it. Collective over all processes."""
+        """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
         self.batch = GlobalBatch()
         taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction)
         self.batch.count_over_replicas(self._pipeline, self._setup.reduction)
         return taken, self.batch.num_items
 
     def step(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Forward and backward of this pipeline's slice of a batch. Collective over all processes.
+        """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
-        1. What callbacks have frozen or unfrozen.
-        2. The batch, prepared, with its rows' keys; on all stages that of the first one.
-        3. The pipeline's step: the last stage computes the loss.
-        4. All processes hear of one another: the loss, and what somebody has seen.
+        1. Apply the `requires_grad` flags that callbacks have changed.
+        2. Prepare the batch, with the keys of its rows; all stages use the batch of the first stage.
+        3. Run the pipeline's step; the last stage computes the loss.
+        4. Reduce the loss and the votes over all processes.
 
         Returns:
             The loss of the global batch, the same on every process.
@@ -145,7 +145,7 @@ class Steps:
         self._switch_to_training()
         # 2
         self.batch.begin(inputs, pipeline)
-        # a callback may have changed frozen weights since the last step: then what is in the store is no longer theirs
+        # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
         other_weights = self._watches_steps and cache is not None and not cache.weights_look_same()
         batch, other_inputs = self._prepare(inputs, other_weights)
         # 3
@@ -175,12 +175,15 @@ class Steps:
         return loss
 
     def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """On the last stage: a micro-batch's part of the global batch's loss."""
+        """Return what a micro-batch contributes to the global batch's loss. Called on the last stage."""
         assert self._in_flight is not None
         return self._in_flight.loss_of(self._pipeline, micro_batch)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all stages, which the freeze policy may see first. Collective over the pipeline."""
+        """Clip gradients by their norm over all stages. Collective over the pipeline.
+
+        A freeze policy that needs gradient norms gets them before clipping.
+        """
         callback, accelerator, scale = self._job.freeze_callback, self._job.trainer.accelerator, self._loss.scale
         if callback is not None and callback.wants_gradient_norms:
             callback.observe(self._pipeline.squared_gradient_norms(scale))
@@ -191,20 +194,24 @@ class Steps:
     def _switch_to_training(self) -> None:
         trainer = self._job.trainer
         self._pipeline.train()
-        switch = getattr(trainer.optimizer, "train", None)  # of schedule-free optimizers
+        switch = getattr(trainer.optimizer, "train", None)  # schedule-free optimizers have one
         if callable(switch):
             switch()
         scaler = trainer.accelerator.scaler
         if scaler is not None:
-            # it is set up by its first use, and the stages without the loss would not use it
+            # the scaler is initialized by its first use, and stages that do not compute the loss would not use it
             scaler.scale(torch.zeros((), device=self._job.device))
 
     def _prepare(self, inputs: dict[str, Any], other_weights: bool) -> tuple[Batch, bool]:
-        """The batch that the model gets; whether its keys are of other inputs. Collective over the pipeline."""
+        """Prepare the batch for the model. Collective over the pipeline.
+
+        Returns:
+            The batch, and whether its inputs differ from those from which its keys were computed.
+        """
         pipeline, part = self._pipeline, self.batch.current
         keys = part.keys if part.rows and pipeline.cache is not None else None
         if keys is not None and other_weights:
-            keys = keys.blank()  # other stages may have no doubt
+            keys = keys.blank()  # other stages may not have noticed the change
         batch = prepared(self._job, inputs, keys)
         other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
         if pipeline.num_stages > 1:
@@ -215,10 +222,10 @@ class Steps:
         return batch, other_inputs
 
     def _agree(self, loss: torch.Tensor, mine: StepVotes, other_loss: str | None) -> torch.Tensor:
-        """Over all processes, where there are several.
+        """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
-            ValueError: somebody has seen what must not be.
+            ValueError: a process reports `exchanged_inputs`, `other_loss` or `other_flags`.
         """
         votes, mesh, model = mine, self._job.mesh, self._job.model
         if mesh.world_size > 1:
@@ -243,10 +250,10 @@ class Steps:
         return loss
 
     def _follow_flags(self) -> None:
-        """Train what the user's callbacks have made trainable since the last step, and not what they have frozen.
+        """Train exactly the parameters that the user's callbacks have left trainable since the last step.
 
-        Collective over all processes where a callback may have done so: only the processes that hold a parameter
-        can tell.
+        Collective over all processes if a callback may have changed a flag, because only the processes that hold a
+        parameter can detect it.
         """
         pipeline = self._pipeline
         has_changed = pipeline.weights.flags_changed
@@ -260,7 +267,11 @@ class Steps:
     def _recheck_loss(
         self, current: BatchInFlight, batch: Batch, received: Sequence[Sequence[torch.Tensor]]
     ) -> str | None:
-        """On a last stage, after a step: what speaks against adding up the parts' losses. Not collective."""
+        """Recompute the loss on a last stage after a step. Not collective.
+
+        Returns:
+            Why the losses of the parts do not add up to the loss of the batch; None if they do.
+        """
         setup = self._setup
         if len(received) < 2 or setup.loss_is_random or setup.reduction.kind == "whole" or not current.part.rows:
             return None
@@ -275,10 +286,10 @@ class Steps:
         )
 
     def _refuse_copied_placeholders(self) -> None:
-        """Collective over all processes.
+        """Refuse copies of placeholder parameters. Collective over all processes.
 
         Raises:
-            ValueError: a callback, or the trainer, keeps copies of parameters that are not here.
+            ValueError: a callback or the trainer keeps copies of parameters that other stages hold.
         """
         pipeline = self._pipeline
         owners = [*self._job.users_callbacks, self._job.trainer]
@@ -294,7 +305,7 @@ class Steps:
 
 @contextmanager
 def _as_the_user_raised_it() -> Iterator[None]:
-    """Inside, an error that torch's schedule has wrapped into another one comes out as it was, if it is a sentence."""
+    """Inside the context, re-raise a `ValueError` that torch's schedule has wrapped in a `RuntimeError`."""
     inner: ValueError | None = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""The loaders: that of the training, taken apart into numbered batches, and those of evaluations."""
+"""The data loaders: the training loader, which yields numbered batches, and the evaluation loaders."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..resilience.preemption import WorkerStart
 from .job import TrainingJob, whole_stream
 
 CACHE_FOLDER = "_activation_cache"
-"""In `output_dir`. What begins so is not pushed to the Hub."""
+"""Name of the cache folder in `output_dir`. Names that begin with an underscore are not pushed to the Hub."""
 
 
 def numbered_loader(
     job: TrainingJob, make_stock: Callable[[], DataLoader], generations: Path | None
 ) -> NumberedLoader:
-    """The training's loader, of which each pipeline takes its slice. Collective over all processes.
+    """Return the training loader, of whose batches each pipeline takes its slice. Collective over all processes.
 
     Args:
-        job: the training.
-        make_stock: makes the stock Trainer's loader, which has chosen columns, collator and (seedable) sampler.
-        generations: as `generations_file` returns it; None: nothing is cached.
+        job: the training job.
+        make_stock: makes the stock Trainer's loader, with its columns, collator and (seedable) sampler.
+        generations: the file returned by `generations_file`; None if nothing is cached.
 
     Raises:
         ValueError: the dataset is empty.
@@ -41,7 +41,7 @@ def numbered_loader(
     is_iterable = isinstance(dataset, IterableDataset)
     if is_iterable:
         dataset = whole_stream(dataset)
-    nodes = job.mesh.gather_objects(node_name()) if generations is not None else []  # of each rank
+    nodes = job.mesh.gather_objects(node_name()) if generations is not None else []  # the node of each rank
     return NumberedLoader(
         NumberedBatches(
             dataset,
@@ -53,7 +53,7 @@ def numbered_loader(
             keyed=partial(keying_collator, job, generations) if generations is not None else None,
             node_shares=node_shares(nodes) if generations is not None else (1,),
             agree=partial(_order_of_first, job),
-            # several processes have drawn different numbers, and the order is to be that of any layout
+            # several processes would draw different numbers, and the order must not depend on the layout
             draws_as_stock=args.world_size == 1,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
@@ -66,10 +66,10 @@ def numbered_loader(
 
 
 def given_batches(job: TrainingJob, dataloader: Any) -> GivenBatches:
-    """Of a training loader that the user has made.
+    """Return the batches of a training loader that the user has made.
 
     Raises:
-        ValueError: there are several processes or stages, or layers freeze.
+        ValueError: there are several processes or stages, or layers are frozen.
     """
     if job.mesh.world_size > 1 or job.args.uses_pipeline or job.freeze_callback is not None:
         raise ValueError(
@@ -81,51 +81,54 @@ def given_batches(job: TrainingJob, dataloader: Any) -> GivenBatches:
 
 
 def evaluation_loader(job: TrainingJob, loader: Any) -> Any:
-    """The stock one, whose workers outlive a SIGTERM; without keys in its batches, whoever iterates."""
+    """Return the stock loader with workers that survive a SIGTERM, and without cache keys in its batches."""
     set_workers_apart(loader)
-    # workers that last keep the collator that they began with: whoever iterates is to see no keys
+    # persistent workers keep the collator that they started with, and user code that iterates must not see keys
     keeps_keys = job.may_cache and job.args.dataloader_persistent_workers
     return KeysApart(loader) if keeps_keys else loader
 
 
 def set_workers_apart(loader: Any) -> None:
-    """Let a loader's workers leave the process group, which is sent SIGTERM."""
+    """Make a loader's workers leave the process group to which SIGTERM is sent."""
     base = getattr(loader, "base_dataloader", loader)
     if isinstance(base, DataLoader) and not isinstance(base.worker_init_fn, WorkerStart):
         base.worker_init_fn = WorkerStart(base.worker_init_fn)
 
 
 def generations_file(job: TrainingJob) -> Path | None:
-    """The file that names what is read from the cache; None: nothing is cached. Collective over all processes."""
+    """Return the file that names the cache generations being read; None if nothing is cached.
+
+    Collective over all processes.
+    """
     if not job.may_cache:
         return None
     nodes = job.mesh.gather_objects(node_name())
-    # processes share it, even if each was given a temporary output_dir of its own
+    # all processes use the same file, even if each was given a temporary output_dir of its own
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
     folder = job.args.activation_cache_dir or os.path.join(output_dir, CACHE_FOLDER)
     return current_file(folder, output_dir, nodes)
 
 
 def keying_collator(job: TrainingJob, generations: Path, collate_fn: Any) -> KeyingCollator:
-    """The user's collator, which adds each row's key for the cache.
+    """Wrap the user's collator so that it adds the cache key of each row.
 
     Args:
-        job: the training.
-        generations: as `generations_file` returns it.
-        collate_fn: the user's.
+        job: the training job.
+        generations: the file returned by `generations_file`.
+        collate_fn: the user's collator.
     """
     return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys)
 
 
 def _order_of_first(job: TrainingJob, order: list[int]) -> list[int]:
-    """Rank 0's order: a sampler may draw what it likes."""
+    """Return rank 0's order on all processes, because a sampler may draw differently on each process."""
     if job.mesh.world_size == 1:
         return order
     return job.mesh.broadcast_tensor(torch.tensor(order, dtype=torch.int64), source=0).tolist()
 
 
 def _sampler_of(loader: DataLoader) -> Any:
-    """The sampler over all samples, below the batch samplers that Accelerate has put around it for its processes."""
+    """Return the sampler over all samples, from inside the batch samplers in which Accelerate has wrapped it."""
     batch_sampler: Any = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
