@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,18 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.numbered_batches import KeysApart
+from .data.numbered_batches import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline
-from .pipeline.mesh import ProcessMesh
-from .resilience.watchdog import phase
+from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
 from .run.agreement import check_same_size
 from .run.checkpointing import CheckpointWrite, PipelineState
 from .run.cutting import CutModel, find_units
-from .run.job import TrainingJob, refuse_distributed_model
+from .run.job import Processes, TrainingJob, refuse_distributed_model
 from .run.planner import Planner
 from .run.recorder import RunRecorder
 from .run.recording import recording
@@ -84,7 +82,8 @@ class PipeTransformerTrainer(Trainer):
 
     args: PipeTransformerTrainingArguments
     model: nn.Module
-    _process_mesh: ProcessMesh | None = None
+    _processes: Processes | None = None
+    _latest_loader: NumberedLoader | None = None
     _cut_model: CutModel | None = None
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
@@ -129,10 +128,10 @@ class PipeTransformerTrainer(Trainer):
 
     @property
     def _job(self) -> TrainingJob:
-        """This trainer with its processes. The first access connects them and is collective over all processes."""
-        if self._process_mesh is None:
-            self._process_mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout))
-        return TrainingJob(self, self._process_mesh)
+        """What the parts of a run ask of this trainer. Asking for its `mesh` is collective the first time."""
+        if self._processes is None:
+            self._processes = Processes()
+        return TrainingJob(self, self._processes, super()._prepare_inputs)
 
     @property
     def _placed(self) -> ElasticPipeline | None:
@@ -179,7 +178,7 @@ class PipeTransformerTrainer(Trainer):
                 raise
             raise error.with_one_stage() from error.__cause__
         finally:
-            self._pipeline_run = None
+            self._pipeline_run = self._latest_loader = None
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
                 self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process
@@ -211,9 +210,8 @@ class PipeTransformerTrainer(Trainer):
             return make_stock()
         generations = training_data.generations_file(self._job)
         loader = training_data.numbered_loader(self._job, make_stock, generations)
-        run = self._pipeline_run
-        if run is not None and run.data is None:  # the loop's loader, not one that a callback requests
-            run.data, run.generations = loader.dataset, generations
+        if self._pipeline_run is not None:
+            self._latest_loader = loader
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
@@ -223,8 +221,9 @@ class PipeTransformerTrainer(Trainer):
             ValueError: the user made the loader, and there are several processes or stages, or layers are frozen.
         """
         run = self._pipeline_run
-        if run is not None and run.data is None:
-            run.data = training_data.given_batches(self._job, dataloader)
+        if run is not None:
+            run.data = training_data.batches_of_loop(self._job, dataloader, self._latest_loader)
+            run.generations = training_data.generations_file(self._job)
         return super().set_initial_training_values(args, dataloader, *positional, **keywords)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -275,6 +274,7 @@ class PipeTransformerTrainer(Trainer):
     ) -> None:
         stock: Any = super()._maybe_log_save_evaluate
         stock = partial(stock, tr_loss, grad_norm, model, trial, *positional, **keywords)
+        PROGRESS.enter("log")
         if self._pipeline_run is None:
             return stock()
         self._pipeline_run.preemption.log_save_evaluate(stock)
@@ -365,18 +365,25 @@ class PipeTransformerTrainer(Trainer):
             write.gathered()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint atomically. Collective over all processes."""
-        run = self._pipeline_run
-        if run is None:
+        """Collective over all processes."""
+        if self._is_stock:
             return super()._save_checkpoint(model, trial)
-        write = CheckpointWrite(self._job, Path(self._get_output_dir(trial)), run.memory, run.add_files)
+        run, cut = self._pipeline_run, self._cut_model
+        write = CheckpointWrite(
+            self._job,
+            Path(self._get_output_dir(trial)),
+            memory=run.memory if run is not None else lambda: {"step": self.state.global_step},
+            add_files=cut.write_times if cut is not None else lambda checkpoint: None,
+            upload=super()._push_from_checkpoint,
+        )
         self._checkpoint_write = write
         try:
             with phase("save"), write:
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoint_write = None
-        run.preemption.last_saved = write.final
+        if run is not None:
+            run.preemption.last_saved = write.final
 
     def _get_output_dir(self, trial: Any) -> str:
         staging = self._checkpoint_write.output_dir if self._checkpoint_write is not None else None
@@ -400,9 +407,10 @@ class PipeTransformerTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         pipeline, run = self._placed, self._pipeline_run
-        if pipeline is None or run is None:
+        if pipeline is None:
             return super()._load_best_model()
-        run.prepare_for_best()
+        if run is not None:
+            run.prepare_for_best()
         best = str(self.state.best_model_checkpoint)
         # loading a sharded checkpoint compares its keys with the model's
         with pipeline.weights.listing_placeholders(), translating_names(self.model, best):

@@ -405,6 +405,10 @@ class GivenBatches:
         """Do nothing: the loader is the user's."""
 
 
+TrainingBatches = NumberedBatches | GivenBatches
+"""The batches of a training."""
+
+
 class _Numbers(Sampler[list[int]]):
     """Yields [0], [1], ...; Accelerate's `skip_first_batches` finds this sampler and skips numbers."""
 

@@ -1,1 +1,25 @@
-"""Layer freezing: the policies, the callback that applies them, and its use in a plain `transformers.Trainer`."""
+"""Which layers are frozen, and when: the policies, the callback that asks them, and freezing in a plain Trainer."""
+
+from .policies import (
+    FREEZE_POLICIES,
+    AdaptivePolicy,
+    AlphaPolicy,
+    AutoFreezePolicy,
+    FreezeDecision,
+    FreezePolicy,
+    NeverFreeze,
+    SchedulePolicy,
+    make_policy,
+)
+
+__all__ = [
+    "FREEZE_POLICIES",
+    "AdaptivePolicy",
+    "AlphaPolicy",
+    "AutoFreezePolicy",
+    "FreezeDecision",
+    "FreezePolicy",
+    "NeverFreeze",
+    "SchedulePolicy",
+    "make_policy",
+]

@@ -68,12 +68,20 @@ class GlobalBatch:
         items: int | float = 0
         for _ in range(num_batches):
             PROGRESS.tick()
+            before = data.last_slice if isinstance(data, NumberedBatches) else None
             try:
                 batch = next(batches)
             except StopIteration:
                 break
             taken.append(batch)
-            part = data.slice_of(batch) if isinstance(data, GivenBatches) else data.last_slice
+            part = data.last_slice if isinstance(data, NumberedBatches) else data.slice_of(batch)
+            if part is before:
+                raise ValueError(
+                    "The training loop reads another loader than the one that"
+                    " PipeTransformerTrainer.get_train_dataloader has made. Return what super().get_train_dataloader()"
+                    " returns (or a wrapper around it), or pass train_dataset and data_collator instead of overriding"
+                    " it."
+                )
             part = replace(part, items=reduction.count(batch) if part.rows else 0)
             self.waiting.append(part)
             self.num_rows += part.global_rows

@@ -15,6 +15,7 @@ from ..cache.activation_cache import ActivationCache
 from ..cache.activation_store import ActivationStore
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.sharing import size_limit
+from ..data.numbered_batches import TrainingBatches
 from ..model.micro_batch import Batch, on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.unit_times import ModelTimes
@@ -22,7 +23,6 @@ from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_control import AutoCache
 from .job import TrainingJob
-from .setup import TrainingData
 
 SAMPLES_TO_PROBE = 32
 """Number of samples from which those are chosen that probe whether frozen layers can be cached."""
@@ -38,7 +38,7 @@ entry.
 
 
 def make_cache(
-    job: TrainingJob, pipeline: ElasticPipeline, data: TrainingData, times: ModelTimes | None, generations: Path
+    job: TrainingJob, pipeline: ElasticPipeline, data: TrainingBatches, times: ModelTimes | None, generations: Path
 ) -> AutoCache:
     """Create the cache, which is off for layers whose outputs must not be cached. Collective over all processes.
 

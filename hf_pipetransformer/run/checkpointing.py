@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -65,6 +65,7 @@ class CheckpointWrite:
         memory: returns the state to store besides the stock Trainer's, in plain values for JSON. Collective over all
             processes.
         add_files: writes additional files into a folder, on rank 0.
+        upload: the stock method that uploads a checkpoint, called with its folder.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class CheckpointWrite:
         folder: Path,
         memory: Callable[[], dict[str, Any]],
         add_files: Callable[[Path], None],
+        upload: Callable[[str], None],
     ) -> None:
         self.phase = WritePhase.GATHERING
         self.final = folder / f"{PREFIX_CHECKPOINT_DIR}-{job.trainer.state.global_step}"
         self._job, self._folder = job, folder
-        self._memory, self._add_files = memory, add_files
+        self._memory, self._add_files, self._upload = memory, add_files, upload
         self._error: Exception | None = None  # of this process
         self._uploads = False
 
@@ -186,7 +188,7 @@ class CheckpointWrite:
             shutil.rmtree(self.final, ignore_errors=True)
             written.rename(self.final)
         if self._uploads:
-            Trainer._push_from_checkpoint(self._job.trainer, str(self.final))
+            self._upload(str(self.final))
 
     def _raise_anyones_error(self) -> None:
         """Raise an error on every process if one of them has failed. Collective over all processes.

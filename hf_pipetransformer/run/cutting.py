@@ -93,6 +93,11 @@ class CutModel:
             and (bool(self.pipeline.stack.units) or not job.args.uses_pipeline)
         )
 
+    def write_times(self, checkpoint: Path) -> None:
+        """Write the measured times into a checkpoint, if there are any."""
+        if self.timing is not None:
+            self.timing.write(checkpoint)
+
     def make_whole(self) -> None:
         """Gather all weights into the model on every process: on the device if they fit, otherwise on the CPU.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -27,17 +28,49 @@ COST_SAMPLE_ROWS = 16
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 
+class Processes:
+    """The processes of a trainer. They are connected when `mesh` is first asked for, by all of them.
+
+    What one process alone may do (ask for a loader, for one) must not ask for it.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: ProcessMesh | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether `mesh` has been asked for."""
+        return self._mesh is not None
+
+    def connect(self, timeout: float) -> ProcessMesh:
+        """The groups of all processes. Collective over all processes the first time.
+
+        Args:
+            timeout: bound on every collective, in seconds.
+        """
+        if self._mesh is None:
+            self._mesh = ProcessMesh(timedelta(seconds=timeout))
+        return self._mesh
+
+
 @dataclass(frozen=True)
 class TrainingJob:
-    """A trainer with its processes. Every property is read from the trainer at the time of the call.
+    """A trainer with its processes. Every property is read off the trainer at the time of access.
 
     Attributes:
-        trainer: the user's trainer; only attributes that every `transformers.Trainer` has are used.
-        mesh: its processes.
+        trainer: the user's trainer, of which only what every `transformers.Trainer` has is used.
+        processes: the processes of the trainer.
+        stock_prepare_inputs: the `_prepare_inputs` that a user's override calls by `super()`.
     """
 
     trainer: Trainer
-    mesh: ProcessMesh
+    processes: Processes
+    stock_prepare_inputs: Callable[[Any], dict[str, Any]]
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """The groups of all processes. Collective over all processes the first time."""
+        return self.processes.connect(self.args.ddp_timeout)
 
     @property
     def args(self) -> PipeTransformerTrainingArguments:
@@ -118,8 +151,7 @@ class TrainingJob:
 
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
-        given: Any = inputs
-        return Trainer._prepare_inputs(self.trainer, given)
+        return self.stock_prepare_inputs(inputs)
 
     def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
         """Return a collator for probing a few rows."""

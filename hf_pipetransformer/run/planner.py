@@ -38,7 +38,6 @@ class Planner:
         self._args = args
         budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
         self._budget = min((budget for budget in budgets if budget is not None), default=None)
-        self.times = times
         self._policy = ElasticPolicy(
             args.pipeline_parallel_size,
             args.per_device_train_batch_size,

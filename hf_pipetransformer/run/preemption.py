@@ -19,7 +19,6 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
 from ..resilience.preemption import EXIT_CODE, StopSignal
-from ..resilience.watchdog import PROGRESS
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class Preemption:
 
         At the last step of an epoch, or if the loop ends here anyway, saving and exiting wait for the epoch's end.
         """
-        PROGRESS.enter("log")
         control = self._job.trainer.control
         if not self.is_agreed:
             return stock()

@@ -34,9 +34,9 @@ def recording(trainer: Trainer, recorder: RunRecorder, before: Sequence[TrainerC
             others: loggers that save the model at the end must find it complete, and some callbacks remove numbers
             from the logs.
     """
-    mine = [*before, recorder]
-    callbacks = trainer.callback_handler.callbacks
-    callbacks[:0] = mine
+    handler = trainer.callback_handler
+    # the recorder of the last training has stayed, for what was logged behind it
+    handler.callbacks[:] = [*before, recorder, *(c for c in handler.callbacks if not isinstance(c, RunRecorder))]
     recorder.begin(trainer.is_world_process_zero())
     has_ended = False
     try:
@@ -44,7 +44,7 @@ def recording(trainer: Trainer, recorder: RunRecorder, before: Sequence[TrainerC
         has_ended = True
     finally:
         recorder.end(has_ended, trainer.state.global_step)
-        callbacks[:] = [callback for callback in callbacks if not any(callback is one for one in mine)]
+        handler.callbacks[:] = [c for c in handler.callbacks if not any(c is one for one in before)]
 
 
 class RunLog:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from ..data.numbered_batches import TrainingBatches
 from ..freezing.callback import refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..model.frozen_prefix import FreezableLayers
@@ -40,7 +41,7 @@ from .preemption import Moment, Preemption
 from .recording import RunLog
 from .resuming import recall, refuse_best_model_that_some_lack
 from .samples import SampleCollator
-from .setup import Setup, TrainingData, check_loss_allows, find_reduction, find_windows, may_replicate
+from .setup import Setup, check_loss_allows, find_reduction, find_windows, may_replicate
 from .steps import Doubt, Steps
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class PipelineRun(TrainerCallback):
     ) -> None:
         self.preemption = Preemption(job, ignored_keys)
         self.log = RunLog(job)
-        self.data: TrainingData | None = None
+        self.data: TrainingBatches | None = None
         """The training batches; None until the loop has requested its loader."""
         self.generations: Path | None = None
         """The file that names the cache generations being read, for the workers of all loaders."""
@@ -86,7 +87,6 @@ class PipelineRun(TrainerCallback):
         self.num_epochs_begun = 0
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
         self._loss = TrainersLoss(job)
-        self._setup: Setup | None = None
         self._planner: Planner | None = None
         self._cut: CutModel | None = None
         self._steps: Steps | None = None
@@ -148,22 +148,20 @@ class PipelineRun(TrainerCallback):
                     f" set pipeline_parallel_size=1. It failed with {error}"
                 ) from error
 
+        before = vars(handler).get("call_event")
         handler.call_event = call_event
         try:
             yield
         finally:
-            del handler.call_event
+            if vars(handler).get("call_event") is call_event:
+                del handler.call_event
+                if before is not None:
+                    handler.call_event = before
 
     @property
     def pipeline(self) -> ElasticPipeline:
         assert self._cut is not None, "place() first"
         return self._cut.pipeline
-
-    @property
-    def setup(self) -> Setup:
-        """The results of the setup before the first step."""
-        assert self._setup is not None, "place() first"
-        return self._setup
 
     @property
     def steps(self) -> Steps:
@@ -242,7 +240,7 @@ class PipelineRun(TrainerCallback):
             rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn)
         with generators_kept(trainer, job.model):
             self._cut = self._find_units(rows, collate)
-            self._setup = setup = self._set_up(self._cut, rows, collate)
+            setup = self._set_up(self._cut, rows, collate)
         pipeline = self._cut.pipeline
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
@@ -295,13 +293,13 @@ class PipelineRun(TrainerCallback):
         job, pipeline, data = self._job, cut.pipeline, self.data
         assert data is not None
         reduction, is_random = find_reduction(self._loss, pipeline.stack, data, collate)
-        windows, pipeline.slicing = None, None
+        pipeline.slicing = None
         if job.args.slices_tokens:
             assert collate is not None
             windows = find_windows(self._loss, reduction, pipeline.stack, rows, collate)
             pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
         times = time_model(job, cut, rows, collate, self._checkpoint)
-        return Setup(reduction, is_random, times, windows)
+        return Setup(reduction, is_random, times)
 
     def _coupling_of(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Return why an optimizer cannot be divided among stages, or None. Collective over all processes."""
@@ -443,11 +441,6 @@ class PipelineRun(TrainerCallback):
                 "microbatches": [settled[rank] for rank in plan.ranks_of_stage(0)],
             },
         }
-
-    def add_files(self, checkpoint: Path) -> None:
-        """Write the checkpoint's files besides those of the stock Trainer. Called on rank 0."""
-        if self._cut is not None and self._cut.timing is not None:
-            self._cut.timing.write(checkpoint)
 
     @property
     def _measured_on(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..data.numbered_batches import GivenBatches, NumberedBatches
+from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
@@ -45,8 +45,6 @@ ROWS_APART = 1
 SAMPLES_TO_CHOOSE_FROM = 32
 """Number of samples from which those with different classes are chosen to probe the loss."""
 
-TrainingData = NumberedBatches | GivenBatches
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -56,13 +54,11 @@ class Setup:
         reduction: how the losses of parts combine to the loss of the whole batch.
         loss_is_random: whether the loss draws random numbers in training mode, other than for dropout.
         times: times of the model's units, the same on every process; None if not measured.
-        windows: attention windows of the model's layers, if sequences are split along their tokens.
     """
 
     reduction: LossReduction
     loss_is_random: bool
     times: ModelTimes | None
-    windows: Windows | None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -71,7 +67,7 @@ class Setup:
 
 
 def find_reduction(
-    loss: TrainersLoss, stack: LayerStack, data: TrainingData, collate: SampleCollator | None
+    loss: TrainersLoss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
 ) -> tuple[LossReduction, bool]:
     """Probe the loss, including a user-defined one, on a few rows of the whole model. Collective over all processes.
 
@@ -134,7 +130,7 @@ def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
     return range(num_labels) if are_classes else ()
 
 
-def _sample_for_loss(loss: TrainersLoss, data: TrainingData, collate: SampleCollator) -> Batch:
+def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> Batch:
     """Return rows of different classes, prepared as for a step.
 
     Their number is that of a training batch, and at most `LOSS_SAMPLE_ROWS`.
@@ -151,7 +147,7 @@ def _sample_for_loss(loss: TrainersLoss, data: TrainingData, collate: SampleColl
     return _prepared(loss.job, batch)[0]
 
 
-def _collated_apart(job: TrainingJob, data: TrainingData, collate: SampleCollator) -> tuple[Batch, ...]:
+def _collated_apart(job: TrainingJob, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, ...]:
     """Return a batch, its short rows and its long rows, each collated separately as replicas do.
 
     The batches are prepared as for a step. The result is empty if they would show nothing: if all rows have one

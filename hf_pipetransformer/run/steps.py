@@ -19,6 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, without_keys
+from ..data.numbered_batches import TrainingBatches
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
 from ..model.micro_batch import Batch, naming_long_rows
@@ -31,7 +32,7 @@ from .loss import BatchInFlight, TrainersLoss
 from .preemption import Preemption
 from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .recorder import RunRecorder
-from .setup import Setup, TrainingData
+from .setup import Setup
 
 
 class Doubt(Flag):
@@ -101,7 +102,7 @@ class Steps:
         job: TrainingJob,
         pipeline: ElasticPipeline,
         setup: Setup,
-        data: TrainingData,
+        data: TrainingBatches,
         cache: AutoCache | None,
         preemption: Preemption,
         recorder: RunRecorder,

@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
 from ..cache.sharing import ReadAhead, current_file, node_name, node_shares
-from ..data.numbered_batches import GivenBatches, KeysApart, NumberedBatches, NumberedLoader, refuse_empty
+from ..data.numbered_batches import (
+    GivenBatches,
+    KeysApart,
+    NumberedBatches,
+    NumberedLoader,
+    TrainingBatches,
+    refuse_empty,
+)
 from ..resilience.preemption import WorkerStart
 from .job import TrainingJob, whole_stream
 
@@ -63,6 +70,22 @@ def numbered_loader(
             multiprocessing_context=stock.multiprocessing_context,
         )
     )
+
+
+def batches_of_loop(job: TrainingJob, dataloader: Any, made: NumberedLoader | None) -> TrainingBatches:
+    """The batches that the loop reads.
+
+    Args:
+        job: the training.
+        dataloader: the loader that the loop iterates over.
+        made: the latest loader that `numbered_loader` has made; the loop's may be a user's wrapper around it.
+
+    Raises:
+        ValueError: as `given_batches`.
+    """
+    if isinstance(dataloader, NumberedLoader):
+        return dataloader.dataset
+    return made.dataset if made is not None else given_batches(job, dataloader)
 
 
 def given_batches(job: TrainingJob, dataloader: Any) -> GivenBatches:
@@ -122,7 +145,7 @@ def keying_collator(job: TrainingJob, generations: Path, collate_fn: Any) -> Key
 
 def _order_of_first(job: TrainingJob, order: list[int]) -> list[int]:
     """Return rank 0's order on all processes, because a sampler may draw differently on each process."""
-    if job.mesh.world_size == 1:
+    if not job.processes.is_connected or job.mesh.world_size == 1:
         return order
     return job.mesh.broadcast_tensor(torch.tensor(order, dtype=torch.int64), source=0).tolist()
 

@@ -1,0 +1,108 @@
+"""What lives for one `train()`, and what a trainer does before, between and after them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
+
+from hf_pipetransformer.resilience.checkpoints import MANIFEST, validate
+from hf_pipetransformer.run.recorder import FILE_NAME, RunRecorder
+
+RUN = Run(samples=40, epochs=1, per_device=4, accumulation=1)
+ON_TWO = replace(RUN, per_device=8)
+
+
+def asked_by_one(rank: int, world_size: int) -> Outcome:
+    trainer = pipeline_trainer(ON_TWO, world_size)
+    if rank == 0:  # alone, as scripts do that look at a batch or count steps
+        assert next(iter(trainer.get_eval_dataloader()))["input_ids"].dim() == 2
+        assert len(trainer.get_train_dataloader()) > 0
+        next(iter(trainer.get_train_dataloader()))
+    return outcome_of(trainer)
+
+
+def test_one_process_alone_may_ask_for_loaders() -> None:
+    assert_same_training(run_ranks(asked_by_one, 2), run_ranks(reference, 1, RUN)[0])
+
+
+class AsksTwice:
+    """Calls the stock method twice, and returns the loader of the second call."""
+
+    def get_train_dataloader(self) -> Any:
+        super().get_train_dataloader()  # type: ignore[misc]
+        return super().get_train_dataloader()  # type: ignore[misc]
+
+
+class MadeBefore:
+    """Returns in `train()` the loader that was made before it."""
+
+    loader: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        if self.loader is None:
+            self.loader = super().get_train_dataloader()  # type: ignore[misc]
+        return self.loader
+
+
+def with_own_loader(rank: int, world_size: int, mixin: type) -> Outcome:
+    trainer = pipeline_trainer(replace(ON_TWO, trainer=mixin), world_size)
+    if mixin is MadeBefore:
+        trainer.get_train_dataloader()
+    return outcome_of(trainer)
+
+
+@pytest.mark.parametrize("mixin", [AsksTwice, MadeBefore])
+def test_the_loop_may_read_another_loader_than_the_first_one(mixin: type) -> None:
+    assert_same_training(run_ranks(with_own_loader, 2, mixin), run_ranks(reference, 1, RUN)[0])
+
+
+class ReturnsItsOwn:
+    """Asks for the stock loader, and returns one of its own."""
+
+    def get_train_dataloader(self) -> Any:
+        super().get_train_dataloader()  # type: ignore[misc]
+        return torch.utils.data.DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)  # type: ignore[attr-defined]
+
+
+def test_a_loader_that_does_not_read_our_batches_is_refused(tmp_path: Path) -> None:
+    trainer = pipeline_trainer(replace(RUN, trainer=ReturnsItsOwn), 1, str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match="reads another loader"):
+        trainer.train()
+
+
+def test_the_users_handler_and_callbacks_are_as_before(tmp_path: Path) -> None:
+    trainer = pipeline_trainer(RUN.with_options(max_steps=1), 1, str(tmp_path), use_cpu=True)
+    handler: Any = trainer.callback_handler
+    calls: list[str] = []
+    call = handler.call_event
+
+    def counting(event: str, *positional: Any, **keywords: Any) -> Any:
+        calls.append(event)
+        return call(event, *positional, **keywords)
+
+    handler.call_event = counting
+    before = list(handler.callbacks)
+    trainer.train()
+    assert handler.call_event is counting and "on_step_begin" in calls
+    assert [c for c in handler.callbacks if not isinstance(c, RunRecorder)] == before
+    assert trainer._pipeline_run is None
+    # what is logged behind a training is recorded with it
+    trainer.log({"rouge": 0.5})
+    assert '"rouge": 0.5' in (tmp_path / FILE_NAME).read_text().splitlines()[-1]
+    trainer.train()
+    assert sum(isinstance(c, RunRecorder) for c in handler.callbacks) == 1
+
+
+def test_a_checkpoint_that_is_saved_by_hand_is_atomic(tmp_path: Path) -> None:
+    """As scripts do when they are interrupted."""
+    trainer = pipeline_trainer(RUN.with_options(max_steps=1), 1, str(tmp_path), use_cpu=True)
+    trainer.train()
+    for _ in range(2):  # also where there is one of this step
+        trainer._save_checkpoint(trainer.model, None)
+        assert (tmp_path / "checkpoint-1" / MANIFEST).is_file() and validate(tmp_path / "checkpoint-1") is None
