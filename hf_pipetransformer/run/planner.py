@@ -74,6 +74,7 @@ class Planner:
             "bounds": list(plan.stage_bounds),
             "num_frozen": plan.num_frozen_layers,
             "num_cached": plan.num_cached_layers,
+            "counted_as_cached": self.num_cached,
         }
 
     def again(self, facts: Mapping[str, Any], most_frozen: int) -> PipelinePlan | None:

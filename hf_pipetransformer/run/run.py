@@ -437,7 +437,6 @@ class PipelineRun(TrainerCallback):
             "layout": {
                 "where": self._measured_on,
                 **self.planner.facts_of(plan),
-                "counted_as_cached": self.planner.num_cached,
                 "microbatches": [settled[rank] for rank in plan.ranks_of_stage(0)],
             },
         }

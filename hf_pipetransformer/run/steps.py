@@ -155,6 +155,7 @@ class Steps:
         )
         with naming_long_rows(self._job.model, batch):
             pipeline.prepare(batch)
+            current.losses.clear()  # of the profile that may have been run
             with _as_the_user_raised_it():
                 received = pipeline.step(batch, keeps_received=is_rechecked)
         other_loss = self._recheck_loss(current, batch, received) if received else None
