@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.numbered_batches import KeysApart, NumberedLoader
+from .data.numbered_batches import KeysApart
 from .errors import UnsupportedModelError
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
@@ -83,7 +83,6 @@ class PipeTransformerTrainer(Trainer):
     args: PipeTransformerTrainingArguments
     model: nn.Module
     _processes: Processes | None = None
-    _latest_loader: NumberedLoader | None = None
     _cut_model: CutModel | None = None
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
@@ -178,7 +177,7 @@ class PipeTransformerTrainer(Trainer):
                 raise
             raise error.with_one_stage() from error.__cause__
         finally:
-            self._pipeline_run = self._latest_loader = None
+            self._pipeline_run = None
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
                 self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process
@@ -211,7 +210,7 @@ class PipeTransformerTrainer(Trainer):
         generations = training_data.generations_file(self._job)
         loader = training_data.numbered_loader(self._job, make_stock, generations)
         if self._pipeline_run is not None:
-            self._latest_loader = loader
+            self._pipeline_run.latest_loader = loader
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
@@ -222,7 +221,7 @@ class PipeTransformerTrainer(Trainer):
         """
         run = self._pipeline_run
         if run is not None:
-            run.data = training_data.batches_of_loop(self._job, dataloader, self._latest_loader)
+            run.data = training_data.batches_of_loop(self._job, dataloader, run.latest_loader)
             run.generations = training_data.generations_file(self._job)
         return super().set_initial_training_values(args, dataloader, *positional, **keywords)
 

@@ -18,7 +18,6 @@ from ..planning.timeline import Timeline, simulate
 from .report_data import Layout, Training, thinned, timeline_of_slices
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
-PALE = "#dbe5f1"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
 MOST_LAYOUTS_DRAWN = 6
 MOST_RANKS_DRAWN = 16

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from ..data.numbered_batches import TrainingBatches
+from ..data.numbered_batches import NumberedLoader, TrainingBatches
 from ..freezing.callback import refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..model.frozen_prefix import FreezableLayers
@@ -79,6 +79,8 @@ class PipelineRun(TrainerCallback):
     ) -> None:
         self.preemption = Preemption(job, ignored_keys)
         self.log = RunLog(job)
+        self.latest_loader: NumberedLoader | None = None
+        """The training loader that was made last; the loop's own may be a user's wrapper around it."""
         self.data: TrainingBatches | None = None
         """The training batches; None until the loop has requested its loader."""
         self.generations: Path | None = None
