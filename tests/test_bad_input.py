@@ -196,8 +196,9 @@ pipeline_first = pytest.mark.parametrize("stages", [*slow(1), 2])
 # ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pipeline_first
-@pytest.mark.parametrize("order", ["random", *slow("sequential")])
+@pytest.mark.parametrize("order", ["random", "sequential"])
 def test_no_sample(order: str, stages: int) -> None:
     errors = errors_of(Case(samples=0, options={"train_sampling_strategy": order}), stages)
     assert_same_error(errors, ValueError, "empty")

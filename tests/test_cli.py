@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import few
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
@@ -50,7 +51,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", few(FAMILIES, "gpt2", "t5", "vit"))
 def test_inspect_default_configurations(model_type: str) -> None:
     name, num_units, millions = FAMILIES[model_type]
     report = inspect_json(model_type)
@@ -63,6 +64,7 @@ def test_inspect_default_configurations(model_type: str) -> None:
         assert stages[-1]["last_unit"] == num_units - 1
 
 
+@pytest.mark.slow
 def test_a_model_of_7_billion_parameters_needs_no_memory_for_them() -> None:
     code = (
         "from typer.testing import CliRunner; from hf_pipetransformer.cli import app; "

@@ -172,6 +172,7 @@ def hooked_reference(rank: int, world_size: int) -> Outcome:
     )
 
 
+@pytest.mark.slow
 def test_hooks_on_parameters_and_lists_of_parameters_hold() -> None:
     wanted = run_ranks(hooked_reference, 1)[0]
     for stages in (1, 2):

@@ -96,7 +96,8 @@ def test_equals_one_process(name: str, stages: int, tmp_path: Path) -> None:
     assert_same_training(outcomes, expected(name))
 
 
-@pytest.mark.parametrize("name", ["bert", *slow("llama")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "llama"])
 def test_saves_an_adapter_that_peft_loads(name: str, tmp_path: Path) -> None:
     """The adapter's weights and nothing else are in the file; on the base model they are the trained model."""
     outcome = run_ranks(in_pipeline, WORLD, name, 2, str(tmp_path))[0]

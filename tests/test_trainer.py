@@ -300,6 +300,7 @@ def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[
     return whole, resumed, tries, note.stages
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_with_the_plan_and_with_what_was_settled(tmp_path: Path) -> None:
     """Both depend on how they came about, and with dropout the weights on them."""
     run = Run("question-answering", samples=96)  # of one length, so that all is settled after four steps

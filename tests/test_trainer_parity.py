@@ -25,10 +25,14 @@ def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS_OF_KIND[name])[0]
 
 
+LAYOUTS = [(4, "1f1b"), (4, "gpipe"), (2, "1f1b"), (2, "gpipe"), (1, "1f1b")]
+IN_SHORT = [("bert", 4, "1f1b"), ("bert", 1, "1f1b"), ("llama-tied", 2, "gpipe"), ("t5", 2, "1f1b")]
+"""Those of `make test`: each number of stages, each schedule, tied weights, two stacks of layers."""
+
+
 @pytest.mark.parametrize(
-    ("stages", "schedule"), [(4, "1f1b"), *slow((4, "gpipe"), (2, "1f1b")), (2, "gpipe"), (1, "1f1b")]
+    ("name", "stages", "schedule"), few([(name, *layout) for name in MODELS_OF_KIND for layout in LAYOUTS], *IN_SHORT)
 )
-@pytest.mark.parametrize("name", few(MODELS_OF_KIND, "bert", "llama-tied", "t5"))
 def test_equals_one_process(name: str, stages: int, schedule: str) -> None:
     """Six steps in two epochs: accumulation, clipping, decay groups, warm-up, dynamic padding, an odd last batch."""
     outcomes = run_ranks(pipeline, WORLD, MODELS_OF_KIND[name], stages, pipeline_schedule=schedule)
@@ -78,7 +82,7 @@ VARIANTS = {
 }
 
 
-IN_SHORT = (
+VARIANTS_IN_SHORT = (
     "compute-loss-func",
     "own-compute-loss",
     "gradient-checkpointing",
@@ -87,11 +91,11 @@ IN_SHORT = (
     "workers",
     "fewer-samples-than-pipelines",
 )
-"""Those of `make test`."""
+"""Those of `make test`, likewise."""
 
 
 @pytest.mark.parametrize("stages", [*slow(4), 2])
-@pytest.mark.parametrize("name", few(VARIANTS, *IN_SHORT))
+@pytest.mark.parametrize("name", few(VARIANTS, *VARIANTS_IN_SHORT))
 def test_equals_one_process_with(name: str, stages: int) -> None:
     run = VARIANTS[name]
     assert_same_training(run_ranks(pipeline, WORLD, run, stages), expected_variant(name))

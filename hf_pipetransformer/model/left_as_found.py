@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,13 @@ def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
     tensors = _values_of([value for value in attributes.values() if isinstance(value, torch.Tensor)])
 
     def restore() -> None:
-        vars(owner).clear()
-        vars(owner).update(attributes)
+        if not _holds_the_same(vars(owner), attributes):
+            vars(owner).clear()
+            vars(owner).update(attributes)
         for name, entries in registries.items():
-            vars(owner)[name].clear()
-            vars(owner)[name].update(entries)
+            if not _holds_the_same(vars(owner)[name], entries):
+                vars(owner)[name].clear()
+                vars(owner)[name].update(entries)
         for undo in contents:
             undo()
         tensors()
@@ -110,6 +113,8 @@ def _contents_of(value: Any, budget: list[int], depth: int = 0) -> Callable[[], 
     container: Any = value
     if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > budget[0]:
         return None
+    if len(container) == 0:  # most attributes of a module are empty dicts
+        return partial(_empty, container)
     budget[0] -= len(container)
     before: Any = dict(container) if isinstance(container, dict) else container.copy()
     entries = before.values() if isinstance(before, dict) else before
@@ -125,13 +130,19 @@ def _contents_of(value: Any, budget: list[int], depth: int = 0) -> Callable[[], 
     return restore
 
 
+def _empty(container: Any) -> None:
+    if len(container) > 0:
+        container.clear()
+
+
 def _holds_the_same(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, set):
         return bool(one == other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(one[key] is other[key] for key in other)
+        pairs = zip(one.items(), other.items(), strict=True)  # in order, which matters for registered modules
+        return all(key is key2 and value is value2 for (key, value), (key2, value2) in pairs)
     return all(a is b for a, b in zip(one, other, strict=True))
 
 

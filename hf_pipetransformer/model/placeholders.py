@@ -30,9 +30,12 @@ class ParameterTable:
         self.model = model
         self.aliases: dict[str, tuple[str, ...]] = {}
         first_name: dict[int, str] = {}
+        self._paths: dict[str, tuple[list[str], str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = first_name.setdefault(id(parameter), name)
             self.aliases[first] = (*self.aliases.get(first, ()), name)
+            *modules, attribute = name.split(".")
+            self._paths[name] = (modules, attribute)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,7 +43,13 @@ class ParameterTable:
         return tuple(self.aliases)
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        return self.model.get_parameter(name)
+        # as `model.get_parameter` does, which takes forty times as long
+        modules, attribute = self._paths[name]
+        module: Any = self.model
+        for child in modules:
+            module = module._modules[child]
+        parameter: nn.Parameter = module._parameters[attribute]
+        return parameter
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter under all its names; only for a model that nothing else refers to yet."""

@@ -103,6 +103,7 @@ def trained_in(rank: int, world_size: int, folder: str) -> None:
     trainer_of(Run(samples=16), stages, EPOCH_START, activation_cache_dir=folder).train()
 
 
+@pytest.mark.slow
 def test_a_folder_that_others_may_write_to_is_refused_on_all_processes(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     for error in run_ranks_expecting_error(trained_in, 2, str(tmp_path)):

@@ -181,6 +181,7 @@ def memory_by_stage(rank: int, world_size: int) -> list[int]:
     return held
 
 
+@pytest.mark.slow
 def test_memory_falls_with_each_freeze() -> None:
     everyone = run_ranks(memory_by_stage, WORLD)
     totals = [sum(step) for step in zip(*everyone, strict=True)]

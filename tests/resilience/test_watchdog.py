@@ -198,6 +198,7 @@ def watched_from_afar(rank: int, world_size: int) -> None:
     watched(rank, world_size, "kill", 0, hosts=2)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_soon_after_the_start_is_rank_0s() -> None:
     for outcome in launch_ranks(watched_from_afar, 4):
         if outcome.rank > 1:
@@ -281,6 +282,7 @@ def without_store(rank: int, world_size: int) -> bool:
     return watch._has_store
 
 
+@pytest.mark.slow
 def test_without_a_store_this_host_is_watched_all_the_same() -> None:
     outcomes = launch_ranks(without_store, 2)
     assert "noticed on the same host only" in outcomes[0].log

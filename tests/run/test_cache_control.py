@@ -316,12 +316,16 @@ def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys
     assert all("changes the inputs before the model sees them" in str(reason) for _, reason in with_cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixin", "num_stages"),
     [
-        *slow((MirroredInTraining, 1), (MirroredNowAndThen, 1)),
+        (MirroredInTraining, 1),
+        (MirroredNowAndThen, 1),
         (PreparedInTraining, 1),
-        *slow((PreparedInTraining, 2), (Stepped, 1), (Stepped, 2)),
+        (PreparedInTraining, 2),
+        (Stepped, 1),
+        (Stepped, 2),
     ],
 )
 def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixin: type, num_stages: int) -> None:
@@ -362,6 +366,7 @@ def test_a_refused_model_trains_uncached() -> None:
     assert results[0][1] == []
 
 
+@pytest.mark.slow
 def test_bf16_storage_costs_some_digits() -> None:
     """Measured: 1.3e-4 (docs/numerics.md)."""
     run = RUNS["bert"]

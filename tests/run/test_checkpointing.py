@@ -486,8 +486,9 @@ def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at
     return outcome, evaluated, trainer.state.best_model_checkpoint
 
 
-@pytest.mark.parametrize("when", ["steps", *slow("epoch")])
-@pytest.mark.parametrize("term_at", [3, *slow(11)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["steps", "epoch"])
+@pytest.mark.parametrize("term_at", [3, 11])
 def test_an_evaluation_that_sigterm_left_out_is_made_up_for(when: str, term_at: int, tmp_path: Path) -> None:
     """At the end of the first epoch, and of the last: what comes after depends on it."""
     wanted, evaluated, best = run_ranks(train_evaluating, 2, str(tmp_path / "whole"), when)[0]
@@ -535,9 +536,8 @@ def ended(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> t
     return outcome_of(trainer, resume_from_checkpoint="last"), steps
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_steps": 6}, *slow({"num_train_epochs": 1.5}, {})], ids=["max", "epochs", "whole"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"max_steps": 6}, {"num_train_epochs": 1.5}, {}], ids=["max", "epochs", "whole"])
 def test_a_training_that_has_ended_does_no_step_more(options: dict[str, Any], tmp_path: Path) -> None:
     """Also where its last step lies inside an epoch (of four)."""
     first, again = (run_ranks(ended, 2, str(tmp_path), options) for _ in range(2))
@@ -675,6 +675,7 @@ def best_on_one_disk(rank: int, world_size: int, folder: str) -> None:
     pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, folder).train()
 
 
+@pytest.mark.slow
 def test_a_best_model_that_some_processes_lack_is_refused_by_all(tmp_path: Path) -> None:
     """Else its first stages would be put together with others' last weights."""
     errors = run_ranks_expecting_error(best_on_one_disk, 2, str(tmp_path), timeout=60)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from distributed import run_ranks
-from selection import few
 from torch.nn.functional import pad
 from training_data import PadCollator
 from training_runs import Run, pipeline_trainer
@@ -51,6 +50,7 @@ def resumed(rank: int, world_size: int, folder: str, change: str) -> list[bool]:
     return timings
 
 
-@pytest.mark.parametrize("change", few(("rows", "length", "checkpointing", "attention"), "rows"))
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ("rows", "length", "checkpointing", "attention"))
 def test_times_of_another_job_are_not_taken_over(change: str, tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, str(tmp_path), change) == [[True, False, True]] * 2

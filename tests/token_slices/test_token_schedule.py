@@ -73,7 +73,8 @@ def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, op
     assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected())
 
 
-@pytest.mark.parametrize("model", ["bloom", *slow("mistral", "gpt2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bloom", "mistral", "gpt2"])
 def test_families_in_two_stages(model: str) -> None:
     """Bloom's layers also return attention weights, which nobody reads and which have no tokens to be cut along."""
     run = replace(RUN, model=model, per_device=8)
@@ -270,6 +271,7 @@ def adapters(rank: int, world_size: int, folder: str, token_slices: Any) -> Outc
     return outcome_of(pipeline_trainer(run, 2, folder, model, token_slices=token_slices))
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_in_slices(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     whole = run_ranks(adapters, 2, str(tmp_path / "whole"), "off")
