@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
-from .planning.partition import SCHEDULES
+from .planning.schedules import SCHEDULES
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
@@ -198,7 +198,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     )
     pipeline_schedule: str = field(
         default="1f1b",
-        metadata={"help": "Order of the micro-batches: '1f1b' or 'gpipe'.", "choices": ["1f1b", "gpipe"]},
+        metadata={"help": "Order of the micro-batches: '1f1b' or 'gpipe'.", "choices": list(SCHEDULES)},
     )
     num_microbatches: IntOrAuto = field(
         default="auto",

@@ -23,6 +23,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from ..model.micro_batch import Batch, batch_rows, split_batch
 from .stage import ShapeBook, StageModule, StageShapes
 
+TORCH_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+"""For each name in `planning.schedules.SCHEDULES` its implementation."""
+
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
 
@@ -57,7 +60,7 @@ class PipelineScheduler:
         num_stages: K > 1.
         group: the pipeline's group.
         shape_book: the shapes at the stage's boundaries.
-        schedule: "1f1b" or "gpipe".
+        schedule: name of the schedule.
     """
 
     def __init__(
@@ -127,10 +130,8 @@ class PipelineScheduler:
             group=self._group,
         )
         stage.computes_gradients = self._stage.is_last or any(carried.requires_grad for carried in outgoing)
-        # with fewer micro-batches than stages there is no steady state, and torch refuses 1F1B
-        kind: type[PipelineScheduleSingle] = (
-            Schedule1F1B if self._kind == "1f1b" and num_microbatches >= self._num_stages else ScheduleGPipe
-        )
+        # with fewer micro-batches than stages, the order of 1F1B is that of GPipe, and torch refuses 1F1B
+        kind = TORCH_SCHEDULES[self._kind if num_microbatches >= self._num_stages else "gpipe"]
         schedule = kind(stage, num_microbatches, loss_fn=_first_output, scale_grads=False)
         self._built[key] = (stage, schedule)
         if len(self._built) > KEPT_SCHEDULES:

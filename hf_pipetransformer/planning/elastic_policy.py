@@ -27,7 +27,7 @@ class ElasticPolicy:
         is_elastic: whether freezing may shorten the pipeline and turn the freed devices into replicas; otherwise only
             the split into stages changes.
         memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
-        schedule: "1f1b" or "gpipe".
+        schedule: name of the schedule.
         num_microbatches: micro-batches per step and pipeline, or "auto".
     """
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import pairwise
 from statistics import pvariance
 
-SCHEDULES = ("1f1b", "gpipe")
+from .schedules import schedule_named
 
 MOST_MICROBATCHES_PER_STAGE = 6
 """Upper bound on M / K when the fastest M is chosen from predictions by measured times."""
@@ -157,7 +157,7 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
         rows: Number of samples of the batch that one pipeline processes in one step, at least 1.
         num_stages: Number of stages K, at least 1.
         requested: The user's number, or None to choose.
-        schedule: `"1f1b"` or `"gpipe"`.
+        schedule: name of the schedule.
 
     Returns:
         M, a divisor of `rows`.
@@ -165,7 +165,7 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
     Raises:
         ValueError: If a number is below 1 or the schedule is unknown.
     """
-    check_schedule(schedule)
+    keeps_all = schedule_named(schedule).keeps_all
     if rows < 1:
         raise ValueError(f"rows is {rows}, but a batch needs at least 1 row: check the batch size.")
     if num_stages < 1:
@@ -180,21 +180,9 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
     if requested is not None:
         return max(d for d in divisors if d <= requested)
     chosen = max(d for d in divisors if d <= MICROBATCHES_PER_STAGE * num_stages)
-    if schedule == "1f1b" and chosen < num_stages:
+    if not keeps_all and chosen < num_stages:
         chosen = min((d for d in divisors if d >= num_stages), default=rows)
     return chosen
-
-
-def check_schedule(schedule: str) -> None:
-    """Check the name of a schedule.
-
-    Raises:
-        ValueError: If it is not one of `SCHEDULES`.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"schedule is {schedule!r}, but the schedules are {', '.join(map(repr, SCHEDULES))}: choose one."
-        )
 
 
 def _check_split(costs: Sequence[float], num_stages: int) -> None:

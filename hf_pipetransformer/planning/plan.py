@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .partition import check_schedule, choose_num_microbatches, microbatch_candidates
+from .partition import choose_num_microbatches, microbatch_candidates
+from .schedules import schedule_named
 from .timeline import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class PipelinePlan:
         pipeline_parallel_size: Number of stages K.
         data_parallel_size: Number of pipelines R.
         stage_bounds: `(0, ..., L)`, length K + 1; stage s holds the units `[stage_bounds[s], stage_bounds[s + 1])`.
-        schedule: `"1f1b"` or `"gpipe"`.
+        schedule: name of the schedule.
         num_microbatches: Micro-batches per step and pipeline as requested by the user, or None to choose by the
             number of samples of each batch (`choose_num_microbatches`).
         unit_costs: Cost of each of the L units, in execution order.
@@ -83,7 +84,7 @@ class PipelinePlan:
                 f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k + 1} strictly increasing "
                 f"bounds from 0 to {num_units}: use split_min_max(costs, {k})."
             )
-        check_schedule(self.schedule)
+        schedule_named(self.schedule)
         _check_num_microbatches(self.num_microbatches)
         if self.rows_per_device < 1:
             raise ValueError(
@@ -228,15 +229,10 @@ class PipelinePlan:
         return sum(parameters.values())
 
     def microbatches_in_flight(self, stage: int, num_microbatches: int) -> int:
-        """Return the number of micro-batches whose activations a stage keeps at once.
-
-        GPipe keeps all M. Under 1F1B stage s keeps K - s; with fewer than K micro-batches 1F1B falls back to GPipe.
-        """
+        """Return the number of micro-batches whose activations a stage keeps at once."""
         self._checked("stage", stage, self.pipeline_parallel_size)
         _check_num_microbatches(num_microbatches)
-        if self.schedule == "gpipe" or num_microbatches < self.pipeline_parallel_size:
-            return num_microbatches
-        return self.pipeline_parallel_size - stage
+        return schedule_named(self.schedule).warm_up(stage, self.pipeline_parallel_size, num_microbatches)
 
     def stage_bytes(
         self,

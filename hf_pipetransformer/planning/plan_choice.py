@@ -54,7 +54,7 @@ def make_plan(
         unit_costs: Cost of each unit in execution order.
         world_size: Number of ranks.
         pipeline_parallel_size: Number of stages K, or `"auto"`.
-        schedule: `"1f1b"` or `"gpipe"`.
+        schedule: name of the schedule.
         num_microbatches: Micro-batches per step and pipeline, or `"auto"`.
         rows_per_device: Samples per device and step; a pipeline's batch has K times as many.
         memory_budget_bytes: Bytes that a device has for training, or None if unknown. Used for `"auto"` only.

@@ -1,10 +1,5 @@
 """A simulated training step of a pipeline: which stage computes what, and when.
 
-1F1B, K = 2 stages, M = 3 micro-batches, a backward costs two forwards (one column a unit of time):
-
-    stage 0   F0 F1 .  B0 B0 F2 .  B1 B1 .  B2 B2
-    stage 1      F0 B0 B0 F1 B1 B1 F2 B2 B2
-
 Each stage works through its own list in order; an entry starts when the stage is free and its input has arrived.
 """
 
@@ -14,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .partition import check_schedule
+from .schedules import schedule_named
 
 
 @dataclass(frozen=True)
@@ -48,21 +43,6 @@ class Timeline:
         return 1 - sum(span.end - span.start for span in self.spans) / offered if offered else 0.0
 
 
-def order_of_work(stage: int, num_stages: int, num_microbatches: int, schedule: str) -> list[tuple[str, int]]:
-    """Return what a stage does in a step, in order: ("forward" | "backward", micro-batch).
-
-    The order is that of torch's schedules. With fewer micro-batches than stages, 1F1B has no steady state and
-    equals GPipe.
-    """
-    check_schedule(schedule)
-    m = num_microbatches
-    warm_up = min(num_stages - stage, m) if schedule == "1f1b" and m >= num_stages else m
-    work = [("forward", i) for i in range(warm_up)]
-    for i in range(m - warm_up):
-        work += [("backward", i), ("forward", warm_up + i)]
-    return work + [("backward", i) for i in range(m - warm_up, m)]
-
-
 def simulate(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int, schedule: str = "1f1b"
 ) -> Timeline:
@@ -73,10 +53,11 @@ def simulate(
         backward: seconds of one micro-batch's backward in each stage; 0 for a stage without backward, because it and
             all stages before it are frozen. `[K]`
         num_microbatches: M.
-        schedule: "1f1b" or "gpipe".
+        schedule: name of the schedule.
     """
     k = len(forward)
-    work = [order_of_work(stage, k, num_microbatches, schedule) for stage in range(k)]
+    order = schedule_named(schedule)
+    work = [order.order_of_work(stage, k, num_microbatches) for stage in range(k)]
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * k
     spans: list[Span] = []
