@@ -42,9 +42,8 @@ from .run.agreement import check_same_size
 from .run.checkpointing import CheckpointWrite, PipelineState
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
+from .run.metrics_file import RunRecorder
 from .run.planner import Planner
-from .run.recorder import RunRecorder
-from .run.recording import recording
 from .run.resuming import (
     checkpoint_to_resume,
     load_optimizer_and_scheduler,
@@ -52,6 +51,7 @@ from .run.resuming import (
     translating_names,
 )
 from .run.run import PipelineRun
+from .run.run_log import recording
 from .run.samples import SampleCollator
 from .training_args import PipeTransformerTrainingArguments
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_pipetransformer.freezing.policies import AlphaPolicy, FreezeDecision
-from hf_pipetransformer.run.recorder import RunRecorder
+from hf_pipetransformer.run.metrics_file import RunRecorder
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

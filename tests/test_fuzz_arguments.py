@@ -29,8 +29,8 @@ from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.run.events import FILE_NAME as EVENTS
-from hf_pipetransformer.run.recorder import FILE_NAME
+from hf_pipetransformer.run.events_file import FILE_NAME as EVENTS
+from hf_pipetransformer.run.metrics_file import FILE_NAME
 
 INF, NAN = math.inf, math.nan
 DIGITS = "9" * 5000  # more than Python reads as a number

@@ -23,8 +23,8 @@ from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.run import run as run_module
 from hf_pipetransformer.run.cache_control import AutoCache
 from hf_pipetransformer.run.planner import Planner
-from hf_pipetransformer.run.recording import RunLog
 from hf_pipetransformer.run.run import PipelineRun
+from hf_pipetransformer.run.run_log import RunLog
 
 WORLD = 4
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planning.timeline import Timeline
-from ..run import events, recorder
+from ..run import events_file, metrics_file
 from ..token_slices.slice_planning import RowSlices, SliceLatency
 from ..token_slices.slice_timeline import StageLatency, simulate_slices
 
@@ -150,7 +150,7 @@ class Training:
     def layouts(self) -> tuple[Layout, ...]:
         layouts: list[Layout] = []
         for event in self.events:
-            if event["event"] != events.SLICES:
+            if event["event"] != events_file.SLICES:
                 layouts.append(Layout(event, self.last_step))
                 layouts[-2:-1] = [replace(before, last_step=layouts[-1].first_step) for before in layouts[-2:-1]]
             elif layouts:
@@ -197,17 +197,17 @@ def read_trainings(folder: Path) -> list[Training]:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: give the output_dir of a training.")
-    event_lines, bad_events = _read_lines(folder / events.FILE_NAME, ("event", "global_step"))
-    metric_lines, bad_metrics = _read_lines(folder / recorder.FILE_NAME, ("kind", "global_step", "run"))
+    event_lines, bad_events = _read_lines(folder / events_file.FILE_NAME, ("event", "global_step"))
+    metric_lines, bad_metrics = _read_lines(folder / metrics_file.FILE_NAME, ("kind", "global_step", "run"))
     state = _newest_state(folder)
     if not event_lines and not metric_lines and state is None:
         raise ValueError(
-            f"{folder} has none of {events.FILE_NAME}, {recorder.FILE_NAME} and {STATE_NAME} (nor a checkpoint"
-            " with one): give the output_dir of a training with PipeTransformerTrainer."
+            f"{folder} has none of {events_file.FILE_NAME}, {metrics_file.FILE_NAME} and {STATE_NAME} (nor a"
+            " checkpoint with one): give the output_dir of a training with PipeTransformerTrainer."
         )
     problems = [
         f"{name}: {number} {'line' if number == 1 else 'lines'} cannot be read and were left out."
-        for name, number in ((events.FILE_NAME, bad_events), (recorder.FILE_NAME, bad_metrics))
+        for name, number in ((events_file.FILE_NAME, bad_events), (metrics_file.FILE_NAME, bad_metrics))
         if number
     ]
     groups = _group_calls(_calls(event_lines, metric_lines)) or [[_Call("", [], [])]]
@@ -293,14 +293,14 @@ def _join(calls: Sequence[_Call], state: Line | None) -> Training:
     before = [(step, values) for step, values in history if is_of_this and (not logs or step < logs[0][0])]
     if not kept_lines:
         problems.append(
-            f"{recorder.FILE_NAME} has nothing of this training (it was made by an earlier version, or by another"
+            f"{metrics_file.FILE_NAME} has nothing of this training (it was made by an earlier version, or by another"
             " Trainer): time and memory are not known"
             + (f", and losses only up to the last {STATE_NAME}." if before else ".")
         )
     if not kept_events:
         problems.append(
-            f"{events.FILE_NAME} has nothing of this training (something else distributed the model, or it was another"
-            " Trainer): layouts and frozen layers are not known."
+            f"{events_file.FILE_NAME} has nothing of this training (something else distributed the model, or it was"
+            " another Trainer): layouts and frozen layers are not known."
         )
     if repeated:
         problems.append(f"{repeated} steps were done again after an interruption; the curves show the second time.")

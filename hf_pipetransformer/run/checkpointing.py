@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from ..resilience.checkpoints import MANIFEST, SAVING, STATE, latest_valid, publish, remove_incomplete, rotate
+from ..resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid, publish, remove_incomplete, rotate
 from ..resilience.watchdog import phase
 from .job import TrainingJob
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
-from ..resilience.preemption import EXIT_CODE, StopSignal
+from ..resilience.stop_signal import EXIT_CODE, StopSignal
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)

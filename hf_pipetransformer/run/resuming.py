@@ -28,7 +28,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from ..resilience.checkpoints import (
+from ..resilience.checkpoint_folders import (
     KEPT,
     MANIFEST,
     latest_valid,

@@ -38,8 +38,8 @@ from .loss import TrainersLoss
 from .optimizer_probe import probe_coupling
 from .planner import Planner
 from .preemption import Moment, Preemption
-from .recording import RunLog
 from .resuming import recall, refuse_best_model_that_some_lack
+from .run_log import RunLog
 from .samples import SampleCollator
 from .setup import Setup, check_loss_allows, find_reduction, find_windows, may_replicate
 from .steps import Doubt, Steps

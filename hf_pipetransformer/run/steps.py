@@ -29,9 +29,9 @@ from .batches import GlobalBatch, prepared
 from .cache_control import AutoCache
 from .job import TrainingJob
 from .loss import BatchInFlight, TrainersLoss
+from .metrics_file import RunRecorder
 from .preemption import Preemption
 from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
-from .recorder import RunRecorder
 from .setup import Setup
 
 

@@ -21,7 +21,7 @@ from ..data.numbered_batches import (
     TrainingBatches,
     refuse_empty,
 )
-from ..resilience.preemption import WorkerStart
+from ..resilience.stop_signal import WorkerStart
 from .job import TrainingJob, whole_stream
 
 CACHE_FOLDER = "_activation_cache"

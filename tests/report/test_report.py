@@ -21,7 +21,7 @@ from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.report import report, report_figures
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned, timeline_of_slices
-from hf_pipetransformer.run import events, recorder
+from hf_pipetransformer.run import events_file, metrics_file
 from hf_pipetransformer.token_slices.slice_choice import StepSeconds
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency
 from hf_pipetransformer.token_slices.slice_timeline import StageLatency, simulate_slices
@@ -61,20 +61,20 @@ class Run:
             UNITS, 4, stages, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=frozen, times=times
         )
         begins = kind in ("start", "resume")
-        events.record(
+        events_file.record(
             self.folder, kind, plan, step, step / 100, run=self.name, facts={**FACTS, **facts} if begins else None
         )
         return self
 
     def slices(self, step: int, parts: list[Any], seconds: float | None) -> Run:
         plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, times=TIMES)
-        cut = events.slices_of([RowSlices(rows, tuple(lengths)) for rows, lengths in parts], seconds)
-        events.record(self.folder, events.SLICES, plan, step, step / 100, run=self.name, slices=cut)
+        cut = events_file.slices_of([RowSlices(rows, tuple(lengths)) for rows, lengths in parts], seconds)
+        events_file.record(self.folder, events_file.SLICES, plan, step, step / 100, run=self.name, slices=cut)
         return self
 
     def line(self, kind: str, step: int, **values: Any) -> Run:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / recorder.FILE_NAME).open("a") as file:
+        with (self.folder / metrics_file.FILE_NAME).open("a") as file:
             file.write(json.dumps({"kind": kind, "run": self.name, "time": 0.0, "global_step": step, **values}) + "\n")
         return self
 
@@ -236,10 +236,10 @@ def test_an_evaluation_after_the_training_is_not_one_of_it(tmp_path: Path) -> No
 
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     elastic_run(tmp_path)
-    with (tmp_path / recorder.FILE_NAME).open("a") as file:
+    with (tmp_path / metrics_file.FILE_NAME).open("a") as file:
         file.write('{"kind": "time", "global_st')
     training = the_training(tmp_path)
-    assert training.problems[0] == f"{recorder.FILE_NAME}: 1 line cannot be read and were left out."
+    assert training.problems[0] == f"{metrics_file.FILE_NAME}: 1 line cannot be read and were left out."
     assert training.last_step == 100
 
 
@@ -276,9 +276,9 @@ def test_events_of_an_early_version(tmp_path: Path) -> None:
     kept = ("event", "global_step", "epoch", "num_layers", "num_frozen_layers", "pipeline_parallel_size")
     kept = (*kept, "data_parallel_size", "num_microbatches", "stage_bounds", "seconds", "bytes_moved", "phases")
     elastic_run(tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / events.FILE_NAME).read_text().splitlines()]
-    (tmp_path / recorder.FILE_NAME).unlink()
-    (tmp_path / events.FILE_NAME).write_text("".join(json.dumps({k: e[k] for k in kept}) + "\n" for e in lines))
+    lines = [json.loads(line) for line in (tmp_path / events_file.FILE_NAME).read_text().splitlines()]
+    (tmp_path / metrics_file.FILE_NAME).unlink()
+    (tmp_path / events_file.FILE_NAME).write_text("".join(json.dumps({k: e[k] for k in kept}) + "\n" for e in lines))
     assert [layout.shape for layout in the_training(tmp_path).layouts] == ["4 × 1", "2 × 2"]
     page = page_of(tmp_path)
     assert "not timed" in page.text and "Memory was not recorded" in page.text

@@ -37,8 +37,8 @@ from test_elastic_pipeline import MID_EPOCH, reference
 from training_runs import WORLD, Outcome, assert_same_training
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.checkpoints import SAVING, latest_valid
-from hf_pipetransformer.resilience.preemption import EXIT_CODE as PREEMPTED
+from hf_pipetransformer.resilience.checkpoint_folders import SAVING, latest_valid
+from hf_pipetransformer.resilience.stop_signal import EXIT_CODE as PREEMPTED
 from hf_pipetransformer.resilience.watchdog.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
 
 Recorder = Callable[[str, Any], None]

@@ -32,8 +32,8 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import checkpoints
-from hf_pipetransformer.resilience.checkpoints import KEPT, MANIFEST, SAVING, STATE, latest_valid
-from hf_pipetransformer.resilience.preemption import EXIT_CODE, StopSignal
+from hf_pipetransformer.resilience.checkpoint_folders import KEPT, MANIFEST, SAVING, STATE, latest_valid
+from hf_pipetransformer.resilience.stop_signal import EXIT_CODE, StopSignal
 from hf_pipetransformer.resilience.watchdog import PROGRESS, watchdog
 from hf_pipetransformer.run import checkpointing, cutting, resuming
 from hf_pipetransformer.run.checkpointing import PipelineState

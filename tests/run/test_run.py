@@ -11,8 +11,8 @@ import torch
 from distributed import run_ranks
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 
-from hf_pipetransformer.resilience.checkpoints import MANIFEST, validate
-from hf_pipetransformer.run.recorder import FILE_NAME, RunRecorder
+from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, validate
+from hf_pipetransformer.run.metrics_file import FILE_NAME, RunRecorder
 
 RUN = Run(samples=40, epochs=1, per_device=4, accumulation=1)
 ON_TWO = replace(RUN, per_device=8)

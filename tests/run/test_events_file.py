@@ -10,7 +10,7 @@ from test_plan import times_of, unit
 from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
 from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.run import events
+from hf_pipetransformer.run import events_file
 from hf_pipetransformer.token_slices.slice_planning import RowSlices
 
 UNITS = tuple(unit(k) for k in range(6))
@@ -23,9 +23,9 @@ def plan(stages: int, frozen: int = 0, times=None):
 
 
 def test_records_are_appended(tmp_path):
-    events.record(tmp_path / "run", "start", plan(4), 0, 0.0)
-    events.record(tmp_path / "run", "transform", plan(2, 2), 7, 1.5, 0.25, 1024, {"move": 0.2})
-    first, second = map(json.loads, (tmp_path / "run" / events.FILE_NAME).read_text().splitlines())
+    events_file.record(tmp_path / "run", "start", plan(4), 0, 0.0)
+    events_file.record(tmp_path / "run", "transform", plan(2, 2), 7, 1.5, 0.25, 1024, {"move": 0.2})
+    first, second = map(json.loads, (tmp_path / "run" / events_file.FILE_NAME).read_text().splitlines())
     assert (first["event"], first["pipeline_parallel_size"], first["num_microbatches"]) == ("start", 4, 8)
     assert (second["global_step"], second["epoch"], second["num_frozen_layers"]) == (7, 1.5, 2)
     assert (second["data_parallel_size"], second["bytes_moved"], second["phases"]) == (2, 1024, {"move": 0.2})
@@ -33,9 +33,9 @@ def test_records_are_appended(tmp_path):
 
 
 def test_facts_and_the_name_of_the_run(tmp_path):
-    events.record(tmp_path, "start", plan(2), 0, 0.0, run="now", facts={"model": "Bert"})
-    events.record(tmp_path, "cache", plan(2), 7, 1.5, run="now")
-    first, second = map(json.loads, (tmp_path / events.FILE_NAME).read_text().splitlines())
+    events_file.record(tmp_path, "start", plan(2), 0, 0.0, run="now", facts={"model": "Bert"})
+    events_file.record(tmp_path, "cache", plan(2), 7, 1.5, run="now")
+    first, second = map(json.loads, (tmp_path / events_file.FILE_NAME).read_text().splitlines())
     assert first["run"] == second["run"] == "now" and second["time"] >= first["time"] > 0
     assert first["facts"] == {"model": "Bert"} and "facts" not in second
 
@@ -43,7 +43,7 @@ def test_facts_and_the_name_of_the_run(tmp_path):
 def test_what_a_plan_predicts_draws_its_timeline():
     """The seconds of each stage are enough to simulate the step again, for each M that may be tried."""
     timed = plan(2, frozen=4, times=times_of(6, fixed=0.01))
-    predicted = events.prediction_of(timed)
+    predicted = events_file.prediction_of(timed)
     assert predicted["memory_bytes"] == [
         timed.stage_bytes(stage, rows=8, num_microbatches=timed.num_microbatches_for(8)) for stage in range(2)
     ]
@@ -56,22 +56,22 @@ def test_what_a_plan_predicts_draws_its_timeline():
 
 
 def test_nothing_is_predicted_that_was_not_timed():
-    assert events.prediction_of(plan(2))["steps"] == []
+    assert events_file.prediction_of(plan(2))["steps"] == []
 
 
 def test_the_line_for_the_log():
     change = Transformation(plan(4), plan(2, 2), {"move": 0.1}, 0)
-    line = events.describe(change, 0.5, 2**21)
+    line = events_file.describe(change, 0.5, 2**21)
     assert "2 of 6 layers frozen" in line and "4 x 1 -> 2 x 2" in line and "2.0 MiB moved in 0.500 s" in line
 
 
 def test_slices_in_words() -> None:
     parts = (RowSlices(2, (300, 212)), RowSlices(2, (300, 212)), RowSlices(1, (512,)))
-    assert events.describe_slices(parts, 0.25) == (
+    assert events_file.describe_slices(parts, 0.25) == (
         "Batches of 5 rows x 512 tokens: 2 x 2 rows in slices of 300+212 tokens, 1 row in one slice;"
         " forward and backward predicted 0.25 s"
     )
-    assert events.slices_of(parts, None) == {
+    assert events_file.slices_of(parts, None) == {
         "rows": 5,
         "tokens": 512,
         "parts": [[2, [300, 212]], [2, [300, 212]], [1, [512]]],

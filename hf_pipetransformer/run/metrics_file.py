@@ -1,6 +1,6 @@
 """Record a training in `output_dir/pipeline_metrics.jsonl`, for `hf-pipetransformer report`.
 
-`pipeline_events.jsonl` (`events.py`) records the layouts; this file records what happens between their changes:
+`pipeline_events.jsonl` (`events_file.py`) records the layouts; this file records what happens between their changes:
 
     {"kind": "begin", ...}  the first step is about to begin
     {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates

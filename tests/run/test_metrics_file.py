@@ -16,8 +16,8 @@ from training_runs import Run, pipeline_trainer
 from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.run import events
-from hf_pipetransformer.run.recorder import FILE_NAME, RunRecorder, facts_of_run
+from hf_pipetransformer.run import events_file
+from hf_pipetransformer.run.metrics_file import FILE_NAME, RunRecorder, facts_of_run
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 
@@ -82,7 +82,7 @@ def test_the_time_is_all_of_the_time(tmp_path: Path) -> None:
 
 def test_layouts_and_lines_have_one_name(tmp_path: Path) -> None:
     train(tmp_path, freeze_policy="schedule", freeze_schedule={1: 1})
-    layouts = [json.loads(line) for line in (tmp_path / events.FILE_NAME).read_text().splitlines()]
+    layouts = [json.loads(line) for line in (tmp_path / events_file.FILE_NAME).read_text().splitlines()]
     assert [event["event"] for event in layouts][:2] == ["start", "transform"]
     assert {event["run"] for event in layouts} == {line["run"] for line in lines_of(tmp_path)}
     facts = layouts[0]["facts"]
@@ -183,7 +183,7 @@ def in_slices(rank: int, world_size: int, folder: str) -> None:
 def test_slices_of_tokens_are_no_micro_batches(tmp_path: Path) -> None:
     run_ranks(in_slices, 2, str(tmp_path))
     assert [usage["num_microbatches"] for usage in lines_of(tmp_path, "usage")] == [2]
-    cuts = [json.loads(line) for line in (tmp_path / events.FILE_NAME).read_text().splitlines()]
-    parts = [event["slices"]["parts"] for event in cuts if event["event"] == events.SLICES]
+    cuts = [json.loads(line) for line in (tmp_path / events_file.FILE_NAME).read_text().splitlines()]
+    parts = [event["slices"]["parts"] for event in cuts if event["event"] == events_file.SLICES]
     assert parts and all(len(part) == 2 and all(len(lengths) == 3 for _, lengths in part) for part in parts)
-    assert {event["slices"]["replica"] for event in cuts if event["event"] == events.SLICES} == {0}
+    assert {event["slices"]["replica"] for event in cuts if event["event"] == events_file.SLICES} == {0}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_pipetransformer.resilience import checkpoints
-from hf_pipetransformer.resilience.checkpoints import (
+from hf_pipetransformer.resilience.checkpoint_folders import (
     KEPT,
     MANIFEST,
     REPLACED,

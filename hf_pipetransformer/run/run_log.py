@@ -12,10 +12,10 @@ from transformers import Trainer, TrainerCallback
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
 from ..token_slices.slice_planning import RowSlices
-from . import events
+from . import events_file
 from .cache_control import AutoCache, EpochReport
 from .job import TrainingJob
-from .recorder import RunRecorder, facts_of_run
+from .metrics_file import RunRecorder, facts_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ class RunLog:
         total = max(sum(seconds.values()) for seconds, _ in everyone)
         moved = sum(count for _, count in everyone)
         if self._job.trainer.is_world_process_zero():
-            logger.info("%s", events.describe(change, total, moved))
+            logger.info("%s", events_file.describe(change, total, moved))
         self.record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
-        layout = events.layout_of(change.after)
+        layout = events_file.layout_of(change.after)
         numbers = {key: value for key, value in layout.items() if isinstance(value, int)}
         self._job.trainer.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
@@ -94,13 +94,13 @@ class RunLog:
         if not self._job.trainer.is_world_process_zero() or self._num_shapes == MOST_SHAPES_TO_LOG:
             return
         self._num_shapes += 1
-        logger.info("%s", events.describe_slices(parts, seconds))
+        logger.info("%s", events_file.describe_slices(parts, seconds))
         assert self._plan is not None
-        self._write(events.SLICES, self._plan, slices=events.slices_of(parts, seconds))
+        self._write(events_file.SLICES, self._plan, slices=events_file.slices_of(parts, seconds))
 
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended, as metrics."""
-        self._job.trainer.log(events.cache_metrics(report.counts, report.nbytes))
+        self._job.trainer.log(events_file.cache_metrics(report.counts, report.nbytes))
 
     def end(self, cache: AutoCache | None) -> None:
         """Record what is only known after the last step. Collective over all processes."""
@@ -111,7 +111,7 @@ class RunLog:
         elif cache is not None:
             report = cache.epoch_report()
             if report.counts.rows:
-                self.recorder.record_log(events.cache_metrics(report.counts, report.nbytes), state)
+                self.recorder.record_log(events_file.cache_metrics(report.counts, report.nbytes), state)
 
     def _record_usage(self) -> None:
         everyone = self._job.mesh.gather_objects(self.recorder.take_usage())
@@ -121,4 +121,4 @@ class RunLog:
         trainer = self._job.trainer
         if trainer.is_world_process_zero():
             folder, step, epoch = trainer.args.output_dir or ".", trainer.state.global_step, trainer.state.epoch or 0.0
-            events.record(folder, event, plan, step, epoch, run=self.recorder.run, **values)
+            events_file.record(folder, event, plan, step, epoch, run=self.recorder.run, **values)
