@@ -347,9 +347,6 @@ class PipeTransformerTrainer(Trainer):
             write.keeping_errors() if write is not None else nullcontext(),
         ):
             super().save_model(output_dir, _internal_call)
-        # in all other cases a barrier follows
-        if write is not None and self.args.save_only_model and not self.state.best_global_step:
-            write.gathered()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pipeline, write = self._placed, self._checkpoint_write

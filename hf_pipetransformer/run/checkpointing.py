@@ -32,14 +32,21 @@ from .job import TrainingJob
 class PipelineState(TrainerCallback, ExportableState):
     """State in a checkpoint's `trainer_state.json` that a resumed job needs besides the stock Trainer's state.
 
-    It is a callback so that the stock Trainer saves it, under the name `checkpoints.KEPT`.
+    It is a callback so that the stock Trainer saves it, under the name `checkpoint_folders.KEPT`.
+
+    Attributes:
+        memory: the state, in plain values for JSON.
+        on_export: called when the stock Trainer asks for the state to save it; its last collective is over then.
     """
 
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
+        self.on_export: Callable[[], None] | None = None
 
     def state(self) -> dict[str, Any]:
         """State for the Trainer's checkpoint."""
+        if self.on_export is not None:
+            self.on_export()
         return {"args": {}, "attributes": {"memory": self.memory}}
 
 
@@ -108,9 +115,7 @@ class CheckpointWrite:
         if self._job.args.should_save:
             remove_incomplete(self._folder)
         memory = self._memory()  # collective, so no process writes before the removal is complete
-        callbacks = self._job.trainer.callback_handler.callbacks
-        # looked up each time: resuming may replace callback objects
-        next(c for c in callbacks if isinstance(c, PipelineState)).memory = memory
+        self._state.memory, self._state.on_export = memory, self.gathered
         self._expect_callbacks()
         return self
 
@@ -122,7 +127,7 @@ class CheckpointWrite:
             if not isinstance(error, Exception) or self.phase is WritePhase.GATHERING:
                 return False
             self._error = self._error or error
-        self.phase = WritePhase.PUBLISHING
+        self.phase, self._state.on_export = WritePhase.PUBLISHING, None
         self._find_best()
         self._raise_anyones_error()  # all files are written now, including the random states
         is_nodes_own = self._is_nodes_own()
@@ -132,6 +137,12 @@ class CheckpointWrite:
         return True
 
     # ------------------------------------------------------------------------------------ inside
+    @property
+    def _state(self) -> PipelineState:
+        # looked up each time: resuming may replace callback objects
+        callbacks = self._job.trainer.callback_handler.callbacks
+        return next(callback for callback in callbacks if isinstance(callback, PipelineState))
+
     def _expect_callbacks(self) -> None:
         """Reset the entries of all stateful callbacks.
 

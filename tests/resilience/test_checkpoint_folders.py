@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_pipetransformer.resilience import checkpoints
+from hf_pipetransformer.resilience import checkpoint_folders
 from hf_pipetransformer.resilience.checkpoint_folders import (
     KEPT,
     MANIFEST,
@@ -119,7 +119,7 @@ def test_what_was_about_to_be_replaced_is_given_back_alone(tmp_path: Path) -> No
 
 def test_the_names_in_all_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synchronised: list[str] = []
-    monkeypatch.setattr(checkpoints, "_synchronise", lambda path: synchronised.append(path.name))
+    monkeypatch.setattr(checkpoint_folders, "_synchronise", lambda path: synchronised.append(path.name))
     write(tmp_path, 4)
     assert "adapter" in synchronised and synchronised.index("adapter") < synchronised.index("checkpoint-4")
 
@@ -146,8 +146,8 @@ def test_what_was_not_finished_is_no_checkpoint(
 
         monkeypatch.setattr(owner, name, call)
 
-    counting(checkpoints, "_synchronise")
-    counting(checkpoints, "_checksum")
+    counting(checkpoint_folders, "_synchronise")
+    counting(checkpoint_folders, "_checksum")
     counting(Path, "rename")
     new = 1 if replaces else 2
     for number in range(1, 16):

@@ -27,11 +27,17 @@ from training_runs import (
     pipeline_trainer,
     reference,
 )
-from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience import checkpoints
+from hf_pipetransformer.resilience import checkpoint_folders
 from hf_pipetransformer.resilience.checkpoint_folders import KEPT, MANIFEST, SAVING, STATE, latest_valid
 from hf_pipetransformer.resilience.stop_signal import EXIT_CODE, StopSignal
 from hf_pipetransformer.resilience.watchdog import PROGRESS, watchdog
@@ -165,7 +171,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_everywhere(tmp_path: Pat
 
 def killed_while_saving(rank: int, world_size: int, folder: str) -> None:
     """The second checkpoint is never finished on rank 0."""
-    publish, count = checkpoints._checksum, 0
+    publish, count = checkpoint_folders._checksum, 0
 
     def die(path: Path) -> int:
         nonlocal count
@@ -174,7 +180,7 @@ def killed_while_saving(rank: int, world_size: int, folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return publish(path)
 
-    checkpoints._checksum = die  # type: ignore[assignment]
+    checkpoint_folders._checksum = die  # type: ignore[assignment]
     train_some(rank, world_size, folder, 2)
 
 
@@ -230,6 +236,27 @@ def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(
 ) -> None:
     errors = run_ranks_expecting_error(train_on_a_full_disk, 2, str(tmp_path), what, timeout=60)
     assert_told_and_resumed(errors, tmp_path, undisturbed)
+
+
+def train_without_room_for_the_state(rank: int, world_size: int, folder: str) -> None:
+    """Models only are saved, and the best one is known: the stock Trainer then waits for all processes halfway."""
+    real = TrainerState.save_to_json
+
+    def save(self: TrainerState, path: str) -> None:
+        if rank == 0 and "checkpoint-4" in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, path)
+
+    TrainerState.save_to_json = save  # type: ignore[method-assign]
+    best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    run = replace(RUN.with_options(save_only_model=True, **best), per_device=8)
+    pipeline_trainer(run, 2, folder).train()
+
+
+def test_an_error_behind_the_last_collective_of_a_save_reaches_all_processes(tmp_path: Path) -> None:
+    errors = run_ranks_expecting_error(train_without_room_for_the_state, 2, str(tmp_path), timeout=60)
+    assert len(errors) == 2
+    assert all("checkpoint-4 could not be saved" in str(error) and "No space left" in str(error) for error in errors)
 
 
 ROOM = 20

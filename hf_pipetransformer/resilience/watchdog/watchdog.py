@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from ...errors import PeerFailedError
 from ..exit import end_at_exit
-from ..preemption import EXIT_CODE as PREEMPTED
+from ..stop_signal import EXIT_CODE as PREEMPTED
 from ..stores import keep_store, own_address
 from .neighbours import Beat, Finding, Introduction, Neighbour, pid_namespace
 from .progress import LEFT, PROGRESS, UNKNOWN_PACE, doing_when
