@@ -6,7 +6,7 @@
       get_batch_samples       the one safe point: carries out a proposed freeze; counts the global batch's items
       training_step           Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         the accelerator's method is replaced: the norm over all stages
-      evaluate                the stock methods, over gathered rows
+      evaluate                the stock methods, over gathered samples
       save                    `CheckpointWrite`, around the stock method, over gathered weights
 
 The overrides of methods that are private in transformers (`_wrap_model`, `_save_checkpoint`, `_load_from_checkpoint`,
@@ -138,7 +138,7 @@ class PipeTransformerTrainer(Trainer):
         return self.pipeline if self.pipeline is not None and self.pipeline.is_placed else None
 
     def _find_units(self, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:
-        """Return the units of the current model, which are found on a few rows of data the first time."""
+        """Return the units of the current model, which are found on a few samples of the data the first time."""
         job, cut = self._job, self._cut_model
         if cut is None or not cut.serves(job):
             if cut is not None:
@@ -279,7 +279,7 @@ class PipeTransformerTrainer(Trainer):
         self._pipeline_run.preemption.log_save_evaluate(stock)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        # all stages of a pipeline see the same rows, so only the first one counts them
+        # all stages of a pipeline see the same samples, so only the first one counts them
         is_first = self._placed is None or self._placed.stage_index == 0
         return super().floating_point_ops(inputs) if is_first else 0
 

@@ -60,6 +60,24 @@ def test_what_is_easily_missed(part):
     check(entries[part::PARTS])
 
 
+IN_SHORT = (
+    "mixup inside forward",
+    "noise and deep supervision in training",
+    "collator with its own generator",
+    "supervised contrastive",
+    "class weights in training only",
+    "variance over the batch",
+    "gradient penalty",
+    "running mean of the loss in the trainer",
+)
+"""Those of `make test`: one for each question that is asked before the first step."""
+
+
+@pytest.mark.timeout(300)
+def test_one_of_each_kind():
+    check([(case, "K2") for case in IN_SHORT])
+
+
 def test_names_in_the_table_of_known_failures():
     assert KNOWN.keys() <= {f"{case} [{layout}]" for case, layout in user_code.entries_of()}
 

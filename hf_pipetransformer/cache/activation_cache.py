@@ -1,6 +1,6 @@
 """AutoCache in one process: read frozen layers' outputs from the store, compute and store those that are missing.
 
-    rows of a micro-batch        a    b    c    d           f = 4 layers are frozen, before it were 2
+    samples of a micro-batch     a    b    c    d           f = 4 layers are frozen, before it were 2
     in the store                 4    2    -    4           fetch() looks for 4, then for 2
     run                         2-4  0-4                    c from the first unit, b from the third, without a graph
     continue together from 4     a    b    c    d

@@ -112,7 +112,7 @@ class GenerationReader:
             For each key whether its buffer now holds the payload. If not, the buffer's bytes are undefined.
 
         Raises:
-            ValueError: A key does not have 16 bytes, or the numbers of keys and rows differ.
+            ValueError: A key does not have 16 bytes, or the numbers of keys and buffers differ.
         """
         _check_keys(keys, rows)
         files = self._current_files()
@@ -167,7 +167,7 @@ class GenerationWriter:
 
     Attributes:
         num_entries: number of entries that this object has written.
-        num_present: number of rows given to `put` that were in the store already.
+        num_present: number of samples given to `put` that were in the store already.
         nbytes: number of bytes that this object has appended, including the entries' headers.
     """
 
@@ -212,7 +212,8 @@ class GenerationWriter:
         Raises:
             StoreFull: All generations together would exceed `max_bytes`. Nothing was written.
             OSError: The disk is full or fails, or the generation has been deleted. Incomplete entries are rolled back.
-            ValueError: A key does not have 16 bytes, a row has 4 GiB or more, or the numbers of keys and rows differ.
+            ValueError: A key does not have 16 bytes, a payload has 4 GiB or more, or the numbers of keys and payloads
+                differ.
         """
         _check_keys(keys, rows)
         if self._files.are_deleted() or os.fstat(self._segment).st_nlink == 0:

@@ -4,11 +4,11 @@ It may only if a sample's real tokens have the same hidden state whatever other 
 far it is padded, and if nothing above the cached layers reads the padding, which is not stored. There is no list of
 model families for this: the checks run the model on a few real samples, for all boundaries between layers at once.
 
-    1  what is read above           one tensor of [rows, tokens, ...]
+    1  what is read above           one tensor of [samples, tokens, ...]
     2  parameters below             all of them frozen
-                                    compared with the states of rows a, b, c, d in one batch (a is the shortest):
+                                    compared with the states of samples a, b, c, d in one batch (a is the shortest):
     3  a b c d  again, in training  no random numbers, nothing that counts calls or asks whether the model trains
-    4  a b c d  other labels        what is left out of a row's key does not change its state
+    4  a b c d  other labels        what is left out of a sample's key does not change its state
     5  a b c d  other padded ids    neither does this
     6  b d b d                      nor do neighbours
        a c a c, a b, b c            nor the padded length

@@ -80,14 +80,14 @@ class RowKey(NamedTuple):
 
 
 def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
-    """Positions of each sample's own tokens, first to last + 1; without an attention mask the whole row.
+    """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
 
     Args:
         batch: the model's inputs. A mask must be [B, T] of zeros and ones, with padding on either side.
 
     Returns:
         B slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed) or with
-        other values, a row with gaps or without tokens; without a mask, tensors with different batch sizes.
+        other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
     mask = batch.get("attention_mask")
     if mask is None:
@@ -102,7 +102,7 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     counts = ones.sum(1)
     starts = ones.argmax(1)  # the first of them
     stops = ones.shape[1] - ones.flip(1).argmax(1)
-    if not torch.equal(stops - starts, counts):  # also true for a row without tokens
+    if not torch.equal(stops - starts, counts):  # also true for a sample without tokens
         return None
     return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
@@ -170,7 +170,7 @@ def _row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey
         start, stop, _ = span.indices(length)
         if not all(parts.repeat_outside(first, first + start, first + stop, first + length) for parts in of_tokens):
             start, stop = 0, length
-        # the other tensors may refer to a token by its position in the padded row
+        # the other tensors may refer to a token by its position in the padded sample
         offset = start if by_row or whole else 0
         key = xxhash.xxh3_128(prefix)
         key.update(b"%d,%d;" % (stop - start, offset))

@@ -92,8 +92,8 @@ def store_folder(folder: str | os.PathLike[str], nodes: Sequence[str]) -> Path:
 def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
     """Processes on each node, in the order of ranks.
 
-    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the rows of
-    a batch are not divided by node then.
+    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the samples
+    of a batch are not divided by node then.
 
     Args:
         nodes: name of each rank's node (`node_name`). Launchers other than `torchrun` may give no number of processes.

@@ -42,7 +42,7 @@ class Job:
         max_frozen_layers: the user's upper bound on the number of frozen layers.
         pipeline_parallel_size: K, or "auto".
         is_elastic: whether the layers are repacked into fewer stages after a freeze.
-        caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores whole rows.
+        caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores whole samples.
         token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
 
     Raises:
@@ -134,7 +134,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """Forward and backward of a step whose batch `choose_slices` splits along tokens, or into other groups of rows.
+    """Forward and backward of a step whose batch `choose_slices` splits along tokens, or into other groups of samples.
 
     Attributes:
         parts: the parts of a pipeline's batch, and the slices of each.

@@ -232,7 +232,7 @@ def _cut_of(epoch: Epoch) -> str:
 
 
 def describe_parts(parts: Sequence[RowSlices]) -> str:
-    """Rows of the parts and tokens of their slices: "2 parts of 4 rows in 3 slices (512 + 2×256 tokens)"."""
+    """Samples of the parts and tokens of their slices: "2 parts of 4 rows in 3 slices (512 + 2×256 tokens)"."""
     words = []
     for (rows, lengths), count in Counter((part.rows, part.lengths) for part in parts).items():
         slices = "one slice" if len(lengths) == 1 else f"{len(lengths)} slices ({_run_together(lengths)} tokens)"

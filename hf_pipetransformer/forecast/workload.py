@@ -1,13 +1,14 @@
-"""Cost of training a model on rows of a given length, from its configuration alone.
+"""Cost of training a model on samples of a given length, from its configuration alone.
 
-FLOPs and bytes of a row are polynomials of degree 2 in its number of tokens T: products with weights are linear in T,
-attention is quadratic. Therefore a model of placeholders is run on three short rows, and longer ones are extrapolated:
+FLOPs and bytes of a sample are polynomials of degree 2 in its number of tokens T: products with weights are linear in T,
+attention is quadratic. Therefore a model of placeholders is run on three short samples, and longer ones are
+extrapolated:
 
     T          16   32   64              2,048
     measured   ●    ●    ●      ->       the parabola through them
 
-The same split into tokens and pairs of tokens gives the cost of a slice of a row: its own tokens, and their pairs with
-all preceding tokens (`stage_latencies`).
+The same split into tokens and pairs of tokens gives the cost of a slice of a sample: its own tokens, and their pairs
+with all preceding tokens (`stage_latencies`).
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ MEASURED_TOKENS = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Workload:
-    """The costs of a model, for rows of the training's length.
+    """The costs of a model, for samples of the training's length.
 
     Attributes:
         unit_costs: costs of its units.
         max_frozen: the largest number of layers that can be frozen while something is left to train.
         cacheable: numbers of layers above which only one tensor is read. Whether it can be cached depends on more.
         tokens_matter: whether the costs depend on the number of tokens; images have a fixed size.
-        tokens: number of tokens in a row; 1 if they do not matter.
-        pair_shares: for each unit the fraction of a row's FLOPs that grows with pairs of tokens, as in attention. Set
-            only if sequences are to be split along their tokens.
+        tokens: number of tokens in a sample; 1 if they do not matter.
+        pair_shares: for each unit the fraction of a sample's FLOPs that grows with pairs of tokens, as in attention.
+            Set only if sequences are to be split along their tokens.
     """
 
     unit_costs: tuple[UnitCost, ...]
@@ -64,15 +65,15 @@ class Workload:
 
 
 def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
-    """Find a model's units and measure the cost of a row with this many tokens.
+    """Find a model's units and measure the cost of a sample with this many tokens.
 
     Args:
         model: a model of placeholders, or with weights.
-        tokens: number of tokens of a text row; audio and images have the size that the configuration specifies.
+        tokens: number of tokens of a text sample; audio and images have the size that the configuration specifies.
 
     Raises:
         UnsupportedModelError: the model cannot be split into stages.
-        ValueError: the rows are longer than the model's positions.
+        ValueError: the samples are longer than the model's positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
@@ -100,13 +101,13 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
 
 
 def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...]:
-    """The fraction of a row's FLOPs that grows with pairs of its tokens, in each unit of a causal language model.
+    """The fraction of a sample's FLOPs that grows with pairs of its tokens, in each unit of a causal language model.
 
-    Here FLOPs are a T + b T^2, without a constant, so two short rows determine a and b.
+    Here FLOPs are a T + b T^2, without a constant, so two short samples determine a and b.
 
     Args:
         model: a model of placeholders, or with weights.
-        tokens: number of tokens in a row, T.
+        tokens: number of tokens in a sample, T.
     """
     many = max(min(tokens, MEASURED_TOKENS[-1]), 2)
     few = many // 2
@@ -124,7 +125,7 @@ def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...
 
 
 def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> list[StageLatency]:
-    """Times of slices on each stage: `plan.predict`'s time of a whole row, divided into its terms by FLOPs.
+    """Times of slices on each stage: `plan.predict`'s time of a whole sample, divided into its terms by FLOPs.
 
     The fixed cost of a slice is that of a micro-batch. The part before the units grows with the tokens only; the head
     is divided like the last unit, with which its FLOPs are counted.
@@ -132,7 +133,7 @@ def stage_latencies(plan: PipelinePlan, workload: Workload, flat_tokens: int) ->
     Args:
         plan: a plan with times.
         workload: a workload with `pair_shares`.
-        flat_tokens: number of tokens below which a slice takes no less time, at most those of a row.
+        flat_tokens: number of tokens below which a slice takes no less time, at most those of a sample.
     """
     times, shares = plan.times, workload.pair_shares
     assert times is not None and len(shares) == plan.num_units, shares
@@ -162,7 +163,7 @@ def frozen_latency(plan: PipelinePlan, workload: Workload, flat_tokens: int) -> 
 
 
 def _latency(lines: Sequence[tuple[Seconds, float]], tokens: int, flat_tokens: int) -> SliceLatency:
-    """Add up times per row, of each of which a fraction grows with pairs of tokens."""
+    """Add up times per sample, of each of which a fraction grows with pairs of tokens."""
     of_pairs = sum(seconds.per_row * share for seconds, share in lines)
     of_tokens = sum(seconds.per_row * (1 - share) for seconds, share in lines)
     return SliceLatency(

@@ -1,4 +1,7 @@
-"""Splits a batch into micro-batches along the batch dimension."""
+"""Splits a batch into micro-batches along the batch dimension.
+
+row: one entry along the batch dimension of a batch, i.e. one sample.
+"""
 
 from __future__ import annotations
 

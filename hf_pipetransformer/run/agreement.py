@@ -14,7 +14,7 @@ from torch import nn
 from ..pipeline.mesh import ProcessMesh, as_bytes
 
 TRIES = 16
-"""Number of times that rows are collated to find random inputs; a collator may change only a few rows each time."""
+"""Number of times that samples are collated to find random inputs; a collator may change only a few of them each time."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types whose `repr` shows their value rather than their memory address."""
 
@@ -35,9 +35,9 @@ def check_same_everywhere(
     Args:
         mesh: the processes.
         model: the model before it is split.
-        sample: the first rows of the data, collated.
-        draw: collates the rows again, with other random numbers.
-        rows: the rows before collation; compared if the collator draws random numbers.
+        sample: the first samples of the data, collated.
+        draw: collates the samples again, with other random numbers.
+        rows: the samples before collation; compared if the collator draws random numbers.
 
     Raises:
         ValueError: model or samples differ. Every process raises it; the message names what differs, the processes

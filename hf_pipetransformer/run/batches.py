@@ -20,14 +20,14 @@ from .job import TrainingJob
 
 
 def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None) -> Batch:
-    """Prepare a batch with the trainer's `_prepare_inputs`, and add the cache keys of its rows.
+    """Prepare a batch with the trainer's `_prepare_inputs`, and add the cache keys of its samples.
 
     If the inputs are no longer those from which the keys were computed, blank keys are added instead.
 
     Args:
         job: the training job.
         inputs: the current inputs; methods that the user has overridden may have changed them.
-        keys: the keys of the rows; None if they have none or none are needed.
+        keys: the keys of the samples; None if they have none or none are needed.
     """
     are_same = keys is not None and keys.inputs.are(inputs, job.not_in_keys)
     moved = job.to_device(inputs)

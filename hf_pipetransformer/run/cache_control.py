@@ -6,8 +6,8 @@
     read            -           -           4           4           7
     cached          0           0           4           4           7        `PipelinePlan.num_cached_layers`
 
-While an epoch fills the store, the frozen layers run distributed over the stages. Once nearly all rows of an epoch are
-in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions are
+While an epoch fills the store, the frozen layers run distributed over the stages. Once nearly all samples of an epoch
+are in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions are
 made between two steps, from the counts of all processes, which are exchanged over the control group.
 """
 
@@ -39,9 +39,9 @@ from .frozen_function import FrozenFunction
 logger = logging.getLogger(__name__)
 
 ENOUGH = 0.9
-"""Minimum fraction of an epoch's rows in the store for the layers to count as cached."""
+"""Minimum fraction of an epoch's samples in the store for the layers to count as cached."""
 HARDLY_ANY = 0.05
-"""Fraction of rows found below which the inputs are assumed to change from epoch to epoch."""
+"""Fraction of samples found below which the inputs are assumed to change from epoch to epoch."""
 EARLY_STEPS = 16
 """Number of steps in the first epoch that reads after which it is checked whether anything was found at all."""
 SLOW_EPOCHS = 2
@@ -90,7 +90,7 @@ class EpochReport:
     """The use of the cache in an epoch, over all processes.
 
     Attributes:
-        counts: the counts of rows, summed over all processes.
+        counts: the counts of samples, summed over all processes.
         nbytes: size of the store on this node, in bytes.
         failure: why a process can no longer write; None if all can.
         is_full: whether a process cannot write because there is no space.
@@ -113,7 +113,7 @@ class AutoCache:
         store: the store of this node.
         reasons: for each number of layers, why their output must not be cached; None if it may be.
         is_forced: cache even if loading is slower than computing.
-        seconds_per_row: forward time per row of each unit, in seconds; None if not measured.
+        seconds_per_row: forward time per sample of each unit, in seconds; None if not measured.
         description: everything that the hidden states depend on besides the weights.
         current: the file that names the generations being read, for the loaders' workers.
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
@@ -154,8 +154,8 @@ class AutoCache:
         self._num_epochs = 0  # number of epochs begun in this `train()`
         self._epoch = _Epoch()
         self._marked = time.monotonic()
-        self._in_store = 0  # number of rows at the end of the last epoch
-        self._had_rows = False  # whether an earlier epoch has found its rows
+        self._in_store = 0  # number of samples at the end of the last epoch
+        self._had_rows = False  # whether an earlier epoch has found its samples
         self._slow_epochs = 0  # consecutive epochs
         self._warned: set[str] = set()  # format strings of the warnings already logged
 
@@ -326,7 +326,7 @@ class AutoCache:
         return False
 
     def _is_slow(self, counts: CacheCounts) -> bool:
-        """Whether computing the epoch's rows would have been faster than loading them.
+        """Whether computing the outputs for the epoch's samples would have been faster than loading them.
 
         The disk may be slower than in the timing before the decision to cache.
         """
@@ -338,7 +338,7 @@ class AutoCache:
 
     @property
     def _seconds_of_computing(self) -> float:
-        """Time to compute one row's output of the layers up to the boundary, in seconds."""
+        """Time to compute one sample's output of the layers up to the boundary, in seconds."""
         assert self._seconds_per_row is not None
         return sum(self._seconds_per_row[: self._boundary])
 
@@ -350,7 +350,7 @@ class AutoCache:
         )
 
     def _miss_all(self, counts: CacheCounts) -> None:
-        """React when hardly any of the stored rows were found: the inputs change, or the store was deleted."""
+        """React when hardly any of the stored samples were found: the inputs change, or the store was deleted."""
         if not self._had_rows:
             self._turn_off(_changing(counts))
             return

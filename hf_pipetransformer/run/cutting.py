@@ -41,9 +41,9 @@ from .samples import SampleCollator
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
-"""Number of rows on which the model's units are found."""
+"""Number of samples on which the model's units are found."""
 MOST_ROWS_TO_TIME = 8
-"""Maximum number of rows on which the model's units are timed; the time grows in proportion to it."""
+"""Maximum number of samples on which the model's units are timed; the time grows in proportion to it."""
 TIMES = "part_times.json"
 """File in a checkpoint with the times of the model's units, measured when training began."""
 
@@ -110,7 +110,7 @@ class CutModel:
 
 
 def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:
-    """Find the units of the job's model on a few rows of data. Collective over all processes.
+    """Find the units of the job's model on a few samples of the data. Collective over all processes.
 
     Args:
         job: the training or evaluation job.
@@ -148,7 +148,7 @@ def _cuts_or_freezes(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these rows, and check that all processes have the same batch. Collective over all processes."""
+    """Collate these samples, and check that all processes have the same batch. Collective over all processes."""
     sample = collate(rows)
 
     def draw() -> Batch:
@@ -217,14 +217,14 @@ def _costs_of_units(
     """Measure the cost of each unit.
 
     Raises:
-        UnsupportedModelError: batches cannot be split by rows.
+        UnsupportedModelError: batches cannot be split along the batch dimension.
     """
     try:
         return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if the rows are not the reason
+        costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if slicing is not the reason
         if not job.args.uses_pipeline:
             return costs
         raise UnsupportedModelError(

@@ -2,7 +2,7 @@
 
 evaluation_loop     `in_training`   during training: uses the plan in force and the cache
                     `placed`        otherwise: places the model for this evaluation, and puts it back
-  prediction_step   `predict`       runs each process's own rows through the stages, and returns the results to it
+  prediction_step   `predict`       runs each process's own samples through the stages, and returns the results to it
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def predict(
         pipeline: the placed pipeline.
         keys: cache keys of the latest batch from the evaluation's loader.
         stock: the stock method, as a function of a model and inputs, which may be prepared already.
-        inputs: this process's rows.
+        inputs: this process's samples.
     """
     keys = keys if pipeline.cache is not None else None
     with phase("prediction"):

@@ -125,7 +125,7 @@ def record(
 
 
 def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:
-    """Return how a batch is split, in plain values: for each part, its number of rows and the lengths of its slices.
+    """Return how a batch is split, in plain values: for each part, its number of samples and the lengths of its slices.
 
     If stages have been timed, "latencies" holds the coefficients of each stage's forward and backward.
     """
@@ -156,7 +156,7 @@ def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
     """Return the use of the activation cache in an epoch, as metrics to log.
 
     Args:
-        counts: counts of rows, summed over all processes.
+        counts: counts of samples, summed over all processes.
         nbytes: size of the store, in bytes.
     """
     rows = max(counts.rows, 1)

@@ -1,11 +1,11 @@
 """Detect changes in the function that frozen layers compute, to which all cached outputs belong.
 
-    generation opened   name(boundary)    digests of weights, buffers and the outputs for a few rows -> its name
-    check               what_changed()    weights, buffers, and the outputs for the same rows: are they unchanged?
+    generation opened   name(boundary)    digests of weights, buffers and the outputs for a few samples -> its name
+    check               what_changed()    weights, buffers, and the outputs for the same samples: are they unchanged?
     each step           looks_same()      one number of each weight, buffers' versions, plain attributes
 
 A configuration does not show a changed activation function in a user's module, an adapter's scale, a pruning mask or a
-hook. The outputs do, if they change for these rows.
+hook. The outputs do, if they change for these samples.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FrozenFunction:
         self._rows = on_device(rows, pipeline.device)
         self._boundary = 0
         self._digests: dict[str, str] = {}  # weight name -> digest
-        self._outputs: list[torch.Tensor] = []  # some values of each output for the rows, from opening the generation
+        self._outputs: list[torch.Tensor] = []  # some values of each output for the samples, since opening
         self._num_looks = 0
         self._norms: list[float] = []  # norms of the frozen weights on this process
         self._numbers: list[float] = []  # one value of each frozen weight on this process

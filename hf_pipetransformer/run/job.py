@@ -24,7 +24,7 @@ from ..training_args import PipeTransformerTrainingArguments
 from .samples import SampleCollator
 
 COST_SAMPLE_ROWS = 16
-"""Maximum number of rows that are sampled; the longest of them sets the length for measuring the units' costs."""
+"""Maximum number of samples that are drawn; the longest of them sets the length for measuring the units' costs."""
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 
@@ -134,7 +134,7 @@ class TrainingJob:
 
     @property
     def rows_at_once(self) -> int:
-        """Maximum number of rows to collate and run together in a probe; no more than in a training batch."""
+        """Maximum number of samples to collate and run together in a probe; no more than in a training batch."""
         stages = self.args.pipeline_parallel_size
         batch = self.args.per_device_train_batch_size * (stages if isinstance(stages, int) else 1)
         return min(COST_SAMPLE_ROWS, batch)
@@ -154,7 +154,7 @@ class TrainingJob:
         return self.stock_prepare_inputs(inputs)
 
     def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
-        """Return a collator for probing a few rows."""
+        """Return a collator for probing a few samples."""
         return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once)
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:

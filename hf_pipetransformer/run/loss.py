@@ -1,6 +1,6 @@
 """The loss of a batch that is split into parts: what each micro-batch contributes to it.
 
-training loop      run/batches.py        `GlobalBatch`: items and rows of an optimizer step, over all replicas
+training loop      run/batches.py        `GlobalBatch`: items and samples of an optimizer step, over all replicas
 compute_loss       `TrainersLoss`        the user's loss on a part of a batch, weighted as `LossReduction` says
 last stage         `BatchInFlight`       the micro-batches of one `training_step`, and their losses
 """
@@ -130,9 +130,9 @@ class BatchInFlight:
     Args:
         loss: the trainer's loss.
         reduction: how the losses of parts add up.
-        part: numbers of rows and items in the slice, and of rows in the global batch.
+        part: numbers of samples and items in the slice, and of samples in the global batch.
         num_items: number of items that the loss counts in the optimizer step's batch, over all replicas.
-        num_rows: number of rows of that batch.
+        num_rows: number of samples of that batch.
         batch: the prepared slice.
     """
 
@@ -169,13 +169,13 @@ class BatchInFlight:
             )
         cache = micro_batch.get("past_key_values")
         if self.losses and isinstance(cache, SliceCache) and cache.get_seq_length():
-            self.losses[-1] = self.losses[-1] + part.detach()  # later tokens of the same rows
+            self.losses[-1] = self.losses[-1] + part.detach()  # later tokens of the same samples
         else:
             self.losses.append(part.detach())
         return part * (pipeline.num_replicas * self._loss.scale)
 
     def again(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
-        """Return the unscaled contribution of some or all rows of the slice, without recording it in `losses`."""
+        """Return the unscaled contribution of some or all samples of the slice, without recording it in `losses`."""
         share = self._share(pipeline, batch)
         return self._loss.of_part(self._reduction, pipeline.model, batch, self._items, share)
 
@@ -194,7 +194,7 @@ class BatchInFlight:
         return 1.0 if count == self.part.items or not count else self.part.items / count
 
     def _share(self, pipeline: ElasticPipeline, micro_batch: Batch) -> float:
-        """Return the fraction of the optimizer step's rows in this micro-batch; 0 if it does not count.
+        """Return the fraction of the optimizer step's samples in this micro-batch; 0 if it does not count.
 
         A loss whose `LossReduction` needs no fraction ("sum", "mean", "plain_sum") gets 1 or 0.
         """

@@ -4,7 +4,7 @@
 
     {"kind": "begin", ...}  the first step is about to begin
     {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
-    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and rows done
+    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples done
     {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
     {"kind": "cache_off", ...}  why the cache of frozen layers is off
     {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
@@ -100,7 +100,7 @@ class RunRecorder(TrainerCallback):
         """Count a batch that has been trained.
 
         Args:
-            global_rows: number of rows of the batch in all pipelines.
+            global_rows: number of samples of the batch in all pipelines.
             micro_batches: M on the last stage; 0 on the other stages, which do not know it.
         """
         self._rows += global_rows

@@ -24,7 +24,8 @@ class Planner:
         unit_costs: the costs of the model's units.
         times: measured times, the same on every process; None to use FLOPs.
         mesh: the processes.
-        may_replicate: whether freed devices may become replicas; False if the rows of a batch depend on one another.
+        may_replicate: whether freed devices may become replicas; False if the samples of a batch depend on one
+            another.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class SampleCollator:
 
 
 def elements_of_a_row(batch: Mapping[str, Any]) -> int:
-    """Return the number of elements of one row in the batch's largest input."""
+    """Return the number of elements of one sample in the batch's largest input."""
     return max(
         (value[0].numel() for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), default=0
     )

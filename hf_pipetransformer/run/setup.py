@@ -1,4 +1,4 @@
-"""Setup before the first step: probes on a few rows of the training data, with the user's own collator and loss.
+"""Setup before the first step: probes on a few samples of the training data, with the user's own collator and loss.
 
     1. units    cutting.find_units     units into which the model can be split; makes weights equal on all processes
     2. loss     find_reduction         how the losses of a batch's parts combine to the loss of the batch
@@ -39,9 +39,9 @@ from .samples import SampleCollator, elements_of_a_row, is_padded_further, of_di
 logger = logging.getLogger(__name__)
 
 LOSS_SAMPLE_ROWS = 4
-"""Maximum number of rows on which the loss reduction is determined."""
+"""Maximum number of samples on which the loss reduction is determined."""
 ROWS_APART = 1
-"""Number of short rows, and of long rows, used to test whether a loss depends on padding."""
+"""Number of short samples, and of long samples, used to test whether a loss depends on padding."""
 SAMPLES_TO_CHOOSE_FROM = 32
 """Number of samples from which those with different classes are chosen to probe the loss."""
 
@@ -69,7 +69,7 @@ class Setup:
 def find_reduction(
     loss: TrainersLoss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
 ) -> tuple[LossReduction, bool]:
-    """Probe the loss, including a user-defined one, on a few rows of the whole model. Collective over all processes.
+    """Probe the loss, including a user-defined one, with a few samples on the whole model. Collective over all processes.
 
     Args:
         loss: the trainer's loss.
@@ -131,7 +131,7 @@ def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
 
 
 def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> Batch:
-    """Return rows of different classes, prepared as for a step.
+    """Return samples of different classes, prepared as for a step.
 
     Their number is that of a training batch, and at most `LOSS_SAMPLE_ROWS`.
     """
@@ -143,15 +143,15 @@ def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleC
     except Exception:
         if rows > 1:
             raise
-        batch = collate(chosen[:1])  # rows of different lengths that are trained one per batch
+        batch = collate(chosen[:1])  # samples of different lengths that are trained one per batch
     return _prepared(loss.job, batch)[0]
 
 
 def _collated_apart(job: TrainingJob, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, ...]:
-    """Return a batch, its short rows and its long rows, each collated separately as replicas do.
+    """Return a batch, its short samples and its long samples, each collated separately as replicas do.
 
-    The batches are prepared as for a step. The result is empty if they would show nothing: if all rows have one
-    length, or the collator draws at random, packs or sorts.
+    The batches are prepared as for a step. The result is empty if they would show nothing: if all samples have
+    one length, or the collator draws at random, packs or sorts.
     """
     samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
     half = min(ROWS_APART, job.rows_at_once // 2)
@@ -163,7 +163,7 @@ def _collated_apart(job: TrainingJob, data: TrainingBatches, collate: SampleColl
         order = sorted(range(len(samples)), key=lambda index: elements_of_a_row(alone[index]))
         short, long = ([samples[index] for index in some] for some in (order[:half], order[-half:]))
         found = [collate(rows) for rows in ([*short, *long], short, long)]
-    except Exception as error:  # the collator accepts only rows of one length
+    except Exception as error:  # the collator accepts only samples of one length
         if is_out_of_memory(error):
             raise
         return ()
@@ -200,7 +200,7 @@ def find_windows(
             "Set token_slices='off'.",
         )
     batches = collate.apart(rows)
-    # a collator may have packed the samples into fewer rows
+    # a collator may have packed the samples into fewer sequences
     were_packed = sum(map(batch_rows, batches)) != len(rows)
     few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
     plain = collate(few[: job.rows_at_once])
@@ -233,7 +233,8 @@ def find_windows(
                 "Shorten the rows, or set token_slices='off'.",
             ) from failure
     found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
-    # rounding may make the processes disagree, and if one stage alone refused packed rows, the others would hang
+    # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
+    # hang
     return replace(
         found[0],
         separates_documents=all(theirs.separates_documents for theirs in found),
@@ -260,7 +261,7 @@ def check_loss_allows(job: TrainingJob, reduction: LossReduction, plan: Pipeline
 
 
 def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
-    """Whether freed processes may become replicas. They may not if the rows of a batch depend on one another."""
+    """Whether freed processes may become replicas. They may not if the samples of a batch depend on one another."""
     return not job.args.uses_pipeline or (reduction.kind != "whole" and not reduction.depends_on_padding)
 
 

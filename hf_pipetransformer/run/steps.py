@@ -129,7 +129,7 @@ class Steps:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         1. Apply the `requires_grad` flags that callbacks have changed.
-        2. Prepare the batch, with the keys of its rows; all stages use the batch of the first stage.
+        2. Prepare the batch, with the keys of its samples; all stages use the batch of the first stage.
         3. Run the pipeline's step; the last stage computes the loss.
         4. Reduce the loss and the votes over all processes.
 

@@ -133,7 +133,7 @@ def generations_file(job: TrainingJob) -> Path | None:
 
 
 def keying_collator(job: TrainingJob, generations: Path, collate_fn: Any) -> KeyingCollator:
-    """Wrap the user's collator so that it adds the cache key of each row.
+    """Wrap the user's collator so that it adds the cache key of each sample.
 
     Args:
         job: the training job.
