@@ -30,7 +30,7 @@ from .workload import Workload, measure_pair_shares, measure_workload
 PROFILES = ("analytic", "cpu", "cuda")
 TOKEN_SLICES = ("off", "auto")
 FLAT_TOKENS = {"cpu": 16, "cuda": 256}
-"""For devices of which only whole samples are timed: a slice with fewer tokens than this is assumed to take as long."""
+"""For devices of which only whole samples are timed: slices of fewer tokens than this are assumed to take as long."""
 ROWS_TO_TIME = 8
 """Number of samples that are timed, as in the trainer."""
 DEFAULT_SAMPLES = 100_000

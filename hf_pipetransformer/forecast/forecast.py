@@ -42,7 +42,8 @@ class Job:
         max_frozen_layers: the user's upper bound on the number of frozen layers.
         pipeline_parallel_size: K, or "auto".
         is_elastic: whether the layers are repacked into fewer stages after a freeze.
-        caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores whole samples.
+        caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores
+            whole samples.
         token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
 
     Raises:

@@ -1,7 +1,7 @@
 """Cost of training a model on samples of a given length, from its configuration alone.
 
-FLOPs and bytes of a sample are polynomials of degree 2 in its number of tokens T: products with weights are linear in T,
-attention is quadratic. Therefore a model of placeholders is run on three short samples, and longer ones are
+FLOPs and bytes of a sample are polynomials of degree 2 in its number of tokens T: products with weights are linear in
+T, attention is quadratic. Therefore a model of placeholders is run on three short samples, and longer ones are
 extrapolated:
 
     T          16   32   64              2,048

@@ -14,7 +14,7 @@ from torch import nn
 from ..pipeline.mesh import ProcessMesh, as_bytes
 
 TRIES = 16
-"""Number of times that samples are collated to find random inputs; a collator may change only a few of them each time."""
+"""Number of times that samples are collated to find random inputs; a collator may change only some each time."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types whose `repr` shows their value rather than their memory address."""
 

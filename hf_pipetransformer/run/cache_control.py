@@ -7,8 +7,8 @@
     cached          0           0           4           4           7        `PipelinePlan.num_cached_layers`
 
 While an epoch fills the store, the frozen layers run distributed over the stages. Once nearly all samples of an epoch
-are in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions are
-made between two steps, from the counts of all processes, which are exchanged over the control group.
+are in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions
+are made between two steps, from the counts of all processes, which are exchanged over the control group.
 """
 
 from __future__ import annotations

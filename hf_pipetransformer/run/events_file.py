@@ -125,7 +125,7 @@ def record(
 
 
 def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:
-    """Return how a batch is split, in plain values: for each part, its number of samples and the lengths of its slices.
+    """Return how a batch is split, in plain values: for each part, the number of samples and the lengths of slices.
 
     If stages have been timed, "latencies" holds the coefficients of each stage's forward and backward.
     """

@@ -69,7 +69,9 @@ class Setup:
 def find_reduction(
     loss: TrainersLoss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
 ) -> tuple[LossReduction, bool]:
-    """Probe the loss, including a user-defined one, with a few samples on the whole model. Collective over all processes.
+    """Probe the loss, including a user-defined one, on the whole model with a few samples.
+
+    Collective over all processes.
 
     Args:
         loss: the trainer's loss.
