@@ -232,7 +232,7 @@ def run_job(case: Case, setting: Setting) -> Outcome:
         outcome.error = f"{type(error).__name__}: {error}"
         outcome.trace = "".join(traceback.format_exception(error))
         outcome.is_refusal = isinstance(error, ValueError) and frames[-1].filename.startswith(PACKAGE)
-    outcome.says_as_ddp = any("as under plain DDP" in message for message in warnings.messages)
+    outcome.says_as_ddp = any("As with plain DDP" in message for message in warnings.messages)
     outcome.steps = trainer.state.global_step if trainer is not None else 0
     outcome.seconds = time.monotonic() - started
     return outcome

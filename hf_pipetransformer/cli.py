@@ -63,10 +63,10 @@ def inspect(
     except ValueError:
         numbers = [0]
     if min(numbers) < 1:
-        _fail(2, f"--stages is {stages!r}, but must be positive numbers with commas, such as 1,2,4.")
+        _fail(2, f"--stages is {stages!r}, but must be comma-separated positive integers, such as 1,2,4.")
 
     if task != "auto" and task not in inspection.TASKS:
-        _fail(2, f"--task is {task!r}, but the tasks are auto, {', '.join(inspection.TASKS)}.")
+        _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(inspection.TASKS)}.")
     try:
         config = inspection.load_config(model_or_config)
         cls = inspection.model_class(config, task)
@@ -121,7 +121,7 @@ def plan(
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
     if task != "auto" and task not in inspection.TASKS:
-        _fail(2, f"--task is {task!r}, but the tasks are auto, {', '.join(inspection.TASKS)}.")
+        _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(inspection.TASKS)}.")
     try:
         request = command.Request(
             devices=devices,

@@ -100,8 +100,8 @@ class PipeTransformerTrainer(Trainer):
             args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, PipeTransformerTrainingArguments):
             raise ValueError(
-                f"args is a {type(args).__name__}: a PipeTransformerTrainer needs PipeTransformerTrainingArguments,"
-                " which take the same fields."
+                f"args is a {type(args).__name__}, but PipeTransformerTrainer requires"
+                " PipeTransformerTrainingArguments. Pass an instance of it; it accepts the same fields."
             )
         if args.uses_pipeline:
             refuse_distributed_model(model)
@@ -259,12 +259,17 @@ class PipeTransformerTrainer(Trainer):
             # the arguments unset it when they are created, so it was set later; items are already counted over all
             # processes
             self.args.average_tokens_across_devices = False
-            logger.warning("average_tokens_across_devices=True has no effect: a loss is that of the global batch.")
+            logger.warning(
+                "average_tokens_across_devices=True has no effect: the loss is always computed over the global batch."
+            )
         return super().compute_loss(model, inputs, *positional, **keywords)
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
-            raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm over all stages.")
+            raise ValueError(
+                f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
+                " Use norm_type=2."
+            )
         assert self._pipeline_run is not None
         return self._pipeline_run.steps.clip(max_norm)
 

@@ -47,7 +47,7 @@ def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
     except (TypeError, ValueError, OverflowError):
         number = 0
     if number < 1 or isinstance(value, (bool, float)):
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, or 'auto'.")
+        raise ValueError(f"{name}={value!r} is invalid. Set it to an integer of at least 1, or to 'auto'.")
     return number
 
 
@@ -65,8 +65,8 @@ def _token_slices(value: Any) -> str | int | list[int]:
     )
     if not is_known:
         raise ValueError(
-            f"token_slices={given!r}: it must be 'off', 'auto', a number of slices (at least 1), or a list of their"
-            " lengths, such as [512, 256, 256]."
+            f"token_slices={given!r} is invalid. Set it to 'off', 'auto', a number of slices (at least 1), or a list"
+            " of slice lengths, such as [512, 256, 256]."
         )
     return lengths if isinstance(value, (list, tuple)) else value
 
@@ -75,9 +75,11 @@ def _from_json(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:  # also raised for integers with thousands of digits
-        raise ValueError(f'{name}={text!r} is not JSON ({error}): write it as {{"1": 4, "2": 7}}.') from None
+        raise ValueError(
+            f'{name}={text!r} is not valid JSON ({error}). Pass a JSON object such as {{"1": 4, "2": 7}}.'
+        ) from None
     if not isinstance(value, dict):
-        raise ValueError(f'{name}={text!r}: it must be a map, such as {{"1": 4, "2": 7}}.')
+        raise ValueError(f'{name}={text!r} is not a JSON object. Pass one such as {{"1": 4, "2": 7}}.')
     return value
 
 
@@ -259,10 +261,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.token_slices = _token_slices(self.token_slices)
         if self.pipeline_schedule not in SCHEDULES:
             raise ValueError(
-                f"pipeline_schedule={self.pipeline_schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}."
+                f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
+                f" {', '.join(map(repr, SCHEDULES))}."
             )
         if not isinstance(self.elastic, bool):
-            raise ValueError(f"elastic={self.elastic!r}: it must be True or False.")
+            raise ValueError(f"elastic={self.elastic!r} is invalid. Set it to True or False.")
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # raises if a value is out of range
@@ -287,8 +290,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self.average_tokens_across_devices = False
             if getattr(self, "enable_jit_checkpoint", False):
                 raise ValueError(
-                    "enable_jit_checkpoint=True: each process would save at a step of its own. Unset it: on SIGTERM"
-                    " all processes save a checkpoint at the same step, and leave, without it."
+                    "enable_jit_checkpoint=True is not supported, because each process would save a checkpoint at a"
+                    " different step. Unset it: PipeTransformerTrainer already handles SIGTERM by saving a checkpoint"
+                    " at the same step on all processes and exiting."
                 )
         if self.uses_pipeline:
             try:
@@ -304,7 +308,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         for name, other, wanted in needs:
             value, found = getattr(self, name), getattr(self, other)
             if value is not None and found != wanted:
-                logger.warning("%s=%r has no effect: set %s=%r, which is %r.", name, value, other, wanted, found)
+                logger.warning(
+                    "%s=%r has no effect: it requires %s=%r, but the current value is %r.",
+                    name,
+                    value,
+                    other,
+                    wanted,
+                    found,
+                )
 
     @property
     def slices_tokens(self) -> bool:
@@ -317,47 +328,54 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         wanted = f"token_slices={self.token_slices!r}"
         if not self.uses_pipeline:
             raise ValueError(
-                f"{wanted} needs several stages, and pipeline_parallel_size is 1: raise it, or set token_slices='off'."
+                f"{wanted} requires several stages, but pipeline_parallel_size is 1. Increase pipeline_parallel_size,"
+                " or set token_slices='off'."
             )
         if self.pipeline_schedule != "1f1b":
             raise ValueError(
-                f"{wanted} needs pipeline_schedule='1f1b', and it is {self.pipeline_schedule!r}: leave it out."
+                f"{wanted} requires pipeline_schedule='1f1b', but it is {self.pipeline_schedule!r}. Set"
+                " pipeline_schedule='1f1b', or token_slices='off'."
             )
         if self.label_smoothing_factor:
             raise ValueError(
-                f"{wanted} cannot be combined with label_smoothing_factor={self.label_smoothing_factor}: smoothing"
-                " shifts the labels itself, and each slice would lose one. Set label_smoothing_factor=0."
+                f"{wanted} cannot be combined with label_smoothing_factor={self.label_smoothing_factor}: label"
+                " smoothing shifts the labels within each slice, so that every slice would lose one label. Set"
+                " label_smoothing_factor=0."
             )
         if self.full_determinism and self.token_slices == "auto":
             raise ValueError(
-                f"{wanted} goes by measured times, which differ between runs, and full_determinism forbids that: give"
-                " a number of slices."
+                f"{wanted} cannot be combined with full_determinism=True, because it chooses the slices from measured"
+                " times, which differ between runs. Set token_slices to a number of slices."
             )
         if self.activation_cache == "on":
             raise ValueError(
-                f"{wanted} cannot be combined with activation_cache='on': the cache keeps whole rows. Set"
+                f"{wanted} cannot be combined with activation_cache='on', because the cache stores whole samples. Set"
                 " activation_cache='off' or token_slices='off'."
             )
 
     def _check_cache(self) -> None:
         for name, values in (("activation_cache", CACHE_MODES), ("activation_cache_dtype", tuple(CACHE_DTYPES))):
             if getattr(self, name) not in values:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, values))}.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported. Set it to one of"
+                    f" {', '.join(map(repr, values))}."
+                )
         limit = self.activation_cache_max_gib
         if limit is not None and not (_is_number(limit) and limit > 0):
             raise ValueError(
-                f"activation_cache_max_gib={limit!r}: give a size above 0, or activation_cache='off' for no cache."
+                f"activation_cache_max_gib={limit!r} is invalid. Set it to a number above 0, or set"
+                " activation_cache='off' to disable the cache."
             )
         folder = self.activation_cache_dir
         if not (folder is None or isinstance(folder, (str, Path))) or "\0" in str(folder):
-            raise ValueError(f"activation_cache_dir={folder!r}: give the path of a folder.")
+            raise ValueError(f"activation_cache_dir={folder!r} is invalid. Set it to the path of a folder.")
 
     def _check_watchdog(self) -> None:
         seconds = self.watchdog_timeout
         if not _is_number(seconds) or (seconds != 0 and not 1 <= seconds <= MOST_SECONDS):
             raise ValueError(
-                f"watchdog_timeout={seconds!r}: give at least 1 second (and no more than {MOST_SECONDS}), or 0 if"
-                " nobody shall look for processes that hang."
+                f"watchdog_timeout={seconds!r} is invalid. Set it to between 1 and {MOST_SECONDS} seconds, or to 0 to"
+                " disable the watchdog."
             )
 
     def make_freeze_policy(self) -> FreezePolicy:
@@ -411,14 +429,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         for name, why in (
             ("fsdp", "FSDP shards the parameters that the stages hold"),
             ("deepspeed", "DeepSpeed distributes the model itself"),
-            ("torch_compile", "a compiled forward cannot be left between two layers"),
-            ("torch_compile_backend", "a compiled forward cannot be left between two layers"),
-            ("torch_compile_mode", "a compiled forward cannot be left between two layers"),
-            ("parallelism_config", "Accelerate's own parallelism lays out the processes differently"),
+            ("torch_compile", "a compiled forward cannot be split between two layers"),
+            ("torch_compile_backend", "a compiled forward cannot be split between two layers"),
+            ("torch_compile_mode", "a compiled forward cannot be split between two layers"),
+            ("parallelism_config", "Accelerate's own parallelism arranges the processes differently"),
             ("fp16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
             ("bf16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
-            ("save_on_each_node", "the first process alone collects the stages' weights"),
-            ("auto_find_batch_size", "stages run out of memory one by one, and could not agree on a size"),
+            ("save_on_each_node", "only the first process collects the weights of all stages"),
+            ("auto_find_batch_size", "each stage runs out of memory at its own batch size, and all need the same"),
         ):
             value = getattr(self, name, None)
             if value:
@@ -429,24 +447,25 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
             if os.environ.get(variable, "false").lower() in ("true", "1"):
                 raise ValueError(
-                    f"{name} is switched on by the launcher ({variable}) and cannot be combined with {wanted}. Launch"
-                    " with a configuration without it (accelerate_configs/ has some), or set pipeline_parallel_size=1."
+                    f"{name} is enabled by the launcher ({variable}) and cannot be combined with {wanted}. Launch with"
+                    " a configuration that does not enable it (for example one of accelerate_configs/), or set"
+                    " pipeline_parallel_size=1."
                 )
         optimizer = OptimizerNames(self.optim).value
         if any(name in optimizer for name in FUSED_BACKWARD_OPTIMIZERS):
             raise ValueError(
-                f"optim={optimizer!r} cannot be combined with {wanted}: it updates parameters during the backward,"
-                " before their gradients are complete. Choose another optim, such as 'adamw_torch'."
+                f"optim={optimizer!r} cannot be combined with {wanted}: it updates parameters during the backward"
+                " pass, before their gradients are complete. Set another optim, such as 'adamw_torch'."
             )
         if "underflow_overflow" in str(self.debug):
             raise ValueError(
-                f"debug='underflow_overflow' cannot be combined with {wanted}: parameters of other stages are NaN"
-                " while it trains. Debug with pipeline_parallel_size=1."
+                f"debug='underflow_overflow' cannot be combined with {wanted}: during training the parameters of"
+                " other stages are placeholders that contain NaN. Set pipeline_parallel_size=1 for debugging."
             )
         if str(self.train_sampling_strategy) == "batch_rebalance":
             raise ValueError(
-                f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it lays out the batches"
-                " by process, not by pipeline. Choose 'group_by_length'."
+                f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it balances the batches"
+                " over processes, not over pipelines. Set train_sampling_strategy='group_by_length'."
             )
 
     def _refuse_what_only_now_is_known(self) -> None:
@@ -455,7 +474,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if self.n_gpu > 1:
             raise ValueError(
                 f"{wanted} needs one process per device, but this process sees {self.n_gpu} devices and would use"
-                f" nn.DataParallel: start {self.n_gpu} processes with `accelerate launch` or `torchrun`."
+                f" nn.DataParallel. Start {self.n_gpu} processes with `accelerate launch` or `torchrun`."
             )
         checkpointing: dict[str, Any] = {
             **(getattr(self, "gradient_checkpointing_kwargs", None) or {}),
@@ -468,8 +487,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             )
         if self._splits_batches:
             raise ValueError(
-                f"split_batches=True in accelerator_config cannot be combined with {wanted}: the batch of a pipeline"
-                " is per_device_train_batch_size x stages. Unset it and lower per_device_train_batch_size."
+                f"split_batches=True in accelerator_config cannot be combined with {wanted}: the batch size of a"
+                " pipeline is per_device_train_batch_size x number of stages. Unset split_batches and reduce"
+                " per_device_train_batch_size instead."
             )
 
     def _refuse_impossible_layout(self, world_size: int) -> None:
@@ -484,13 +504,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if world_size == 1:
             raise ValueError(
                 f"{wanted}, but only one process runs: a pipeline needs one process per stage. Start {stages} with"
-                f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU note"
-                " that `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one process whatever the"
-                " number; `distributed_type: MULTI_GPU` with `use_cpu=True` (or torchrun) starts them all."
+                f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU,"
+                " `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
+                " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
             )
         divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise ValueError(
-            f"{wanted} does not divide the {world_size} processes: choose one of {divisors}, or start a multiple"
-            f" of {stages} processes. (On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one"
-            " process whatever the number; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun.)"
+            f"{wanted} does not divide the {world_size} processes. Set it to one of {divisors}, or start a multiple"
+            f" of {stages} processes. (On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only"
+            " one process, regardless of --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or"
+            " torchrun.)"
         )

@@ -263,7 +263,7 @@ def test_longer_than_the_model_allows_later(stages: int) -> None:
 @pytest.mark.slow
 def test_longer_than_the_model_allows_where_slices_are_timed_on_it() -> None:
     case = Case("causal-lm", "gpt2", 24, at=LATE, how="long", tokens=400, options={"token_slices": "auto"})
-    assert_one_failed(errors_of(case, 2), ValueError, "rows of 400 tokens, and GPT2LMHeadModel takes 40")
+    assert_one_failed(errors_of(case, 2), ValueError, "samples of 400 tokens, but GPT2LMHeadModel supports at most 40")
 
 
 @both

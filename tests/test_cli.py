@@ -109,11 +109,11 @@ def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
         (["{tmp}"], 2, "unknown model .*: the folder has no config.json"),
         (["{tmp}/broken.json"], 2, "unknown model .*: its configuration cannot be read"),
         (["bert", "--task", "ctc"], 2, "no ctc model for BertConfig"),
-        (["bert", "--task", "cooking"], 2, "--task is 'cooking', but the tasks are"),
+        (["bert", "--task", "cooking"], 2, "--task is 'cooking', but must be one of auto"),
         (["bert", "--stages", "2,x"], 2, "--stages is '2,x', but must be"),
         (["bert", "--stages", "0"], 2, "--stages is '0', but must be"),
         (["wav2vec2"], 1, "Wav2Vec2ForSequenceClassification cannot be trained as a pipeline: layerdrop=0.1"),
-        (["encodec"], 1, "encodec cannot be inspected: no dummy batch"),
+        (["encodec"], 1, "encodec cannot be inspected: No dummy batch"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str, tmp_path: Path) -> None:
@@ -134,9 +134,11 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection.AutoConfig, "from_pretrained", not_found)
     result = run("inspect", "no/such-model")
     assert result.exit_code == 2
-    assert "unknown model 'no/such-model': it is no folder or config.json, none of the " in result.stderr
-    assert "none of the 0" not in result.stderr
-    assert "did not give it (We couldn't connect to the Hub)" in " ".join(result.stderr.split())
+    assert "unknown model 'no/such-model': it is not a folder, a config.json or one of the " in result.stderr
+    assert "one of the 0" not in result.stderr
+    assert "could not be loaded from the Hugging Face Hub (We couldn't connect to the Hub)" in " ".join(
+        result.stderr.split()
+    )
 
 
 def test_version() -> None:

@@ -138,7 +138,7 @@ def with_a_loader_of_its_own(rank: int, world_size: int, freezes: bool) -> str:
     trainer = alone(run)
     if freezes:
         trainer.add_callback(schedule())
-    with pytest.raises(ValueError, match="was not made by PipeTransformerTrainer") as caught:
+    with pytest.raises(ValueError, match="was not created by PipeTransformerTrainer") as caught:
         trainer.train()
     return str(caught.value)
 

@@ -127,7 +127,7 @@ def toggle(rank: int, world_size: int) -> None:
 
 def test_flags_that_change_within_a_step_are_refused_everywhere() -> None:
     for error in run_ranks_expecting_error(toggle, 2, timeout=60):
-        assert isinstance(error, ValueError) and "something else than a callback" in str(error)
+        assert isinstance(error, ValueError) and "outside a callback" in str(error)
 
 
 # ------------------------------------------------------------------------------------------ identity

@@ -201,5 +201,5 @@ def test_adapters_on_a_quantised_base_are_refused() -> None:
     run, _ = LORA["bert"]
     model = build("bert")
     model.get_base_model().is_quantized = True
-    with pytest.raises(UnsupportedModelError, match="quantised"):
+    with pytest.raises(UnsupportedModelError, match="quantized"):
         LayerStack.discover(model, dict(PadCollator(run.kind)(first_samples(run.data(2), 2))))

@@ -113,7 +113,7 @@ def with_model(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("data-parallel", ["DataParallel", "plain model"]),
+        ("data-parallel", ["DataParallel", "unwrapped model"]),
         ("device-map", ["device map", "2 entries"]),
         ("different-models", ["different models", "process 0", "process 1"]),
         ("different-classes", ["different models", "Roberta"]),

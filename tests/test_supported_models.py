@@ -75,7 +75,7 @@ def test_supported(name, stacks):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("XLMForSequenceClassification", "no stack of sequential layers"), ("ResNetForImageClassification", "BatchNorm")],
+    [("XLMForSequenceClassification", "no sequential stack of layers"), ("ResNetForImageClassification", "BatchNorm")],
 )
 def test_refused(name, reason):
     finding = script.examine(candidate(name))

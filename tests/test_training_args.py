@@ -109,7 +109,7 @@ def test_choices_are_shown_on_the_command_line(capsys):
 @pytest.mark.parametrize("name", ["pipeline_parallel_size", "num_microbatches"])
 @pytest.mark.parametrize("value", [0, -1, "0", "two", "2.5", 2.0, True, None, "", "AUTO"])
 def test_numbers_that_are_none(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name}=.*whole number of at least 1, or 'auto'"):
+    with pytest.raises(ValueError, match=f"{name}=.*integer of at least 1, or to 'auto'"):
         make(tmp_path, **{name: value})
 
 
@@ -173,14 +173,14 @@ def test_split_batches(tmp_path):
 @pytest.mark.usefixtures("four_processes")
 def test_more_than_one_device_in_a_process(tmp_path, monkeypatch):
     monkeypatch.setattr(PipeTransformerTrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(ValueError, match=r"one process per device.*start 2 processes"):
+    with pytest.raises(ValueError, match=r"one process per device.*Start 2 processes"):
         make(tmp_path, pipeline_parallel_size=2)
 
 
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize("size", [3, 8])
 def test_stages_that_do_not_divide_the_processes(tmp_path, size):
-    with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes: choose one of 1, 2, 4.*MULTI"):
+    with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes. Set it to one of 1, 2, 4.*MULTI"):
         make(tmp_path, pipeline_parallel_size=size)
 
 
@@ -237,9 +237,9 @@ def test_token_slices_that_mean_nothing_are_refused(given: Any) -> None:
     ("options", "why"),
     [
         ({"pipeline_parallel_size": 1}, "several stages"),
-        ({"pipeline_schedule": "gpipe"}, "needs pipeline_schedule"),
+        ({"pipeline_schedule": "gpipe"}, "requires pipeline_schedule"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0"),
-        ({"activation_cache": "on"}, "whole rows"),
+        ({"activation_cache": "on"}, "whole samples"),
         ({"full_determinism": True}, "measured times"),
     ],
     ids=lambda value: str(value),
@@ -254,8 +254,14 @@ def test_what_excludes_token_slices_is_refused(options: dict[str, Any], why: str
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"freeze_policy": "alpha", "freeze_schedule": {"2": 4}}, "set freeze_policy='schedule', which is 'alpha'"),
-        ({"freeze_policy": "alpha", "freeze_steps": 100}, "set freeze_strategy='steps', which is 'epoch'"),
+        (
+            {"freeze_policy": "alpha", "freeze_schedule": {"2": 4}},
+            "requires freeze_policy='schedule', but the current value is 'alpha'",
+        ),
+        (
+            {"freeze_policy": "alpha", "freeze_steps": 100},
+            "requires freeze_strategy='steps', but the current value is 'epoch'",
+        ),
         ({"freeze_policy": "schedule", "freeze_schedule": {"2": 4}}, None),
     ],
 )

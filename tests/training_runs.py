@@ -5,7 +5,6 @@ Functions here run inside the ranks of `distributed.run_ranks`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -142,7 +141,7 @@ def outcome_of(trainer: Trainer, resume_from_checkpoint: str | None = None) -> O
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: copy.deepcopy(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------ looking into a training

@@ -209,7 +209,7 @@ class GenerationFiles:
             with open(open_private(META, os.O_RDONLY, self._folder), encoding="utf-8") as file:
                 content = json.load(file)
         except (FileNotFoundError, RecursionError) as error:
-            raise ValueError(f"{META} is missing, or was never this program's.") from error
+            raise ValueError(f"{META} is missing, or was not written by this program.") from error
         match content:
             case {"version": version, "num_buckets": int(num_buckets), "facts": dict(facts), "checksum": checksum} if (
                 version == FORMAT_VERSION and 1 <= num_buckets <= MAX_BUCKETS
@@ -217,7 +217,7 @@ class GenerationFiles:
                 meta = Meta(num_buckets, facts)
                 if checksum == meta.checksum():
                     return meta
-        raise ValueError(f"{META} is damaged or of another version.")
+        raise ValueError(f"{META} is damaged or was written by another version.")
 
     def _bucket_offset(self, key: bytes) -> int:
         return int.from_bytes(key[:8], "little") % self.meta.num_buckets * _BUCKET_BYTES

@@ -191,7 +191,7 @@ class GenerationWriter:
         return self._files.meta.facts
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A GenerationWriter stays in the process that made it: send the ActivationStore instead.")
+        raise TypeError("A GenerationWriter cannot be sent to another process. Send the ActivationStore instead.")
 
     def put(self, keys: Sequence[bytes], rows: Sequence[Row]) -> int:
         """Store samples, so that the readers of all processes find them.
@@ -222,7 +222,7 @@ class GenerationWriter:
         for key, row in zip(keys, rows, strict=True):  # (1)
             payload = _flat(row)
             if payload.nbytes > MAX_PAYLOAD_BYTES:
-                raise ValueError(f"A row has {payload.nbytes} bytes, but at most {MAX_PAYLOAD_BYTES} can be stored.")
+                raise ValueError(f"A sample has {payload.nbytes} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed.")
             if key in payloads:
                 continue
             if self._is_hit(key, payload.nbytes):
@@ -268,7 +268,7 @@ class GenerationWriter:
             if used + size > self._max_bytes:
                 raise StoreFull(
                     errno.ENOSPC,
-                    f"{used} bytes are stored and max_bytes is {self._max_bytes}, so {size} more do not fit: raise it",
+                    f"{used} bytes are stored and max_bytes is {self._max_bytes}, so {size} more bytes do not fit",
                     str(self._path.parent),
                 )
         start = os.fstat(self._segment).st_size
@@ -299,7 +299,7 @@ class ActivationStore:
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int | None = None, user: str = "anybody") -> None:
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(
-                f"max_bytes is {max_bytes}: give the bytes that the store may take, or None for no bound."
+                f"max_bytes is {max_bytes}. Set it to the maximum size of the store in bytes, or to None for no limit."
             )
         self.folder = Path(folder)
         self.max_bytes = max_bytes
@@ -355,10 +355,10 @@ class ActivationStore:
         """
         path = self._path(num_frozen, fingerprint)
         if not 0 <= writer <= MAX_WRITER:
-            raise ValueError(f"writer is {writer}, but writers are numbered from 0 to {MAX_WRITER}.")
+            raise ValueError(f"writer is {writer}, but must be between 0 and {MAX_WRITER}.")
         num_buckets = -(-capacity * RECORDS_PER_ROW // RECORDS_PER_BUCKET)
         if not 1 <= num_buckets <= MAX_BUCKETS:
-            raise ValueError(f"capacity is {capacity}: give the number of rows that are expected, from 1 to 2^33.")
+            raise ValueError(f"capacity is {capacity}. Set it to the expected number of samples, from 1 to 2^33.")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refusal = self.why_refused()
         if refusal is not None:
@@ -444,8 +444,8 @@ class ActivationStore:
         name = f"{num_frozen:03d}-{fingerprint}"
         if _GENERATION.fullmatch(name) is None:
             raise ValueError(
-                f"num_frozen is {num_frozen} and fingerprint {fingerprint!r}: give a number that is not negative, and"
-                " letters, digits, '-' and '_'."
+                f"num_frozen is {num_frozen} and fingerprint is {fingerprint!r}, but num_frozen must not be negative,"
+                " and fingerprint may contain only letters, digits, '-' and '_'."
             )
         return self.folder / name
 
@@ -497,9 +497,9 @@ class ActivationStore:
 def _check_keys(keys: Sequence[bytes], rows: Sequence[Row] | None = None) -> None:
     for key in keys:
         if len(key) != KEY_BYTES:
-            raise ValueError(f"A key has {len(key)} bytes, but keys have {KEY_BYTES}.")
+            raise ValueError(f"A key has {len(key)} bytes, but keys must have {KEY_BYTES}.")
     if rows is not None and len(rows) != len(keys):
-        raise ValueError(f"There are {len(keys)} keys and {len(rows)} rows: give one row for each key.")
+        raise ValueError(f"There are {len(keys)} keys and {len(rows)} samples. Pass one sample for each key.")
 
 
 def _flat(row: Row) -> memoryview:

@@ -109,7 +109,7 @@ def probe_boundaries(
     """
     probe = _Probe(stack, samples, collate, ignored)
     if not stack.units:
-        probe.refuse_all("the model has no layers that can be run one by one")
+        probe.refuse_all("the model has no layers that can be run one at a time")
     else:
         with _evaluating(stack):
             try:
@@ -213,15 +213,15 @@ class _Probe:
         self._check_parameters(freezable, shortest)  # 2
         self._check_ignored(sample)  # 4
         others = _with_other_padding(sample)  # 5
-        self._compare("padded ids", others, "ids of padding change the hidden state of real tokens", SAME)
+        self._compare("padded ids", others, "the ids of padding tokens change the hidden state of real tokens", SAME)
         for group in _groups(order):  # 6
             rows = self._rows(group)
             if len(group) == 1:
-                self._compare("alone", rows, "a row alone has another hidden state than in a batch")
+                self._compare("alone", rows, "a sample alone has a different hidden state than in a batch")
             elif _width(rows) == _width(sample):
-                self._compare("neighbours", rows, "a row depends on its neighbours in the batch")
+                self._compare("neighbours", rows, "a sample's hidden state depends on the other samples in the batch")
             else:
-                self._compare("padded length", rows, "a row depends on the padded length")
+                self._compare("padded length", rows, "a sample's hidden state depends on the padded length")
         self._check_padding(sample, output, loss_of)  # 7
         if loss_of is not None and self.open:  # 8
             with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
@@ -230,8 +230,8 @@ class _Probe:
             self._judge_all(
                 "loss from above",
                 error,
-                "the loss is another one where the layers' outputs come from the cache (it reads lower layers'"
-                " outputs, or changes the inputs before the model sees them)",
+                "the loss differs when the layers' outputs come from the cache (it reads lower layers' outputs, or"
+                " changes the inputs before the model receives them)",
             )
 
     # ------------------------------------------------------------------------------------ the checks
@@ -242,10 +242,10 @@ class _Probe:
             read = [slot for slot in slots if slot.is_used]
             if len(read) != 1:
                 self.refuse(
-                    boundary, f"{len(read)} tensors are read above the frozen layers, and only one can be kept"
+                    boundary, f"{len(read)} tensors are read above the frozen layers, but only one can be cached"
                 )
             elif not self._stack.runner.floating_outputs(read[0].stack)[read[0].position]:
-                self.refuse(boundary, "whole numbers are read above the frozen layers")
+                self.refuse(boundary, "an integer tensor is read above the frozen layers")
             else:
                 self.open[boundary] = read[0]
 
@@ -274,8 +274,8 @@ class _Probe:
             if sample.fits(state):  # cloned, because a layer may write into its input
                 self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
             else:
-                expected = f"[{len(sample.indices)} rows, {_width(sample) or 'some'} tokens, ...]"
-                self.refuse(boundary, f"the hidden state is {list(state.shape)}, not {expected}")
+                expected = f"[{len(sample.indices)} samples, {_width(sample) or 'some'} tokens, ...]"
+                self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
 
         return self._forward(sample, visit, restores=False)
 
@@ -323,7 +323,7 @@ class _Probe:
         runner.freeze(self._stack.num_units)
         self._stack.model.train()
         try:
-            reason = "random numbers, a count of calls or training mode change the hidden state of frozen layers"
+            reason = "random numbers, a call counter or training mode change the hidden state of frozen layers"
             self._compare("repeat", sample, reason, SAME, restores=False)
         finally:
             self._stack.model.eval()
@@ -341,8 +341,8 @@ class _Probe:
             values = [*_other_values(sample.batch[name], self._stack.model), None]
             if not any(self._can_compare(sample, name, value, reason) for value in values):
                 self.refuse_all(
-                    f"all rows of the sample have the same {name!r}, and the model runs with no other value of it: it"
-                    " cannot be tried whether frozen layers read it"
+                    f"all probed samples have the same {name!r}, and the model does not run with any other value of"
+                    " it, so it cannot be checked whether frozen layers read it"
                 )
 
     def _can_compare(self, sample: _Rows, name: str, value: torch.Tensor | None, reason: str) -> bool:
@@ -408,13 +408,14 @@ class _Probe:
             batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
         spans, keys = spans_of(batch), content_keys(batch, self._ignored)
         if spans is None:
-            raise _Refusal("the attention mask is not [rows, tokens] of 0 and 1, padded at the ends of rows only")
+            raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
         if keys is None:
-            raise _Refusal("the batch has inputs other than tensors and plain values")
+            raise _Refusal("the batch contains inputs other than tensors and plain values")
         if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, keys, strict=True)):
             raise _Refusal(
-                "a sample has other inputs in another batch, so that its state would not be found again (random"
-                " masking or augmentation, padding without an attention mask, images beside text)"
+                "a sample has different inputs in another batch, so its cached state would not be found again"
+                " (possible reasons: random masking or augmentation, padding without an attention mask, images beside"
+                " text)"
             )
         moved = on_device(batch, self._device)
         return _Rows(moved, tuple(indices), spans)

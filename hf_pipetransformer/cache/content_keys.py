@@ -214,8 +214,8 @@ class KeyingCollator:
             return batch
         if KEYS_NAME in batch:
             raise ValueError(
-                f"the data collator returns an input {KEYS_NAME!r}, a name that the activation cache needs for its"
-                " own: rename this input."
+                f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
+                " Rename this input."
             )
         keys = _row_keys(batch, self.ignored)
         if keys is None:

@@ -483,14 +483,15 @@ def refuse_empty(dataset: Any) -> None:
         ValueError: if the length is 0.
     """
     if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise ValueError(f"train_dataset ({type(dataset).__name__}) is empty: give it at least one sample.")
+        raise ValueError(f"train_dataset ({type(dataset).__name__}) is empty. Pass one with at least one sample.")
 
 
 def _repeated(samples: list[Any], count: int, dataset: Any) -> list[Any]:
     if not samples:
         raise ValueError(
-            f"The dataset ({type(dataset).__name__}) is empty, or has less than one whole batch and"
-            " dataloader_drop_last=True: there is no sample to learn shapes from."
+            f"The dataset ({type(dataset).__name__}) is empty, or has less than one full batch and"
+            " dataloader_drop_last=True, so there is no batch to infer shapes from. Pass more samples, or set"
+            " dataloader_drop_last=False."
         )
     return (samples * count)[:count]
 

@@ -66,20 +66,20 @@ class Request:
             raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
         if self.token_slices not in TOKEN_SLICES:
             raise ValueError(
-                f"token_slices is {self.token_slices!r}, but must be one of {', '.join(TOKEN_SLICES)}: slices of given"
-                " lengths are not forecast."
+                f"token_slices is {self.token_slices!r}, but must be one of {', '.join(TOKEN_SLICES)}. Slices of given"
+                " lengths cannot be forecast."
             )
         if self.token_slices != "off" and self.pipeline_parallel_size == "1":
             raise ValueError(
-                "token_slices is 'auto', but needs several stages, and pipeline_parallel_size is 1: raise it, or set"
-                " token_slices='off'."
+                "token_slices is 'auto', which requires several stages, but pipeline_parallel_size is 1. Increase"
+                " pipeline_parallel_size, or set token_slices='off'."
             )
         for name in ("device", "efficiency"):  # these apply to the device table only
             value = getattr(self, name)
             if value is not None and self.profile != "analytic":
                 raise ValueError(
-                    f"{name} is {value!r}, but profile={self.profile!r} times the model on this machine: leave out one"
-                    " of them."
+                    f"{name} is {value!r}, but profile={self.profile!r} times the model on this machine. Remove one of"
+                    " the two options."
                 )
         if self.seq < 1:
             raise ValueError(f"seq is {self.seq}, but must be at least 1.")
@@ -176,8 +176,8 @@ def _refuse_slices_of_others(model: PreTrainedModel) -> None:
     is_encoder = type(config) in masked and not getattr(config, "is_decoder", False)
     if is_encoder or not isinstance(model, expected):
         raise ValueError(
-            f"token_slices is 'auto', but {type(model).__name__} is no causal language model, and only there no token"
-            " depends on later ones: set token_slices='off', or choose the task causal-lm of a decoder."
+            f"token_slices is 'auto', which requires a causal language model, but {type(model).__name__} is not one."
+            " Set token_slices='off', or pass a decoder with the task causal-lm."
         )
     attention_windows(model)
 
@@ -268,10 +268,11 @@ def _schedule(text: str) -> Mapping[str, Any]:
         schedule = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f'freeze_schedule is {text!r}, which is no JSON ({error}): write {{"1": 4, "2": 7}}.'
+            f"freeze_schedule is {text!r}, which is not valid JSON ({error}). Pass a JSON object such as"
+            ' {"1": 4, "2": 7}.'
         ) from None
     if not isinstance(schedule, dict):
-        raise ValueError(f'freeze_schedule is {text!r}, but must be a map, such as {{"1": 4, "2": 7}}.')
+        raise ValueError(f'freeze_schedule is {text!r}, but must be a JSON object such as {{"1": 4, "2": 7}}.')
     return schedule
 
 
@@ -279,5 +280,5 @@ def _number_or_auto(name: str, text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{name} is {text!r}, but must be a whole number of at least 1, or 'auto'.")
+        raise ValueError(f"{name} is {text!r}, but must be an integer of at least 1, or 'auto'.")
     return int(text)

@@ -123,7 +123,7 @@ def device_named(name: str) -> Device:
     """
     if name not in DEVICES:
         raise ValueError(
-            f"device={name!r} is not in the table, which has {', '.join(DEVICES)}: take the nearest one and set"
-            " memory_gib and efficiency, or measure on the machine by profile='cuda'."
+            f"device={name!r} is not in the device table, which contains {', '.join(DEVICES)}. Use the most similar"
+            " one and set memory_gib and efficiency, or measure on the machine itself with profile='cuda'."
         )
     return DEVICES[name]

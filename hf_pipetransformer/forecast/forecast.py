@@ -70,13 +70,13 @@ class Job:
         if self.batch_rows % self.num_devices:
             below = self.batch_rows - self.batch_rows % self.num_devices
             raise ValueError(
-                f"batch_rows is {self.batch_rows}, but {self.num_devices} devices bring the same number of rows each:"
-                f" take {f'{below} or ' if below else ''}{below + self.num_devices}."
+                f"batch_rows is {self.batch_rows}, but must be a multiple of the {self.num_devices} devices. Set it to"
+                f" {f'{below} or ' if below else ''}{below + self.num_devices}."
             )
         if self.freeze_policy.needs_gradient_norms:
             raise ValueError(
-                f"{type(self.freeze_policy).__name__} decides by gradients, which only a training has: forecast"
-                " 'alpha' or 'schedule'."
+                f"{type(self.freeze_policy).__name__} decides from gradients, which are only known during training."
+                " Use the freeze policy 'alpha' or 'schedule' for a forecast."
             )
 
     @property

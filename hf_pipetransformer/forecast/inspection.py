@@ -99,8 +99,8 @@ def load_config(name: str) -> PreTrainedConfig:
             reason = "the folder has no config.json"
         else:
             reason = (
-                f"it is no folder or config.json, none of the {len(list(CONFIG_MAPPING.keys()))} model types, "
-                f"and the Hugging Face Hub did not give it ({_first_line(error)})"
+                f"it is not a folder, a config.json or one of the {len(list(CONFIG_MAPPING.keys()))} model types, "
+                f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
             )
         raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
     return config
@@ -130,7 +130,7 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
     if task != "auto":
         if not takes(task):
             raise UnknownModelError(
-                f"no {task} model for {type(config).__name__} in transformers: try another --task."
+                f"transformers has no {task} model for {type(config).__name__}. Pass another --task."
             )
         return _class(TASKS[task])
     for name in config.architectures or ():

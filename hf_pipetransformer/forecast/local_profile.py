@@ -80,7 +80,7 @@ def profile_here(
         ValueError: there is no such device, or the processes' weights do not fit into this machine's memory.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("profile is 'cuda', but no CUDA device is here: use 'analytic' and name a device.")
+        raise ValueError("profile is 'cuda', but no CUDA device is available. Set profile='analytic' and device.")
     processes = processes_here(device_type, num_devices)
     with tempfile.TemporaryDirectory() as folder:
         threads = int(os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // processes, 1)))
@@ -102,9 +102,9 @@ def refuse_too_large(weight_bytes: int, device_type: Literal["cpu", "cuda"], num
         copies, free = processes_here("cpu", num_devices), psutil.virtual_memory().available
     if copies * weight_bytes > free * MEMORY_FOR_WEIGHTS:
         raise ValueError(
-            f"profile={device_type!r} makes the model with random weights, {copies} × {weight_bytes / 2**30:,.1f} GiB,"
-            f" but {free / 2**30:,.1f} GiB are free here and at most {MEMORY_FOR_WEIGHTS:.0%} may go into weights: use"
-            " profile='analytic', or fewer devices."
+            f"profile={device_type!r} needs {copies} × {weight_bytes / 2**30:,.1f} GiB for the model's weights, but"
+            f" this machine has {free / 2**30:,.1f} GiB free, of which at most {MEMORY_FOR_WEIGHTS:.0%} may be used"
+            " for weights. Set profile='analytic', or use fewer devices."
         )
 
 

@@ -80,8 +80,8 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
     tokens_matter = any(samples[0][name].shape != samples[1][name].shape for name in samples[0])
     if tokens_matter and isinstance(positions, int) and tokens > positions > 0:
         raise ValueError(
-            f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings): take at"
-            f" most {positions}."
+            f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings). Set seq"
+            f" to at most {positions}."
         )
     if tokens_matter and tokens <= MEASURED_TOKENS[-1]:
         samples = [dummy_batch(model, 1, tokens=tokens)]

@@ -198,8 +198,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         """Start with nothing frozen, or from the state in the checkpoint."""
         if isinstance(self.policy, _MissingPolicy):
             raise ValueError(
-                "restore_callback_states_from_checkpoint=True makes the LayerFreezeCallback anew from the checkpoint,"
-                " which cannot hold your own policy object. Leave it off: this callback restores itself."
+                "restore_callback_states_from_checkpoint=True recreates the LayerFreezeCallback from the checkpoint,"
+                " which cannot contain your own policy object. Unset it: LayerFreezeCallback restores its own state."
             )
         self._begins_within_epoch = state.epoch % 1 != 0
         self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
@@ -209,7 +209,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         stored = saved.get(type(self).__name__)
         stored = stored[0] if isinstance(stored, list) else stored
         if stored is None:
-            logger.warning("The checkpoint holds no freezing state: training goes on with nothing frozen.")
+            logger.warning("The checkpoint contains no freezing state, so training continues with nothing frozen.")
             saved[type(self).__name__] = self.state()  # the stock Trainer raises for a callback without a state
             return
         self.memory = stored["attributes"]["memory"]
@@ -222,7 +222,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         """
         if self._standalone is None and self._num_layers is None:
             raise ValueError(
-                "LayerFreezeCallback was added while the training was going on: add it before train() is called."
+                "LayerFreezeCallback was added while training was running. Add it before calling train()."
             )
 
     def _observed_norms(self) -> tuple[float, ...] | None:
@@ -352,8 +352,8 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
     if isinstance(policy, FreezePolicy):
         return policy
     raise ValueError(
-        f"freeze policy {policy!r} is none: give a name, the arguments of make_policy as a dict, or an object with the"
-        " methods of FreezePolicy (derive from it)."
+        f"{policy!r} is not a freeze policy. Pass a policy name, the arguments of make_policy as a dict, or an"
+        " instance of a FreezePolicy subclass."
     )
 
 
@@ -371,6 +371,6 @@ def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:
     }
     if options.get("use_reentrant"):
         raise ValueError(
-            "LayerFreezeCallback cannot be combined with gradient checkpointing with use_reentrant=True: it needs a"
-            " gradient through the frozen layers; set use_reentrant=False. Or freeze nothing."
+            "LayerFreezeCallback cannot be combined with gradient checkpointing with use_reentrant=True, which needs a"
+            " gradient through the frozen layers. Set use_reentrant=False, or do not freeze layers."
         )

@@ -97,10 +97,10 @@ class PlainTrainer:
         if self._prefix is None:
             name = type(self._model).__name__
             raise ValueError(
-                f"LayerFreezeCallback cannot freeze: the first step has not called {name} itself, and a forward of"
-                f" {name} is where layers are found and frozen. A compute_loss (or training_step) that calls a part of"
-                " the model, such as model.bert(...), has to call model(**inputs); or train with a"
-                " PipeTransformerTrainer, which freezes there, too; or remove the callback."
+                f"LayerFreezeCallback cannot freeze layers, because it needs a forward of {name}, but the first step"
+                f" has not called {name} itself. If compute_loss (or training_step) calls a part of the model, such as"
+                " model.bert(...), call model(**inputs) instead. Alternatively, use PipeTransformerTrainer, which"
+                " supports this, or remove the callback."
             )
 
     def squared_norms(self) -> torch.Tensor:
@@ -207,11 +207,13 @@ def refuse_setup(args: TrainingArguments) -> None:
     """
     kind = AcceleratorState().distributed_type
     for is_set, what, why in (
-        (kind == DistributedType.FSDP, "FSDP", "it flattens layers into parameters that cannot be frozen in part"),
+        (kind == DistributedType.FSDP, "FSDP", "it flattens layers into parameters that cannot be partly frozen"),
         (kind == DistributedType.DEEPSPEED, "DeepSpeed", "its optimizer holds copies of the parameters"),
-        (args.n_gpu > 1, f"nn.DataParallel over {args.n_gpu} devices", "it copies the model; start one process each"),
-        (args.torch_compile, "torch_compile=True", "a compiled forward does not see layers change"),
+        (args.n_gpu > 1, f"nn.DataParallel over {args.n_gpu} devices", "start one process per device instead"),
+        (args.torch_compile, "torch_compile=True", "a compiled forward does not notice that layers are frozen"),
         (args.ddp_static_graph, "ddp_static_graph=True", "freezing changes the graph"),
     ):
         if is_set:
-            raise ValueError(f"LayerFreezeCallback cannot be combined with {what}: {why}. Or remove the callback.")
+            raise ValueError(
+                f"LayerFreezeCallback cannot be combined with {what}: {why}. Disable it, or remove the callback."
+            )

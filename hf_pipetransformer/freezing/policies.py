@@ -162,7 +162,7 @@ class AutoFreezePolicy(FreezePolicy):
 
     def __post_init__(self) -> None:
         if not 0 <= self.percentile <= 100:
-            raise ValueError(f"percentile={self.percentile!r}: it must be between 0 and 100, such as 50.")
+            raise ValueError(f"percentile={self.percentile!r} is invalid. Set it to between 0 and 100, such as 50.")
 
     def num_frozen(self, decision: FreezeDecision) -> int:
         f, norms, before = decision.num_frozen, decision.gradient_norms, self._previous
@@ -206,31 +206,31 @@ class SchedulePolicy(FreezePolicy):
 
     def __post_init__(self) -> None:
         if self.by not in ("epoch", "step"):
-            raise ValueError(f"by={self.by!r}: a freeze schedule counts by 'epoch' or by 'step'.")
+            raise ValueError(f"by={self.by!r} is invalid. Set it to 'epoch' or 'step', the freeze schedule's unit.")
         if not isinstance(self.schedule, Mapping) or not self.schedule:
             raise ValueError(
-                f"freeze_schedule={self.schedule!r}: it must map an {self.by} to a number of frozen layers, such as"
-                ' {"1": 4, "2": 7}.'
+                f"freeze_schedule={self.schedule!r} is invalid. Pass a dict that maps each {self.by} to a number of"
+                ' frozen layers, such as {"1": 4, "2": 7}.'
             )
         self.schedule = dict(sorted((self._start(key), self._layers(key)) for key in self.schedule))
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
             if fewer < layers:
                 raise ValueError(
-                    f"freeze_schedule shrinks from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
-                    f" {later:g}: frozen layers stay frozen, so the numbers must not fall."
+                    f"freeze_schedule decreases from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
+                    f" {later:g}, but frozen layers stay frozen. Use numbers that do not decrease."
                 )
 
     def num_frozen(self, decision: FreezeDecision) -> int:
         most = max(self.schedule.values())
         if most > decision.num_layers:
             raise ValueError(
-                f"freeze_schedule asks for {most} frozen layers, but the model has {decision.num_layers}: lower its"
+                f"freeze_schedule requests {most} frozen layers, but the model has {decision.num_layers}. Reduce its"
                 " numbers."
             )
         if most > decision.max_frozen:
             raise ValueError(
-                f"freeze_schedule asks for {most} frozen layers of {decision.num_layers}, which would leave nothing to"
-                f" train: at most {decision.max_frozen} can be frozen in this model. Lower its numbers."
+                f"freeze_schedule requests {most} frozen layers of {decision.num_layers}, which would leave nothing to"
+                f" train: at most {decision.max_frozen} can be frozen in this model. Reduce its numbers."
             )
         now = decision.epoch if self.by == "epoch" else decision.global_step
         return max((layers for start, layers in self.schedule.items() if start <= now + ROUNDING), default=0)
@@ -241,14 +241,17 @@ class SchedulePolicy(FreezePolicy):
         except (TypeError, ValueError, OverflowError):
             start = math.nan
         if not (math.isfinite(start) and start >= 0):
-            raise ValueError(f"freeze_schedule has the key {key!r}: an {self.by} is a number of at least 0.")
+            raise ValueError(
+                f"freeze_schedule has the invalid key {key!r}. Use a number of at least 0, which counts by {self.by}."
+            )
         return start
 
     def _layers(self, key: Any) -> int:
         layers = self.schedule[key]
         if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
             raise ValueError(
-                f"freeze_schedule has {layers!r} at {self.by} {key}: a number of layers is whole and at least 0."
+                f"freeze_schedule has {layers!r} at {self.by} {key}, but a number of frozen layers must be an integer"
+                " of at least 0."
             )
         return layers
 
@@ -289,7 +292,7 @@ def make_policy(
             return AutoFreezePolicy(percentile)
         case "schedule":
             return SchedulePolicy(schedule if schedule is not None else {}, by)
-    raise ValueError(f"freeze_policy={name!r} is unknown: choose one of {', '.join(map(repr, FREEZE_POLICIES))}.")
+    raise ValueError(f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, FREEZE_POLICIES))}.")
 
 
 def policy_description(policy: FreezePolicy) -> dict[str, Any] | None:
@@ -318,8 +321,8 @@ def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_l
         proposed = -1
     if isinstance(answer, bool) or proposed < 0:
         raise ValueError(
-            f"{type(policy).__name__}.num_frozen returned {answer!r} at decision {decision.index}: it must return a"
-            " whole number of layers of at least 0."
+            f"{type(policy).__name__}.num_frozen returned {answer!r} at decision {decision.index}, but it must return"
+            " a number of layers as an integer of at least 0."
         )
     most = min(decision.num_layers, decision.max_frozen)
     if max_frozen_layers is not None:
@@ -339,21 +342,21 @@ def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None
         ValueError: a value is invalid; the message names the field, its value and the valid values.
     """
     if strategy not in ("epoch", "steps"):
-        raise ValueError(f"freeze_strategy={strategy!r} is unknown: choose 'epoch' or 'steps'.")
+        raise ValueError(f"freeze_strategy={strategy!r} is unknown. Set it to 'epoch' or 'steps'.")
     if strategy == "steps":
         number = steps if isinstance(steps, (int, float)) and not isinstance(steps, bool) else 0
         if not 0 < number < math.inf or (number > 1 and number != int(number)):
             raise ValueError(
-                f"freeze_strategy='steps' needs freeze_steps, but it is {steps!r}: set a whole number of optimizer"
-                " steps between decisions, or a share of all steps between 0 and 1."
+                f"freeze_strategy='steps' requires freeze_steps, but it is {steps!r}. Set it to an integer number of"
+                " optimizer steps between decisions, or to a fraction of all steps between 0 and 1."
             )
     if max_frozen_layers is None:
         return
     is_whole = isinstance(max_frozen_layers, int) and not isinstance(max_frozen_layers, bool)
     if not is_whole or max_frozen_layers < 1:
         raise ValueError(
-            f"max_frozen_layers={max_frozen_layers!r}: it must be a whole number of at least 1. To freeze nothing set"
-            " freeze_policy='none'."
+            f"max_frozen_layers={max_frozen_layers!r} is invalid. Set it to an integer of at least 1, or set"
+            " freeze_policy='none' to freeze nothing."
         )
 
 
@@ -370,8 +373,8 @@ def check_something_to_freeze(max_frozen: int, num_layers: int) -> None:
     """
     if max_frozen < 1:
         raise ValueError(
-            f"freezing one of the model's {num_layers} layers would leave nothing to train: set freeze_policy='none',"
-            " or make parameters trainable in the upper layers or the head."
+            f"Freezing one of the model's {num_layers} layers would leave nothing to train. Set freeze_policy='none',"
+            " or make parameters of the upper layers or the head trainable."
         )
 
 
@@ -393,9 +396,9 @@ def agreed_num_frozen(proposals: Sequence[int]) -> int:
             for layers, ranks in sorted(ranks_of.items())
         )
         raise ValueError(
-            f"The freeze policy gives different numbers of frozen layers on different ranks ({said}): it must depend"
-            " only on the FreezeDecision, which is the same on all of them, and not on random numbers, the rank or"
-            " local files."
+            f"The freeze policy returns different numbers of frozen layers on different ranks ({said}). Make it depend"
+            " only on the FreezeDecision, which is the same on all ranks, and not on random numbers, the rank or local"
+            " files."
         )
     return next(iter(ranks_of))
 
@@ -403,8 +406,8 @@ def agreed_num_frozen(proposals: Sequence[int]) -> int:
 def _check_alpha(alpha: float) -> None:
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < 1:
         raise ValueError(
-            f"freeze_alpha={alpha!r}: it is the share of the remaining layers that each decision freezes, and must lie"
-            " between 0 and 1, such as 0.33. To freeze nothing set freeze_policy='none'."
+            f"freeze_alpha={alpha!r} is invalid: it is the share of the remaining layers that each decision freezes."
+            " Set it to between 0 and 1, such as 0.33, or set freeze_policy='none' to freeze nothing."
         )
 
 

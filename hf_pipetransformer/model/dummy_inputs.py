@@ -150,8 +150,8 @@ def _audio_values(config: PreTrainedConfig, rows: int) -> torch.Tensor:
     mels = _first(config, ("num_mel_bins",), None)
     if mels is None:
         raise ValueError(
-            f"no dummy batch for {type(config).__name__}: its audio input has neither conv_kernel and conv_stride nor "
-            f"num_mel_bins. Give a batch of your own."
+            f"No dummy batch can be made for {type(config).__name__}: its configuration has neither conv_kernel and "
+            f"conv_stride nor num_mel_bins for its audio input. Pass your own batch."
         )
     return torch.zeros(rows, int(_first(config, ("max_length",), 1024)), int(mels))
 
@@ -165,8 +165,8 @@ def _audio_features(config: PreTrainedConfig, rows: int) -> torch.Tensor:
     mels = _first(config, ("num_mel_bins",), None)
     if mels is None:
         raise ValueError(
-            f"no dummy batch for {type(config).__name__}: the width of its input_features is not known. "
-            f"Give a batch of your own."
+            f"No dummy batch can be made for {type(config).__name__}: the width of its input_features is unknown. "
+            f"Pass your own batch."
         )
     if positions is None:
         return torch.zeros(rows, 4 * AUDIO_FRAMES, int(mels))
@@ -178,8 +178,8 @@ def _own_dummy_inputs(model: PreTrainedModel, rows: int) -> dict[str, torch.Tens
     own: dict[str, Any] = model.dummy_inputs if type(model).dummy_inputs is not PreTrainedModel.dummy_inputs else {}
     if model.main_input_name not in own:
         raise ValueError(
-            f"no dummy batch for {type(model).__name__}: its main input is {model.main_input_name!r}, and it has no "
-            f"dummy_inputs of its own. Give a batch of your own."
+            f"No dummy batch can be made for {type(model).__name__}: its main input is {model.main_input_name!r}, and "
+            f"it has no dummy_inputs of its own. Pass your own batch."
         )
     return {
         name: value[torch.arange(rows) % value.shape[0]]

@@ -312,7 +312,7 @@ class LayerRangeRunner:
                 raise UnsupportedModelError(
                     self.model,
                     f"a step made {calls} layer calls where {len(self.units)} were expected: the number of layers"
-                    " that run depends on the input, or the loss function calls the model not exactly once.",
+                    " that run depends on the input, or the loss function does not call the model exactly once.",
                     "Set pipeline_parallel_size=1.",
                 )
 
@@ -409,7 +409,7 @@ class LayerRangeRunner:
         if expected != unit.name:
             raise UnsupportedModelError(
                 self.model,
-                f"it called layer {unit.name!r} as number {index}, where {expected!r} was expected: the order of its"
+                f"it called layer {unit.name!r} at position {index}, where {expected!r} was expected: the order of its"
                 " layers depends on the input, or the loss function calls the model more than once.",
                 "Set pipeline_parallel_size=1.",
             )
@@ -420,8 +420,8 @@ class LayerRangeRunner:
         mine = {self.units[index].name for index in self._computable}
         if unit.name not in mine:
             raise ValueError(
-                f"{type(self.model).__name__} is spread over a pipeline while it trains: this process holds layers"
-                f" {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and {unit.name!r} is"
-                " not among them. Use the trainer's evaluate() or predict(), or call the model after train() has"
-                " returned."
+                f"{type(self.model).__name__} is split over the pipeline stages during training: this process holds"
+                f" layers {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and"
+                f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
+                " train() has returned."
             )

@@ -140,8 +140,8 @@ class LayerStack:
                 runner.remove()
         raise UnsupportedModelError(
             model,
-            "run one layer at a time it does not give the result of the uncut model (does it read hidden states of"
-            " earlier layers?).",
+            "when its layers are run one at a time, the result differs from that of the whole model (it may read"
+            " hidden states of earlier layers).",
             USE_ONE_STAGE,
         )
 
@@ -185,8 +185,8 @@ def _refusing_what_fails(model: nn.Module) -> Iterator[None]:
             raise
         raise UnsupportedModelError(
             model,
-            f"run one layer at a time it fails ({type(error).__name__}: {error}), where the whole model does not (do"
-            " its layers read what earlier ones leave behind?).",
+            f"it fails when its layers are run one at a time ({type(error).__name__}: {error}), although the whole"
+            " model runs (its layers may read attributes that earlier layers set).",
             USE_ONE_STAGE,
         ) from error
 
@@ -212,7 +212,7 @@ def refuse_by_configuration(model: nn.Module) -> None:
     """
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(
-            model, "its weights are quantised and cannot be moved between stages.", "Load it without quantization."
+            model, "its weights are quantized and cannot be moved between stages.", "Load it without quantization."
         )
     config = getattr(model, "config", None)
     configs = [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
@@ -220,21 +220,21 @@ def refuse_by_configuration(model: nn.Module) -> None:
         if getattr(part, "output_router_logits", False):
             raise UnsupportedModelError(
                 model,
-                "output_router_logits=True adds a loss over the routers of all layers, which no single stage can see.",
+                "output_router_logits=True adds a loss over the routers of all layers, but no stage holds them all.",
                 "Set config.output_router_logits=False.",
             )
         for field in ("output_hidden_states", "output_attentions"):
             if getattr(part, field, False):
                 raise UnsupportedModelError(
                     model,
-                    f"{field}=True returns values of all layers, and no single stage has them.",
+                    f"{field}=True returns values of all layers, but no stage holds them all.",
                     f"Set config.{field}=False.",
                 )
         for field in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
             if getattr(part, field, 0.0):
                 raise UnsupportedModelError(
                     model,
-                    f"{field}={getattr(part, field)} leaves out layers at random, and the stages would disagree.",
+                    f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
                     f"Set config.{field}=0.0.",
                 )
 
@@ -249,7 +249,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UnsupportedModelError(
                 model,
-                f"{name!r} is a {type(module).__name__}, whose result depends on all rows of a batch:"
+                f"{name!r} is a {type(module).__name__}, whose result depends on all samples of a batch, so"
                 " micro-batches would change it.",
                 USE_ONE_STAGE,
             )
@@ -270,8 +270,8 @@ def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
     if not stacks:
         raise UnsupportedModelError(
             model,
-            "no stack of sequential layers was found in it (an nn.ModuleList in which each layer's output is the"
-            " next one's input).",
+            "no sequential stack of layers was found in it (an nn.ModuleList in which each layer's output is the"
+            " input of the next one).",
             USE_ONE_STAGE,
         )
     return stacks

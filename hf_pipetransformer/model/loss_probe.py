@@ -138,11 +138,11 @@ def probe_loss(
         except Exception as error:  # the loss itself works: it has just run as it will in training
             if is_out_of_memory(error) or isinstance(error, UnsupportedModelError):
                 raise
-            why = f"it fails without the whole graph of its gradients ({type(error).__name__}: {error})"
+            why = f"it fails when only a part of its autograd graph is built ({type(error).__name__}: {error})"
             if is_cut:
                 raise UnsupportedModelError(
                     stack.model,
-                    f"its loss computes gradients of its own (a gradient penalty?): {why}.",
+                    f"its loss probably computes gradients itself (for example a gradient penalty): {why}.",
                     "Set pipeline_parallel_size=1.",
                 ) from error
             return LossProbe(unexamined(shifts_labels, why), study.names - frozenset(reached), False)
@@ -170,8 +170,8 @@ def _probe_moved(
     if keeps_state is not None and is_cut:
         raise UnsupportedModelError(
             study.model,
-            f"{keeps_state}: it would change once for each micro-batch in place of once for each batch.",
-            f"Change it in a callback, once for each step. {ONE_STAGE}",
+            f"{keeps_state}. It would change once per micro-batch instead of once per batch.",
+            f"Change it once per step in a callback. {ONE_STAGE}",
         )
     with study.mode(evaluates=is_random):
         if is_random:  # layers may have been skipped
@@ -192,7 +192,7 @@ def _probe_moved(
     if reduction.kind != "whole" and (found := _hooks_on_parts(study.model)) is not None:
         reduction = unexamined(shifts_labels, found)
     if reduction.kind != "whole" and is_random and study.mixes_rows(first):
-        reduction = unexamined(shifts_labels, "in training mode a row's outputs depend on the other rows")
+        reduction = unexamined(shifts_labels, "in training mode a sample's outputs depend on the other samples")
     if is_cut:
         if is_random:
             study.check_randomness(first, tolerance)
@@ -338,10 +338,10 @@ class _Probe:
                 if is_repeatable and not (math.isclose(other, again, rel_tol=1e-6) or math.isnan(other + again)):
                     return True, None
         if changed is not None:
-            return False, f"each forward in training mode changes {changed}"
+            return False, f"each forward pass in training mode changes {changed}"
         exactness = 0.0 if next(model.parameters()).device.type == "cpu" else 1e-6
         if abs(one - again) > exactness * abs(one):
-            return False, f"the loss of the same batch is {one:.8g} at one call and {again:.8g} at the next"
+            return False, f"the loss of the same batch is {one:.8g} in one call and {again:.8g} in the next"
         return False, None
 
     def is_nothing(self, batch: Batch) -> bool:
@@ -397,10 +397,11 @@ class _Probe:
     def _refuse_cut(self, whole: float, cut: float) -> NoReturn:
         raise UnsupportedModelError(
             self._stack.model,
-            f"compute_loss gives {cut:.6g} where only the last layer runs, and {whole:.6g} where all do:"
+            f"compute_loss returns {cut:.6g} when only the last layer runs, but {whole:.6g} when all layers do:"
             " it changes the inputs before it calls the model, or reads earlier layers' hidden states or parameters.",
-            "Change inputs in the data collator, compute the loss from the model's final outputs and the last layer's"
-            " parameters (the optimizer's weight_decay is a penalty on all), or set pipeline_parallel_size=1.",
+            "Change inputs in the data collator, and compute the loss from the model's final outputs and the last"
+            " layer's parameters (for a penalty on all parameters use the optimizer's weight_decay), or set"
+            " pipeline_parallel_size=1.",
         )
 
     def _value(self, batch: Batch, seed: int = 0) -> LossOutcome:
@@ -444,8 +445,8 @@ class _Probe:
         if not (math.isclose(one, other, rel_tol=1e-6) or math.isnan(one + other)):
             raise UnsupportedModelError(
                 stack.model,
-                "in training mode it draws random numbers before its layers that the last layers or the loss use (a"
-                " mixup, noise): each stage would draw its own.",
+                "in training mode it draws random numbers before its layers (for example for mixup or noise) that the"
+                " last layers or the loss use, and each stage would draw different ones.",
                 "Draw them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
             )
         if math.isfinite(whole) and difference([(1.0, LossOutcome(cut))], LossOutcome(whole), tolerance) is not None:
@@ -481,7 +482,7 @@ def _hooks_on_parts(model: nn.Module) -> str | None:
     """Return why hooks on parameters change parts' gradients differently from their sum; None if they do not."""
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
-            return "hooks run on parameters whenever a part's gradient has been added"
+            return "post-accumulate-grad hooks on parameters would run after the gradient of each part of a batch"
         hooks = list((parameter._backward_hooks or {}).values())
         if not hooks or not parameter.is_floating_point():
             continue
@@ -496,7 +497,7 @@ def _hooks_on_parts(model: nn.Module) -> str | None:
                 results.append(gradient.float())
         away = float((results[0] + results[1] - results[2]).norm())
         if not away <= HOOK_TOLERANCE * sum(float(result.norm()) for result in results):
-            return f"a hook on {name} makes something else of the gradients of parts than of their sum"
+            return f"a hook on {name} changes the gradients of parts of a batch differently from their sum"
     return None
 
 
@@ -561,7 +562,7 @@ def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
     """
     raise UnsupportedModelError(
         model,
-        "compute_loss has called the model on other inputs than it was given (or a forward pre-hook has changed them),"
-        " and the layers of the other stages have run on those that it was given.",
+        "compute_loss called the model with different inputs than it received (or a forward pre-hook changed them),"
+        " but the layers of the other stages ran on the original inputs.",
         "Change them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
     )

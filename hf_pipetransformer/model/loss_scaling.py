@@ -30,7 +30,7 @@ IGNORED = -100
 Kind = Literal["sum", "sum_and_constant", "mean", "plain_sum", "whole"]
 Items = Literal["labels", "shifted_labels", "rows", "total"]
 
-NO_NUMBER = "it is no number on the rows that are examined, and is taken for a mean, as most losses are"
+NO_NUMBER = "it is not finite on the probed samples, so it is assumed to be a mean, as most losses are"
 
 NumItems = int | float | None
 """`num_items_in_batch` as the Trainer passes it to a loss; None if it passes none."""
@@ -58,25 +58,42 @@ class LossReduction:
 
     def count(self, batch: Batch) -> int | float:
         """Number of items in a batch: tokens or samples that have a label, or the sum of their weights."""
+        return self.counts([batch])[0]
+
+    def counts(self, batches: Sequence[Batch]) -> list[int | float]:
+        """`count` of several batches. On an accelerator, reading them waits for the device once, not for each."""
+        counted = [self._counted(batch) for batch in batches]
+        read = iter(torch.stack(on_device).tolist() if (on_device := [c for c in counted if c is not None]) else [])
+        return [batch_rows(b) if c is None else next(read) for b, c in zip(batches, counted, strict=True)]
+
+    def source(self, batch: Batch) -> torch.Tensor | None:
+        """The input whose values are counted; None if samples are."""
         values = batch.get(self.key)
         shifted = batch.get("shift_labels") if self.key == "labels" else None
         if isinstance(shifted, torch.Tensor) and (self.items == "shifted_labels" or values is None):
             values = shifted
-        if self.items == "rows" or not isinstance(values, torch.Tensor):
-            return batch_rows(batch)
-        if self.items == "total":
-            return float(values.double().sum())
-        if self.items == "shifted_labels" and values is not shifted:
-            values = values[..., 1:]
-        return int(values.ne(IGNORED).sum())
+        return values if self.items != "rows" and isinstance(values, torch.Tensor) else None
 
-    def part(self, batch: Batch, num_items: NumItems, share: float) -> tuple[NumItems, float]:
+    def _counted(self, batch: Batch) -> torch.Tensor | None:
+        values = self.source(batch)
+        if values is None:
+            return None
+        if self.items == "total":
+            return values.double().sum()
+        if self.items == "shifted_labels" and values is not batch.get("shift_labels"):
+            values = values[..., 1:]
+        return values.ne(IGNORED).sum()
+
+    def part(
+        self, batch: Batch, num_items: NumItems, share: float, count: int | float | None = None
+    ) -> tuple[NumItems, float]:
         """How to compute the loss of a part of a batch, and how to weight it.
 
         Args:
             batch: the part.
             num_items: number of items of the whole batch, over all replicas and accumulated micro-batches.
             share: fraction of the whole batch's samples that are in this part.
+            count: `count(batch)`, if it is known.
 
         Returns:
             `num_items_in_batch` for the loss of the part, and the factor by which its result is multiplied.
@@ -85,7 +102,7 @@ class LossReduction:
             return num_items, 1.0
         if self.kind == "mean":
             assert num_items is not None
-            return num_items, self.count(batch) / num_items
+            return num_items, (self.count(batch) if count is None else count) / num_items
         if self.kind == "sum_and_constant" and num_items is not None and share > 0:
             return num_items * share, share
         return num_items, share
@@ -152,7 +169,7 @@ def difference(parts: Sequence[tuple[float, LossOutcome]], whole: LossOutcome, a
     value = sum(weight * part.value for weight, part in parts)
     scale = max(sum(abs(weight * part.value) for weight, part in parts), abs(whole.value))
     if not abs(value - whole.value) <= allowed.value * scale + ABSOLUTE:
-        return f"the parts of a batch give {value:.6g} and the whole batch {whole.value:.6g}"
+        return f"the parts of a batch add up to {value:.6g}, but the whole batch gives {whole.value:.6g}"
     if whole.gradient is None:
         return None
     total = torch.zeros_like(whole.gradient)
@@ -219,7 +236,7 @@ def find_loss_reduction(
             try:
                 found = _check(reduction, loss_of, batch, parts, items, whole, outcomes, tolerance)
             except Exception as error:  # the model may raise any error for a part of its inputs
-                found = f"a part of a batch fails ({type(error).__name__}: {error})"
+                found = f"it fails on a part of a batch ({type(error).__name__}: {error})"
             if found is None:
                 fitting.append(reduction)
             else:

@@ -29,7 +29,9 @@ def batch_rows(batch: Mapping[str, Any]) -> int:
     for tensor in tensors_in(batch):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
-    raise ValueError(f"the batch has no tensor with rows, but only {sorted(batch)}: check the data collator.")
+    raise ValueError(
+        f"The batch has no tensor with a batch dimension, but only {sorted(batch)}. Check the data collator."
+    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -103,9 +105,9 @@ def naming_long_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Non
         if isinstance(error, PeerFailedError) or is_out_of_memory(error) or most is None or tokens <= most:
             raise
         raise ValueError(
-            f"The batch has rows of {tokens} tokens, and {type(model).__name__} takes {most}"
-            " (max_position_embeddings): cut them, e.g. tokenizer(..., truncation=True,"
-            f" max_length={most}). It failed with {type(error).__name__}: {error}"
+            f"The batch has samples of {tokens} tokens, but {type(model).__name__} supports at most {most}"
+            " (max_position_embeddings). Truncate them, for example with tokenizer(..., truncation=True,"
+            f" max_length={most}). The original error was {type(error).__name__}: {error}"
         ) from error
 
 

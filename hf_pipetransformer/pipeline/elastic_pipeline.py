@@ -359,14 +359,15 @@ class ElasticPipeline(nn.Module):
                 to_device = partial(on_device, device=self.device)
                 return self.predict(inputs, to_device, lambda rows: self.model(**rows))
             raise ValueError(
-                "The model is spread over several stages: in training one alone has no output. Call"
-                " super().training_step() in a training_step of your own and put your loss into compute_loss; or set"
+                "The model is split over several stages, and during training a single stage has no model output. In"
+                " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
                 " pipeline_parallel_size=1."
             )
         if self.placed is not None and self.placed.wrapped is not None and is_trained:
             raise ValueError(
-                f"The gradients of {self.num_replicas} replicas are averaged where the Trainer's own training_step"
-                " runs: call super().training_step() and put your loss into compute_loss, or train in one process."
+                f"The gradients of the {self.num_replicas} replicas are averaged only in the Trainer's own"
+                " training_step. Call super().training_step() and compute your loss in compute_loss, or train in one"
+                " process."
             )
         if not self.is_placed or not self.stack.runner.num_frozen:
             return self.model(*positional, **batch)

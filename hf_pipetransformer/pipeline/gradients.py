@@ -73,6 +73,7 @@ class StageGradients:
         self._table = stage.stack.table
         self._group = group
         self._shared = tuple(shared)
+        self._counted: tuple[tuple[str, ...], torch.Tensor] | None = None  # copies of the parameters of a step
         self._replicated = replicated
         self.shared_are_summed = False
         """Whether the last step has left the sums over the stages in shared parameters' gradients."""
@@ -185,12 +186,18 @@ class StageGradients:
         """Squared norm of the whole gradient while it is scaled; in float64, as scaled values may be large."""
         square = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         if gradients:
-            copies_of = {name: shared.copies for shared in self._shared for name in shared.names}
-            copies = torch.tensor([copies_of.get(name, 1) for name in gradients], device=self._stage.device)
             norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
-            square = (norms.square() / copies).sum()
+            square = (norms.square() / self._copies_of(tuple(gradients))).sum()
         dist.all_reduce(square, group=self._group)
         return square
+
+    def _copies_of(self, names: tuple[str, ...]) -> torch.Tensor:
+        """On how many stages each of these parameters is; on the device, to which it is copied once."""
+        if self._counted is None or self._counted[0] != names:
+            copies_of = {name: shared.copies for shared in self._shared for name in shared.names}
+            copies = torch.tensor([copies_of.get(name, 1) for name in names], device=self._stage.device)
+            self._counted = names, copies
+        return self._counted[1]
 
     def squared_norms(self, inside: Sequence[Sequence[str]], loss_scale: float = 1.0) -> torch.Tensor:
         """Squared 2-norm of each unit's gradient, before clipping, the same on every process.

@@ -150,6 +150,13 @@ class ProcessMesh:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return bool(flag)
 
+    def sum(self, mine: int | float, dtype: torch.dtype) -> int | float:
+        """The sum of all processes' numbers, without waiting for a device. Collective over all processes."""
+        total = torch.tensor(mine, dtype=dtype)
+        if self.control is not None:
+            dist.all_reduce(total, group=self.control)
+        return total.item()
+
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Broadcast the CPU tensor of rank `source`, of any dtype, in place. Collective over all processes."""
         if self.control is not None:

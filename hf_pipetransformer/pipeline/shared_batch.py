@@ -121,9 +121,9 @@ class BatchChannel:
             writer, content = _written(value)
         except Exception as error:  # an object may raise any error while it is pickled
             refused = _Refused(
-                f"The batch holds a value that cannot be sent to the pipeline's other stages ({type(error).__name__}:"
-                f" {error}): let the data collator and _prepare_inputs return tensors and plain values, or set"
-                " pipeline_parallel_size=1."
+                "The batch contains a value that cannot be sent to the pipeline's other stages"
+                f" ({type(error).__name__}: {error}). Return only tensors and plain values from the data collator and"
+                " _prepare_inputs, or set pipeline_parallel_size=1."
             )
             writer, content = _written(refused)
         first = _aligned(_LENGTHS + len(content))

@@ -133,7 +133,7 @@ class StageModule(nn.Module):
                 raise RuntimeError(
                     f"layer {self.stack.units[self.stop - 1].name!r} returned {tuple(tensor.shape)} {tensor.dtype} in"
                     f" slot {slot}, where {expected.shape} {expected.dtype} was expected for inputs of this shape:"
-                    " the shapes inside the model depend on the values of its input. Set pipeline_parallel_size=1."
+                    " the model's intermediate shapes depend on its input values. Set pipeline_parallel_size=1."
                 )
         return tuple(
             (tensor if carried.requires_grad else tensor.detach()).contiguous()

@@ -128,9 +128,9 @@ class WeightState:
         thawed = [name for name in self._table.names if name in self._frozen and flags[name]]
         if thawed:
             raise ValueError(
-                f"{thawed[0]!r} and {len(thawed) - 1} more parameters have been given requires_grad=True (by a"
-                " callback?), and the freeze policy has frozen their layers, which stay frozen. Leave them out there,"
-                " or train without freeze_policy."
+                f"requires_grad=True was set on {thawed[0]!r} and {len(thawed) - 1} more parameters (probably by a"
+                " callback), but the freeze policy has frozen their layers, which must stay frozen. Do not change"
+                " these parameters, or set freeze_policy='none'."
             )
         for name in self._table.names:
             if name not in self._frozen:
@@ -322,9 +322,9 @@ class WeightState:
             return
         if self._gathered is None and self._missing and not self._lists_placeholders:
             raise ValueError(
-                f"{type(module).__name__} is spread over a pipeline while it trains, and {len(self._missing)} of its"
-                " parameters are not here. Call trainer.save_model() on all processes, or save after train()"
-                " has returned."
+                f"{type(module).__name__} is split over the pipeline stages during training, and"
+                f" {len(self._missing)} of its parameters are not on this process. Call trainer.save_model() on all"
+                " processes, or save after train() has returned."
             )
         for name, tensor in (self._gathered or {}).items():
             for alias in self._table.aliases[name]:
@@ -357,8 +357,9 @@ class OptimizerState:
         foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
         if foreign:
             raise ValueError(
-                f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not the model's (one has shape"
-                f" {foreign[0]}): make the optimizer from the parameters of the model that the trainer is given."
+                f"{len(foreign)} of the optimizer's {len(parameters)} parameters do not belong to the model (one has"
+                f" shape {foreign[0]}). Create the optimizer from the parameters of the model that is passed to the"
+                " trainer."
             )
         self._known_groups: list[list[str]] = []
         self._gathered: dict[str, Any] | None = None
@@ -421,9 +422,9 @@ class OptimizerState:
         added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
         if added:
             raise ValueError(
-                f"{len(added)} parameters of the optimizer are not the model's (one has shape"
-                f" {tuple(added[0].shape)}): where several processes train one model, nobody would add up their"
-                " gradients. Register them in the model, or train in one process."
+                f"{len(added)} parameters of the optimizer do not belong to the model (one has shape"
+                f" {tuple(added[0].shape)}), so their gradients would not be reduced over the processes. Register"
+                " them in the model, or train in one process."
             )
 
     @property

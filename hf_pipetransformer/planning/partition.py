@@ -167,13 +167,11 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
     """
     keeps_all = schedule_named(schedule).keeps_all
     if rows < 1:
-        raise ValueError(f"rows is {rows}, but a batch needs at least 1 row: check the batch size.")
+        raise ValueError(f"rows is {rows}, but a batch needs at least 1 sample. Check the batch size.")
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}, but a pipeline needs at least 1 stage.")
     if requested is not None and requested < 1:
-        raise ValueError(
-            f"num_microbatches is {requested}, but at least 1 is needed: raise it, or leave it to 'auto'."
-        )
+        raise ValueError(f"num_microbatches is {requested}, but must be at least 1. Increase it, or set it to 'auto'.")
     if num_stages == 1:
         return 1
     divisors = [d for d in range(1, rows + 1) if rows % d == 0]
@@ -189,12 +187,12 @@ def _check_split(costs: Sequence[float], num_stages: int) -> None:
     num_units = len(costs)
     if not 1 <= num_stages <= num_units:
         raise ValueError(
-            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages: "
-            f"choose a pipeline size of at most {num_units}."
+            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages. "
+            f"Set pipeline_parallel_size to at most {num_units}."
         )
     for unit, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
-            raise ValueError(f"costs[{unit}] is {cost}: costs must be finite and not negative. Measure them again.")
+            raise ValueError(f"costs[{unit}] is {cost}, but must be finite and not negative. Measure the costs again.")
 
 
 def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:

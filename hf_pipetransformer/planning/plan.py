@@ -72,7 +72,7 @@ class PipelinePlan:
         if self.data_parallel_size != self.world_size // k:
             raise ValueError(
                 f"data_parallel_size is {self.data_parallel_size}, but {self.world_size} ranks in pipelines of {k} "
-                f"form {self.world_size // k} pipelines: set it to {self.world_size // k}."
+                f"form {self.world_size // k} pipelines. Set it to {self.world_size // k}."
             )
         bounds = self.stage_bounds
         if (
@@ -82,13 +82,13 @@ class PipelinePlan:
         ):
             raise ValueError(
                 f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k + 1} strictly increasing "
-                f"bounds from 0 to {num_units}: use split_min_max(costs, {k})."
+                f"bounds from 0 to {num_units}. Use split_min_max(costs, {k})."
             )
         schedule_named(self.schedule)
         _check_num_microbatches(self.num_microbatches)
         if self.rows_per_device < 1:
             raise ValueError(
-                f"rows_per_device is {self.rows_per_device}, but at least 1 row is needed: raise"
+                f"rows_per_device is {self.rows_per_device}, but must be at least 1. Increase"
                 " per_device_train_batch_size."
             )
         if not 0 <= self.num_frozen_layers <= num_units:
@@ -99,7 +99,8 @@ class PipelinePlan:
         if not 0 <= self.num_cached_layers <= min(self.num_frozen_layers, bounds[1]):
             raise ValueError(
                 f"num_cached_layers is {self.num_cached_layers}, but must be between 0 and num_frozen_layers"
-                f" ({self.num_frozen_layers}), and the first stage, of {bounds[1]} units, holds them all."
+                f" ({self.num_frozen_layers}), and the first stage, which has {bounds[1]} units, must contain them"
+                " all."
             )
 
     # -- stages and ranks ----------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class PipelinePlan:
         """
         _check_num_microbatches(num_microbatches)
         if self.times is None:
-            raise ValueError("times is None: a step can only be predicted from measured times.")
+            raise ValueError("times is None, but a step can only be predicted from measured times. Pass times.")
         stages = [self._stage_seconds(stage, rows / num_microbatches) for stage in range(self.pipeline_parallel_size)]
         forward, backward = zip(*stages, strict=True)
         timeline = simulate(forward, backward, num_microbatches, self.schedule)
@@ -261,8 +262,8 @@ class PipelinePlan:
         _check_num_microbatches(num_microbatches)
         if rows < 1 or rows % num_microbatches:
             raise ValueError(
-                f"rows is {rows} and num_microbatches {num_microbatches}, but micro-batches have one size: "
-                f"choose a divisor of the rows, for instance by choose_num_microbatches."
+                f"rows is {rows} and num_microbatches is {num_microbatches}, but all micro-batches must have the same "
+                f"size. Set num_microbatches to a divisor of rows, for example with choose_num_microbatches."
             )
         if optimizer_bytes_per_parameter_byte < 0:
             raise ValueError(
@@ -382,30 +383,30 @@ def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
     if num_units < 1:
-        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit: measure the model's costs first.")
+        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
     if k < 1 or world_size % k:
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
         hint = ""
         if world_size == 1:
             hint = (
-                " One process was started: launch several with torchrun --nproc_per_node, or accelerate launch "
-                "--multi_gpu (its --cpu starts only one)."
+                " Only one process was started. Launch several with torchrun --nproc_per_node, or accelerate launch "
+                "--multi_gpu (accelerate launch --cpu starts only one)."
             )
         raise ValueError(
-            f"pipeline_parallel_size is {k}, but must divide the world size {world_size}: "
-            f"choose one of {divisors}.{hint}"
+            f"pipeline_parallel_size is {k}, but must divide the world size {world_size}. "
+            f"Set it to one of {divisors}.{hint}"
         )
     if k > num_units:
         raise ValueError(
             f"pipeline_parallel_size is {k}, but the model has {num_units} unit{_s(num_units)} and every stage needs "
-            f"one: choose at most {num_units}."
+            f"at least one. Set it to at most {num_units}."
         )
 
 
 def _check_num_microbatches(num_microbatches: int | None) -> None:
     if num_microbatches is not None and num_microbatches < 1:
         raise ValueError(
-            f"num_microbatches is {num_microbatches}, but at least 1 is needed: raise it, or leave it to 'auto'."
+            f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
         )
 
 

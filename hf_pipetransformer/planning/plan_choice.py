@@ -70,7 +70,7 @@ def make_plan(
     """
     units = tuple(unit_costs)
     if split not in SPLITS:
-        raise ValueError(f"split is {split!r}, but the splits are {', '.join(map(repr, SPLITS))}: choose one.")
+        raise ValueError(f"split is {split!r}, but must be one of {', '.join(map(repr, SPLITS))}.")
     whole = PipelinePlan(
         world_size=world_size,
         pipeline_parallel_size=1,
@@ -94,9 +94,9 @@ def make_plan(
         return _shortest_fast(fitting)
     raise ValueError(
         f"pipeline_parallel_size is 'auto', but no pipeline fits: with {candidates[-1].pipeline_parallel_size} stages"
-        f" the largest still needs {largest_stage_bytes(candidates[-1]) / MIB:,.0f} MiB, and a device has"
-        f" {memory_budget_bytes / MIB:,.0f} MiB. Use more devices, a smaller per_device_train_batch_size (now"
-        f" {rows_per_device}), gradient checkpointing, or freeze parameters."
+        f" the largest stage still needs {largest_stage_bytes(candidates[-1]) / MIB:,.0f} MiB, but a device has"
+        f" {memory_budget_bytes / MIB:,.0f} MiB. Use more devices, reduce per_device_train_batch_size (now"
+        f" {rows_per_device}), enable gradient checkpointing, or freeze parameters."
     )
 
 
@@ -127,9 +127,7 @@ def replan(
         ValueError: If a name is unknown or a number is out of range.
     """
     if compression not in COMPRESSIONS:
-        raise ValueError(
-            f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}: choose one."
-        )
+        raise ValueError(f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}.")
     k = plan.pipeline_parallel_size
     # first with one stage, for which any number of layers may be cached; then split
     frozen = replace(
@@ -187,7 +185,7 @@ def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
     """
     times = plan.times
     if times is None:
-        raise ValueError("split is 'timed', but times is None: measure the model's times, or split by 'min-max'.")
+        raise ValueError("split is 'timed', but times is None. Pass the model's measured times, or split='min-max'.")
     rows = plan.rows_per_device * k
     m = choose_num_microbatches(rows, k, plan.num_microbatches, plan.schedule)
     costs = []

@@ -72,5 +72,5 @@ def schedule_named(name: str) -> Schedule:
         ValueError: There is none of this name.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule is {name!r}, but the schedules are {', '.join(map(repr, SCHEDULES))}: choose one.")
+        raise ValueError(f"schedule is {name!r}, but must be one of {', '.join(map(repr, SCHEDULES))}.")
     return SCHEDULES[name]

@@ -41,18 +41,18 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"a report needs {' and '.join(missing)}, not installed here: pip install 'hf_pipetransformer[report]'."
+            f"The report requires {' and '.join(missing)}. Install with pip install 'hf_pipetransformer[report]'."
         )
     trainings = read_trainings(folder)
     path = output or folder / FILE_NAME
     if path.is_dir():
-        raise ValueError(f"--output is {path}, which is a folder: name a file in it, such as {path / FILE_NAME}.")
+        raise ValueError(f"--output is {path}, which is a folder. Pass a file path, such as {path / FILE_NAME}.")
     text = page(trainings, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"the report cannot be written: {error}. Choose another --output.") from None
+        raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
     return path
 
 

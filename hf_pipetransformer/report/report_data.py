@@ -196,14 +196,14 @@ def read_trainings(folder: Path) -> list[Training]:
         ValueError: it has no record of a training.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: give the output_dir of a training.")
+        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
     event_lines, bad_events = _read_lines(folder / events_file.FILE_NAME, ("event", "global_step"))
     metric_lines, bad_metrics = _read_lines(folder / metrics_file.FILE_NAME, ("kind", "global_step", "run"))
     state = _newest_state(folder)
     if not event_lines and not metric_lines and state is None:
         raise ValueError(
-            f"{folder} has none of {events_file.FILE_NAME}, {metrics_file.FILE_NAME} and {STATE_NAME} (nor a"
-            " checkpoint with one): give the output_dir of a training with PipeTransformerTrainer."
+            f"{folder} contains none of {events_file.FILE_NAME}, {metrics_file.FILE_NAME} and {STATE_NAME} (nor a"
+            " checkpoint with one). Pass the output_dir of a training run with PipeTransformerTrainer."
         )
     problems = [
         f"{name}: {number} {'line' if number == 1 else 'lines'} cannot be read and were left out."

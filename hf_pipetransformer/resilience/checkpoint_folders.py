@@ -90,7 +90,7 @@ def validate(checkpoint: Path) -> str | None:
         path = checkpoint / name
         try:
             if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes of {size}"
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
             if _checksum(path) != checksum:
                 return f"{name} is damaged"
         except OSError as error:

@@ -77,7 +77,7 @@ def end(seconds: float = SECONDS) -> bool:
         return True
     if _ends(_destroy, seconds):
         return True
-    logger.debug("the process groups do not end: they are aborted")
+    logger.debug("The process groups did not shut down in time and are aborted.")
     return _ends(_abort, seconds)
 
 

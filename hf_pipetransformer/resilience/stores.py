@@ -61,8 +61,8 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
     """
     if "RANK" in environ and environ.get("MASTER_PORT") == "0" and not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "MASTER_PORT=0: the processes cannot find one another by it, and would wait in vain. Give torchrun a free"
-            " port (--master_port 29501), or let it choose one (--standalone, or --rdzv-backend=c10d"
+            "MASTER_PORT=0 is not supported, because the processes could not find each other. Pass a free port to"
+            " torchrun (--master_port 29501), or let it choose one (--standalone, or --rdzv-backend=c10d"
             " --rdzv-endpoint=localhost:0)."
         )
     is_launched = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

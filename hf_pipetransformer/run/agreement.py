@@ -82,7 +82,8 @@ def _compare(mesh: ProcessMesh, what: str, mine: str) -> None:
         if value != found[0]:
             raise ValueError(
                 f"The processes were given different {what}: process 0 has {found[0]}, process {rank} has {value}."
-                " Every process must be given the same model and the same, whole dataset; the trainer divides it."
+                " Pass the same model and the same complete dataset on every process; the trainer distributes the"
+                " samples."
             )
 
 

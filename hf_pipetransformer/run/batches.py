@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
@@ -77,8 +76,8 @@ class GlobalBatch:
             part = data.last_slice if isinstance(data, NumberedBatches) else data.slice_of(batch)
             if part is before:
                 raise ValueError(
-                    "The training loop reads another loader than the one that"
-                    " PipeTransformerTrainer.get_train_dataloader has made. Return what super().get_train_dataloader()"
+                    "The training loop reads from a different DataLoader than the one that"
+                    " PipeTransformerTrainer.get_train_dataloader created. Return what super().get_train_dataloader()"
                     " returns (or a wrapper around it), or pass train_dataset and data_collator instead of overriding"
                     " it."
                 )
@@ -91,14 +90,12 @@ class GlobalBatch:
 
     def count_over_replicas(self, pipeline: ElasticPipeline, reduction: LossReduction) -> None:
         """Count the items of all pipelines, each once. Collective over all processes if there are replicas."""
-        mine = self.num_items if pipeline.stage_index == 0 else 0
-        dtype = torch.float64 if reduction.items == "total" else torch.int64
-        total = torch.tensor([mine], dtype=dtype).to(pipeline.device)
         if pipeline.num_replicas > 1:
-            dist.all_reduce(total)
-        elif pipeline.num_stages > 1:
-            total[0] = self.num_items  # `share` will replace it with the first stage's number
-        self.num_items = total.item() or 1
+            mine = self.num_items if pipeline.stage_index == 0 else 0
+            dtype = torch.float64 if reduction.items == "total" else torch.int64
+            self.num_items = pipeline.mesh.sum(mine, dtype)
+        # with one replica, `share` will replace it on later stages with the first stage's number
+        self.num_items = self.num_items or 1
 
     def begin(self, inputs: Mapping[str, Any], pipeline: ElasticPipeline) -> None:
         """Set `current` to the slice of the batch on which `training_step` is called.
@@ -114,9 +111,9 @@ class GlobalBatch:
         is_again = bool(tensors) and all(id(tensor) in latest for tensor in tensors)
         if (is_again and pipeline.num_stages > 1) or (not is_again and not self.waiting):
             raise ValueError(
-                "training_step was called twice for one batch (for sharpness-aware minimisation, or adversarial"
-                " weights?), and each stage of a pipeline sees its own parameters and gradients only. Set"
-                " pipeline_parallel_size=1, and pass the same tensors again."
+                "training_step was called twice for one batch (for example for sharpness-aware minimization or"
+                " adversarial weight perturbation), but each stage of a pipeline sees only its own parameters and"
+                " gradients. Set pipeline_parallel_size=1, and pass the same tensors in both calls."
             )
         if not is_again:
             self.current, self._latest_tensors = self.waiting.popleft(), tensors

@@ -50,12 +50,13 @@ SLOW_EPOCHS = 2
 More than one, because the first may have read from a cold disk.
 """
 OTHER_INPUTS = (
-    "compute_loss, _prepare_inputs, training_step or a forward pre-hook has changed the inputs before the model sees"
-    " them, or calls a part of the model; what is kept belongs to what the data collator returns: change them there"
+    "compute_loss, _prepare_inputs, training_step or a forward pre-hook changes the inputs before the model receives"
+    " them, or calls a part of the model, but cached outputs belong to what the data collator returns; change the"
+    " inputs in the data collator instead"
 )
 NOTHING_KEPT = (
-    "none of an epoch's rows could be kept (padding on the left, where the examined rows had none; an attention mask"
-    " that is not [rows, tokens] of 0 and 1; inputs other than tensors)"
+    "none of an epoch's samples could be cached (possible reasons: padding on the left where the probed samples had"
+    " none; an attention mask that is not [samples, tokens] of 0 and 1; inputs other than tensors)"
 )
 
 
@@ -171,7 +172,7 @@ class AutoCache:
         highest = most_cached_layers(self._pipeline.current_plan, num_frozen, self._nodes)
         boundary = boundary_to_cache(self._allowed, highest)
         if not self._allowed:
-            self._turn_off(f"the outputs of this model's layers cannot be kept: {self._reasons.get(highest)}")
+            self._turn_off(f"the outputs of this model's layers cannot be cached: {self._reasons.get(highest)}")
         elif not boundary:
             self._say_why_not(num_frozen, highest)
         elif boundary > self._boundary:
@@ -290,13 +291,15 @@ class AutoCache:
         failure = next((why for _, why, _ in everyone if why is not None), None)
         if failure is not None:
             self._warn_once(
-                "The activation cache takes nothing more (%s): what it has is used, the rest is computed.", failure
+                "The activation cache stores no further samples (%s). Samples that it already holds are read from it,"
+                " and the others are computed.",
+                failure,
             )
         counts = reduce(add, (counts for counts, *_ in everyone))
         if counts.damaged:
             self._warn_once(
-                "%d rows in the activation cache are damaged (its files have been changed or cut short): they are"
-                " computed again.",
+                "%d samples in the activation cache are damaged (its files were changed or truncated); they are"
+                " recomputed.",
                 counts.damaged,
             )
         return EpochReport(counts, self._store.nbytes(), failure, any(is_full for *_, is_full in everyone))
@@ -344,8 +347,8 @@ class AutoCache:
 
     def _turn_off_as_slow(self, loading: float) -> None:
         self._turn_off(
-            f"loading takes {1e3 * loading:.3g} ms a row, computing the {self._boundary} frozen layers"
-            f" {1e3 * self._seconds_of_computing:.3g} ms",
+            f"loading a sample takes {1e3 * loading:.3g} ms, but computing the {self._boundary} frozen layers takes"
+            f" only {1e3 * self._seconds_of_computing:.3g} ms",
             may_pay_later=True,
         )
 
@@ -360,7 +363,7 @@ class AutoCache:
         self.cache.resume_writing()
         if self._mesh.rank == 0:
             logger.warning(
-                "The activation cache has lost its rows: of %d in this epoch %d were found. It is filled anew.",
+                "The activation cache has lost samples: of %d samples in this epoch, %d were found. It is refilled.",
                 counts.rows,
                 counts.found,
             )
@@ -384,8 +387,8 @@ class AutoCache:
     def _say_why_not(self, num_frozen: int, highest: int) -> None:
         if self._mesh.rank == 0:
             logger.info(
-                "Nothing is cached yet: of %d frozen layers the first %d can be under this layout, and the output of"
-                " fewer than %d must not be kept.",
+                "Nothing is cached yet: of %d frozen layers, at most the first %d can be cached with the current plan,"
+                " but for this model the output of fewer than %d layers cannot be cached.",
                 num_frozen,
                 highest,
                 min(self._allowed),
@@ -478,6 +481,6 @@ def _is_filled(counts: CacheCounts) -> bool:
 
 def _changing(counts: CacheCounts) -> str:
     return (
-        f"of {counts.rows} rows {counts.found} were found; the inputs of a sample change from epoch to epoch (random"
-        " augmentation, masking by the collator?)"
+        f"of {counts.rows} samples {counts.found} were found; the inputs of a sample probably change from epoch to"
+        " epoch (for example by random augmentation, or masking in the data collator)"
     )

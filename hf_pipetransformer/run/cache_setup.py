@@ -78,11 +78,12 @@ def make_cache(
     refusal = next(filter(None, mesh.gather_objects(store.why_refused())), None)
     if refusal is not None and args.activation_cache_dir is not None:
         raise ValueError(
-            f"activation_cache_dir: the folder {store.folder} cannot hold activations: {refusal}. Give a folder of"
-            " your own that only you can write to (chmod go-w), or one that does not exist yet."
+            f"activation_cache_dir: the folder {store.folder} cannot be used for the activation cache: {refusal}."
+            " Set activation_cache_dir to a folder that only you can write to (chmod go-w), or to one that does not"
+            " exist yet."
         )
     if refusal is not None:
-        why = f"the folder {store.folder} is not this user's alone to write: {refusal}"
+        why = f"the folder {store.folder} must be writable by this user only: {refusal}"
         reasons = {f: reasons[f] or why for f in reasons}
     store.max_bytes = size_limit(store, args.activation_cache_max_gib)
     storage_dtype = CACHE_DTYPES[args.activation_cache_dtype]

@@ -219,13 +219,13 @@ class CheckpointWrite:
         before, reached = self._job.mesh.gather_objects((before, self.phase))[0]
         if reached is WritePhase.PUBLISHED:
             raise OSError(
-                f"{self.final.name} is saved, but then older checkpoints could not be removed, or it could not be"
-                f" uploaded ({'; '.join(failed)}). See to it, and resume."
+                f"{self.final.name} was saved, but older checkpoints could not be removed afterwards, or it could"
+                f" not be uploaded ({'; '.join(failed)}). Fix the cause and resume from it."
             ) from self._error
         raise OSError(
             f"{self.final.name} could not be saved ({'; '.join(failed)}). "
-            + (f"{before.name} is the newest whole checkpoint. " if before is not None else "")
-            + f"See to it (is there room in {self._folder}?), and resume."
+            + (f"{before.name} is the latest valid checkpoint. " if before is not None else "")
+            + f"Fix the cause (check the free disk space of {self._folder}) and resume."
         ) from self._error
 
 

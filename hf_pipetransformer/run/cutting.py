@@ -229,10 +229,10 @@ def _costs_of_units(
             return costs
         raise UnsupportedModelError(
             job.model,
-            f"it takes a whole batch, but not the first {SAMPLE_ROWS} rows of each of its inputs"
-            f" ({type(error).__name__}: {error}), so batches cannot be cut into micro-batches.",
-            "Let the data collator return one entry for each row in all inputs (documents as a second dimension,"
-            " padded), or set pipeline_parallel_size=1.",
+            f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
+            f" ({type(error).__name__}: {error}), so batches cannot be split into micro-batches.",
+            "Make the data collator return one entry per sample in every input (for example with documents as a"
+            " padded second dimension), or set pipeline_parallel_size=1.",
         ) from error
 
 
@@ -243,7 +243,7 @@ def _make_equal(stack: LayerStack, mesh: ProcessMesh) -> None:
         logger.warning(
             "%d parameters and buffers differed between the processes and were set to those of process 0, as DDP"
             " does (%s%s)."
-            " Call set_seed() before the model is made to avoid this.",
+            " Call set_seed() before creating the model to avoid this.",
             len(different),
             ", ".join(different[:3]),
             ", ..." if len(different) > 3 else "",
@@ -345,7 +345,7 @@ def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -
     try:
         times = measure_times(pipeline.stack, batch, per_byte)
     except RuntimeError as error:  # out of memory, for one
-        logger.warning("The model's parts cannot be timed (%s): the plan goes by FLOPs.", error)
+        logger.warning("The model's layers could not be timed (%s), so the plan is based on FLOPs.", error)
     everyone = mesh.gather_objects(times)
     measured = [theirs for theirs in everyone if theirs is not None]
     return slowest(measured) if len(measured) == len(everyone) else None

@@ -121,7 +121,7 @@ def record(
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
     except OSError as error:  # only one process writes; if it raised here, the others would hang
-        logger.warning("The event %r is not recorded: %s", event, error)
+        logger.warning("The event %r could not be recorded: %s", event, error)
 
 
 def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:

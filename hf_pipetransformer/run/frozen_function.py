@@ -29,8 +29,9 @@ REGISTRIES = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 """Private attributes of a module that affect what it computes."""
 OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
 OTHER_OUTPUTS = (
-    "the frozen layers give other outputs for the same rows than before, though their weights are the same (an"
-    " attribute, a hook, an adapter's scale or the attention implementation has been changed, or they draw at random)"
+    "the frozen layers return different outputs for the same samples than before, although their weights are the same"
+    " (an attribute, a hook, an adapter's scale or the attention implementation has changed, or they draw random"
+    " numbers)"
 )
 
 

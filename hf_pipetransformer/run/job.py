@@ -172,9 +172,10 @@ class TrainingJob:
             batches = iter(dataloader)
             if batches is dataloader:
                 raise ValueError(
-                    f"The loader ({type(dataloader).__name__}) has no dataset and can be read once only, so there is"
-                    " no sample to find the model's layers or loss on: return a DataLoader or a list of batches from"
-                    " get_train_dataloader and get_eval_dataloader (or call train() before evaluate())."
+                    f"The data loader ({type(dataloader).__name__}) has no dataset and can be iterated only once, so"
+                    " no sample can be read from it to probe the model's layers and loss. Return a DataLoader or a"
+                    " list of batches from get_train_dataloader and get_eval_dataloader (or call train() before"
+                    " evaluate())."
                 )
             batch = next(batches)
         rows = batch_rows(batch)
@@ -194,12 +195,12 @@ def refuse_distributed_model(model: Any) -> None:
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(
-            f"model is wrapped in {type(model).__name__}: pass the plain model (model.module), the trainer distributes"
-            " it."
+            f"model is wrapped in {type(model).__name__}, but the trainer distributes the model itself. Pass the"
+            " unwrapped model (model.module)."
         )
     device_map = getattr(model, "hf_device_map", None)
     if device_map:
         raise ValueError(
-            f"model is spread by a device map ({len(device_map)} entries): load it without device_map, the pipeline's"
-            " stages take their part."
+            f"model is distributed by a device map ({len(device_map)} entries), but the trainer distributes the model"
+            " itself. Load it without device_map."
         )

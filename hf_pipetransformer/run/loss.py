@@ -7,7 +7,7 @@ last stage         `BatchInFlight`       the micro-batches of one `training_step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,7 @@ class TrainersLoss:
         batch: Batch,
         num_items: int | float,
         share: float = 1.0,
+        count: int | float | None = None,
     ) -> torch.Tensor:
         """Return what a part of a batch contributes to the whole batch's loss.
 
@@ -105,9 +106,10 @@ class TrainersLoss:
             batch: the part.
             num_items: number of items in the whole batch.
             share: as in `LossReduction.part`; 0 if the part does not count.
+            count: as in `LossReduction.part`.
         """
         asked: Any
-        asked, weight = reduction.part(batch, num_items, share) if share else (num_items, 0.0)
+        asked, weight = reduction.part(batch, num_items, share, count) if share else (num_items, 0.0)
         inputs = dict(batch)
         if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
             inputs |= {
@@ -153,8 +155,11 @@ class BatchInFlight:
         """Whether the last stage has called the model on inputs other than those of the earlier stages."""
         self._loss = loss
         self._reduction = reduction
-        scale = self._scale_of_items(batch)
-        self._items = num_items if scale == 1.0 else num_items / scale
+        self._num_items = num_items
+        self._batch = batch
+        self._scale: float | None = None  # as `_scale_of_items`; only a stage that computes losses needs it
+        self._counted: Sequence[Batch] | None = None  # the micro-batches that `_counts` is about
+        self._counts: dict[int, tuple[torch.Tensor, int | float]] = {}  # by the id of the tensor, which is kept
 
     def loss_of(self, pipeline: ElasticPipeline, micro_batch: Batch) -> torch.Tensor:
         """Return what this micro-batch contributes to the global batch's loss. Called on the last stage.
@@ -164,9 +169,7 @@ class BatchInFlight:
         """
         model = pipeline.model
         with self._noting_exchanged_inputs(pipeline, micro_batch):
-            part = self._loss.of_part(
-                self._reduction, model, micro_batch, self._items, self._share(pipeline, micro_batch)
-            )
+            part = self._of_part(pipeline, micro_batch)
         cache = micro_batch.get("past_key_values")
         if self.losses and isinstance(cache, SliceCache) and cache.get_seq_length():
             self.losses[-1] = self.losses[-1] + part.detach()  # later tokens of the same samples
@@ -176,22 +179,42 @@ class BatchInFlight:
 
     def again(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
         """Return the unscaled contribution of some or all samples of the slice, without recording it in `losses`."""
-        share = self._share(pipeline, batch)
-        return self._loss.of_part(self._reduction, pipeline.model, batch, self._items, share)
+        return self._of_part(pipeline, batch)
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of all micro-batches that this process has computed, 0-dimensional."""
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
 
-    def _scale_of_items(self, batch: Batch) -> float:
-        """Return the number of items in the collated batch divided by that in the prepared batch.
+    def _of_part(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
+        count = self._count(pipeline, batch) if self._reduction.kind == "mean" and self.part.rows else None
+        scale = 1.0 if self._scale is None else self._scale
+        items = self._num_items if scale == 1.0 else self._num_items / scale
+        share = self._share(pipeline, batch)
+        return self._loss.of_part(self._reduction, pipeline.model, batch, items, share, count)
+
+    def _count(self, pipeline: ElasticPipeline, batch: Batch) -> int | float | None:
+        """Return the number of items in a part; None if it is not counted yet.
+
+        All micro-batches are counted together with the whole batch when the first one asks, because reading a number
+        from an accelerator waits for it.
+        """
+        assert pipeline.stage is not None
+        if self._counted is not pipeline.stage.micro_batches:
+            self._counted = pipeline.stage.micro_batches
+            parts = [part for part in self._counted if self._reduction.source(part) is not None]
+            in_all, *of_parts = self._reduction.counts([self._batch, *parts])
+            self._scale = self._scale_of_items(in_all)
+            sources = [self._reduction.source(part) for part in parts]
+            self._counts = {id(s): (s, n) for s, n in zip(sources, of_parts, strict=True) if s is not None}
+        found = self._counts.get(id(self._reduction.source(batch)))
+        return None if found is None else found[1]
+
+    def _scale_of_items(self, count: int | float) -> float:
+        """Return the number of items in the collated batch divided by `count`, that in the prepared batch.
 
         `_prepare_inputs` may change the number, for example by turning class labels into probabilities.
         """
-        if self._reduction.kind != "mean" or not self.part.rows or not self.part.items:
-            return 1.0
-        count = self._reduction.count(batch)
-        return 1.0 if count == self.part.items or not count else self.part.items / count
+        return 1.0 if not self.part.items or not count or count == self.part.items else self.part.items / count
 
     def _share(self, pipeline: ElasticPipeline, micro_batch: Batch) -> float:
         """Return the fraction of the optimizer step's samples in this micro-batch; 0 if it does not count.

@@ -233,7 +233,7 @@ class RunRecorder(TrainerCallback):
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a missing record must not end the training
             if not self._has_warned:
-                logger.warning("%s cannot be written (%s): the report will lack what it would say.", path, error)
+                logger.warning("%s cannot be written (%s), so the report will be incomplete.", path, error)
             self._has_warned = True
 
 

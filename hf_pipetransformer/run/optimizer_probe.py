@@ -50,10 +50,10 @@ def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int])
     try:
         with seeded(0):
             if any(_depends_on(optimizer, half_of, half) for half in (0, 1)):
-                return "what it does to a parameter depends on other parameters' gradients"
+                return "its update of a parameter depends on the gradients of other parameters"
     except Exception as error:
         if not module.startswith(INDEPENDENT_IF_UNTRIED):
-            return f"whether it updates each parameter by itself could not be tried ({type(error).__name__}: {error})"
+            return f"checking whether it updates each parameter independently failed ({type(error).__name__}: {error})"
     return None
 
 

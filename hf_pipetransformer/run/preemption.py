@@ -100,7 +100,7 @@ class Preemption:
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         if trainer.is_world_process_zero() and self.last_saved is not None:
             logger.warning(
-                "SIGTERM: checkpoint-%s is saved, from which resume_from_checkpoint=True goes on. Exit code %d.",
+                "Received SIGTERM and saved checkpoint-%s. Resume with resume_from_checkpoint=True. Exit code %d.",
                 self.last_saved.name.rpartition("-")[2],
                 EXIT_CODE,
             )

@@ -100,8 +100,8 @@ def loss_has_changed(
             return None  # the loss now draws random numbers
     except Exception as error:  # it must not be raised on this stage alone
         if not is_out_of_memory(error):
-            return f"computed once more, it fails ({type(error).__name__}: {error})"
-        logger.warning("There is no memory to compute the loss of a whole batch again, so it is not looked at again.")
+            return f"recomputing it fails ({type(error).__name__}: {error})"
+            logger.warning("The loss is not rechecked: there is not enough memory to recompute it for a whole batch.")
         return None
     return found
 
@@ -124,10 +124,11 @@ def raise_for_changed_loss(model: nn.Module, step: int, found: str) -> None:
     """
     raise UnsupportedModelError(
         model,
-        f"in step {step} its loss is another function than before the first step: {found}. A term has begun later that"
-        " depends on all rows together, counts otherwise, or reads parameters of other stages.",
-        "Let it be there from the first step on (with a factor of nearly zero), so that it is examined, or set"
-        " pipeline_parallel_size=1.",
+        f"in step {step} its loss is not the same function as before the first step: {found}. Probably a term was"
+        " added during training that depends on all samples together, is normalized differently, or reads parameters"
+        " of other stages.",
+        "Include the term from the first step on (for example with a factor close to zero), so that it is probed, or"
+        " set pipeline_parallel_size=1.",
     )
 
 

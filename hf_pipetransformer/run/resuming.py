@@ -89,8 +89,9 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
     wanted, chosen, problems = choice
     if chosen is None and problems:
         raise ValueError(
-            f"resume_from_checkpoint={wanted!r}: {'; '.join(problems)}. Name another checkpoint, or train from the"
-            f" beginning. (If you have changed its files yourself, let {MANIFEST} contain {{}} and nothing else.)"
+            f"resume_from_checkpoint={wanted!r} cannot be used: {'; '.join(problems)}. Pass another checkpoint, or"
+            " train from the beginning. (If you changed its files on purpose, replace the content of"
+            f" {MANIFEST} with {{}} to skip this check.)"
         )
     if chosen is None:
         return None if wanted == LAST else wanted  # the stock Trainer raises that there is none
@@ -105,15 +106,16 @@ def _warn_of(chosen: Path, problems: list[str]) -> None:
     replaced = replaced_weights(chosen)
     if replaced:
         logger.warning(
-            "Resuming from %s, whose weights somebody has written anew (%s is gone): they can be read, but no"
-            " checksum tells whether they are those of its optimizer.",
+            "Resuming from %s, whose weight files were replaced (%s is missing). The new files are readable, but"
+            " without a checksum it cannot be verified that they match the optimizer's state.",
             chosen,
             ", ".join(replaced),
         )
     # the stock Trainer loads both files or neither
     if not all((chosen / file).is_file() for file in (OPTIMIZER_NAME, SCHEDULER_NAME)):
         logger.warning(
-            "%s has the model only (save_only_model): optimizer, learning rates and random numbers begin anew.",
+            "%s contains only the model (save_only_model), so the optimizer, the learning rate scheduler and the"
+            " random number generators start from scratch.",
             chosen,
         )
 
@@ -213,7 +215,7 @@ def refuse_best_model_that_some_lack(job: TrainingJob) -> None:
     if any(have) and not all(have):
         lacking = [rank for rank, has in enumerate(have) if not has]
         raise ValueError(
-            f"load_best_model_at_end: processes {lacking} do not see the weights in {best}, which process"
-            f" {have.index(True)} has: output_dir must be on a file system that all nodes share. The training is"
-            " over, and its checkpoints are there; load the best one by from_pretrained."
+            f"load_best_model_at_end=True failed: processes {lacking} cannot see the weights in {best}, but process"
+            f" {have.index(True)} can. Put output_dir on a file system that all nodes share. Training has finished and"
+            " its checkpoints are saved; load the best one with from_pretrained."
         )

@@ -145,9 +145,9 @@ class PipelineRun(TrainerCallback):
                 if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
                     raise
                 raise ValueError(
-                    f"A callback has written to parameters of the model, and each of the {self.pipeline.num_stages}"
-                    " stages of the pipeline has its own parameters only: change weights before or after train(), or"
-                    f" set pipeline_parallel_size=1. It failed with {error}"
+                    f"A callback wrote to parameters of the model, but each of the {self.pipeline.num_stages} stages"
+                    " of the pipeline holds only its own parameters. Change weights before or after train(), or set"
+                    f" pipeline_parallel_size=1. The original error was: {error}"
                 ) from error
 
         before = vars(handler).get("call_event")
@@ -204,7 +204,7 @@ class PipelineRun(TrainerCallback):
         if self._cut is None or not self.pipeline.is_placed:
             if optimizer is None:
                 raise ValueError(
-                    "create_optimizer was overridden and has set no optimizer: let it set self.optimizer, or call"
+                    "The overridden create_optimizer has not set an optimizer. Assign self.optimizer in it, or call"
                     " super().create_optimizer()."
                 )
             self.place()  # the user overrides create_optimizer, which has made one over the whole model
@@ -212,9 +212,9 @@ class PipelineRun(TrainerCallback):
         if optimizer is not None and not pipeline.updates_with(optimizer):
             if pipeline.num_stages > 1:
                 raise ValueError(
-                    "create_optimizer was overridden and has replaced the optimizer of super().create_optimizer(),"
-                    " which knows the stages: make yours over the whole model and do not call super(), or pass it as"
-                    " optimizers=(optimizer, None)."
+                    "The overridden create_optimizer has replaced the optimizer that super().create_optimizer() made"
+                    " for the pipeline stages. Create your optimizer over the whole model without calling super(), or"
+                    " pass it as optimizers=(optimizer, None)."
                 )
             pipeline.attach_optimizer(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
@@ -325,8 +325,8 @@ class PipelineRun(TrainerCallback):
         self._cut.make_whole()
         self._job.trainer.optimizer = None
         raise ValueError(
-            f"{coupling}, and each stage of a pipeline has its own parameters only. Choose an optimizer that"
-            " updates each parameter by its own gradient, or set pipeline_parallel_size=1."
+            f"{coupling}, but each stage of a pipeline holds only its own parameters. Use an optimizer that"
+            " updates each parameter from its own gradient alone, or set pipeline_parallel_size=1."
         )
 
     def _attach_freezing(self, freezable: FreezableLayers | None) -> int:
@@ -340,7 +340,7 @@ class PipelineRun(TrainerCallback):
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
         if len(with_the_first) > 1:
             logger.warning(
-                "Layers %s of %s share parameters with its first layer and freeze with it.",
+                "Layers %s of %s share parameters with its first layer and are frozen together with it.",
                 ", ".join(map(str, with_the_first[1:])),
                 type(self._job.model).__name__,
             )

@@ -198,7 +198,7 @@ def find_windows(
     if reduction.kind not in ("sum", "mean"):
         raise UnsupportedModelError(
             job.model,
-            "its loss is not just a sum or mean over rows or tokens, so slices would change it.",
+            "its loss is not a plain sum or mean over samples or tokens, so token slices would change it.",
             "Set token_slices='off'.",
         )
     batches = collate.apart(rows)
@@ -230,9 +230,9 @@ def find_windows(
         if isinstance(why, str):
             raise UnsupportedModelError(
                 job.model,
-                f"the check of slices failed on process {rank} ({why}). It takes memory for the gradients of the"
-                f" whole model and for {batch_rows(sample)} rows of {sequence_length(sample)} tokens.",
-                "Shorten the rows, or set token_slices='off'.",
+                f"the check of token slices failed on process {rank} ({why}). It needs memory for the gradients"
+                f" of the whole model and for {batch_rows(sample)} samples of {sequence_length(sample)} tokens.",
+                "Use shorter samples, or set token_slices='off'.",
             ) from failure
     found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
     # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
@@ -271,24 +271,25 @@ def _refuse_other_padding(job: TrainingJob, plan: PipelinePlan) -> None:
     name = type(job.model).__name__
     if plan.data_parallel_size == 1 and job.args.gradient_accumulation_steps == 1:
         logger.info(
-            "The loss of %s depends on the length to which rows are padded: processes of frozen layers will not"
-            " become replicas, which would pad their rows to other lengths. Pad all rows to one length to allow"
-            " it.",
+            "The loss of %s depends on the length to which samples are padded. The processes of frozen layers will"
+            " therefore not become replicas, because replicas pad their samples to different lengths. Pad all"
+            " samples to the same length to allow it.",
             name,
         )
     elif not job.args.uses_pipeline or plan.data_parallel_size == 1:
         logger.warning(
-            "The loss of %s depends on the length to which rows are padded: as under plain DDP, or with gradient"
-            " accumulation, each process and micro-batch pads its own rows, and the result is not that of one"
-            " process with the whole batch. Pad all rows to one length to avoid this.",
+            "The loss of %s depends on the length to which samples are padded. As with plain DDP or gradient"
+            " accumulation, each process and micro-batch pads its own samples, so the result differs from that of"
+            " one process with the whole batch. Pad all samples to the same length to avoid this.",
             name,
         )
     else:
         raise UnsupportedModelError(
             job.model,
-            "its loss depends on the length to which rows are padded (does it count padding? is there an"
-            f" attention_mask?), and {plan.data_parallel_size} replicas would pad their rows to other lengths.",
-            "Pad all rows to one length, or set pipeline_parallel_size to the number of processes or to 1.",
+            "its loss depends on the length to which samples are padded (check whether padding counts in the loss,"
+            f" and whether there is an attention_mask), and {plan.data_parallel_size} replicas would pad their samples"
+            " to different lengths.",
+            "Pad all samples to the same length, or set pipeline_parallel_size to the number of processes or to 1.",
         )
 
 
@@ -298,8 +299,8 @@ def _refuse_coupled_rows(job: TrainingJob, reduction: LossReduction, plan: Pipel
         return
     if not job.args.uses_pipeline:
         logger.warning(
-            "The loss of %s is not a sum or mean over the rows of a batch: as under plain DDP, or with gradient"
-            " accumulation, each of %d parts of a batch has a loss of its own rows (%s).",
+            "The loss of %s is not a sum or mean over the samples of a batch. As with plain DDP or gradient"
+            " accumulation, it is computed separately for each of the %d parts of a batch (%s).",
             type(job.model).__name__,
             plan.world_size * job.args.gradient_accumulation_steps,
             reduction.reason,
@@ -307,10 +308,10 @@ def _refuse_coupled_rows(job: TrainingJob, reduction: LossReduction, plan: Pipel
         return
     raise UnsupportedModelError(
         job.model,
-        "its loss is not a sum or mean over the rows of a batch (a contrastive or class-weighted loss, or inputs"
-        " that cannot be cut by rows), so micro-batches and replicas would change it:"
+        "its loss is not a sum or mean over the samples of a batch (for example a contrastive or class-weighted"
+        " loss, or inputs that cannot be split by sample), so micro-batches and replicas would change it:"
         f" {reduction.reason or 'its parts do not add up'}.",
-        "Return a sum over the items divided by num_items_in_batch, or set num_microbatches=1,"
+        "Return the sum over the items divided by num_items_in_batch, or set num_microbatches=1,"
         f" gradient_accumulation_steps=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"
         " pipeline_parallel_size=1.",
     )

@@ -24,6 +24,7 @@ from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.mesh import ProcessMesh
 from ..resilience.watchdog import PROGRESS, phase
 from .batches import GlobalBatch, prepared
 from .cache_control import AutoCache
@@ -67,16 +68,26 @@ class StepVotes:
     other_flags: bool = False
     other_loss: bool = False
 
-    def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, StepVotes]:
+    def agree(self, loss: torch.Tensor, mesh: ProcessMesh) -> tuple[torch.Tensor, StepVotes]:
         """Return the sum of all processes' losses and the votes of any process. Collective over all processes.
+
+        On the CPU both are one all-reduce. On an accelerator the votes take the control group, because reading them
+        from the device would wait for the whole step.
 
         Args:
             loss: the loss of this process, 0-dimensional.
+            mesh: the groups of all processes.
         """
-        loss = loss.float()
-        together = torch.stack([loss, *(loss.new_full((), float(vote)) for vote in astuple(self))])
-        dist.all_reduce(together)
-        return together[0], StepVotes(*(together[1:] > 0).tolist())
+        votes = torch.tensor([float(vote) for vote in astuple(self)])
+        if loss.device.type == "cpu":
+            together = torch.cat([loss.float()[None], votes])
+            dist.all_reduce(together)
+            loss, votes = together[0], together[1:]
+        else:
+            loss = loss.float()
+            dist.all_reduce(loss)
+            dist.all_reduce(votes, group=mesh.control)
+        return loss, StepVotes(*(votes > 0).tolist())
 
 
 class Steps:
@@ -232,7 +243,7 @@ class Steps:
         votes, mesh, model = mine, self._job.mesh, self._job.model
         if mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
-            loss, votes = mine.agree(loss)
+            loss, votes = mine.agree(loss, mesh)
             if votes.exchanged_inputs:
                 raise_for_exchanged_inputs(model)
             if votes.other_loss:
@@ -240,9 +251,9 @@ class Steps:
                 raise_for_changed_loss(model, self._job.trainer.state.global_step + 1, found)
             if votes.other_flags:
                 raise ValueError(
-                    "requires_grad of parameters was changed by something else than a callback (in compute_loss,"
-                    " training_step or another method): where several processes train one model, all have to know of"
-                    " it before the step. Change it in a TrainerCallback, at on_step_begin for one."
+                    "requires_grad of parameters was changed outside a callback (for example in compute_loss or"
+                    " training_step). With several processes, all of them must know of the change before the step."
+                    " Change it in a TrainerCallback, for example in on_step_begin."
                 )
         self._preemption.is_agreed = votes.stop
         if votes.other_inputs:
@@ -299,9 +310,10 @@ class Steps:
         name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
         if name is not None:
             raise ValueError(
-                f"{name} keeps copies of the model's parameters (a running average, for one), and each of"
-                f" the {pipeline.num_stages} stages of the pipeline has its own parameters only; the others are NaN"
-                " while it trains. Average saved checkpoints instead, or set pipeline_parallel_size=1."
+                f"{name} keeps copies of the model's parameters (for example a running average), but during training"
+                f" each of the {pipeline.num_stages} stages of the pipeline holds only its own parameters; the others"
+                " are placeholders that contain NaN. Average saved checkpoints instead, or set"
+                " pipeline_parallel_size=1."
             )
 
 

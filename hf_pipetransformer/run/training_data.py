@@ -96,8 +96,8 @@ def given_batches(job: TrainingJob, dataloader: Any) -> GivenBatches:
     """
     if job.mesh.world_size > 1 or job.args.uses_pipeline or job.freeze_callback is not None:
         raise ValueError(
-            "The training loader was not made by PipeTransformerTrainer.get_train_dataloader, so it cannot be"
-            " divided among pipelines, nor its samples be found again when layers freeze. Pass train_dataset"
+            "The training DataLoader was not created by PipeTransformerTrainer.get_train_dataloader, so its samples"
+            " cannot be distributed over pipelines or identified again after layers freeze. Pass train_dataset"
             " and data_collator (or override _get_train_sampler) instead of overriding get_train_dataloader."
         )
     return GivenBatches(getattr(dataloader, "dataset", None), partial(job.rows_of_loader, dataloader))

@@ -56,10 +56,10 @@ def attention_windows(model: Any) -> Windows:
     remedy = "Set token_slices='off'."
     if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_hidden_layers"):
         raise UnsupportedModelError(
-            model, "only decoders with causal attention can be cut along their tokens.", remedy
+            model, "only decoders with causal attention can be split along their tokens.", remedy
         )
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
-        raise UnsupportedModelError(model, "its layers share keys and values, which have one owner here.", remedy)
+        raise UnsupportedModelError(model, "its layers share keys and values, which is not supported.", remedy)
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
@@ -68,7 +68,7 @@ def attention_windows(model: Any) -> Windows:
     unknown = sorted(set(kinds) - {FULL, SLIDING, CHUNKED})
     if unknown:
         raise UnsupportedModelError(
-            model, f"layers of type {', '.join(unknown)} keep a state that cannot be cut along the tokens.", remedy
+            model, f"layers of type {', '.join(unknown)} keep a state that cannot be split along the tokens.", remedy
         )
     width = {FULL: None, SLIDING: window, CHUNKED: chunk}
     return Windows(tuple((kind, width[kind]) for kind in kinds))
@@ -182,8 +182,8 @@ class _LayerStates:
     def begin_backward(self, start: int, stop: int) -> None:
         if stop != self._backward_from:
             raise RuntimeError(
-                f"the backward of tokens {start} to {stop - 1} came when that of tokens from {self._backward_from} on"
-                " was the last: slices go backward from the last to the first, each once."
+                f"The backward pass of tokens {start} to {stop - 1} ran after that of tokens from"
+                f" {self._backward_from} on, but slices must run backward from the last to the first, each once."
             )
         self._backward_from = start
 

@@ -196,12 +196,16 @@ class SliceChooser:
             if worst <= LARGEST_ERROR:
                 return [fit.latency for fit in everyone]
             why = (
-                f"the root mean square of the fit's relative error is {worst:.2f}, and {LARGEST_ERROR} is allowed: is"
-                " something else running on the device?"
+                f"the root mean square of the fit's relative error is {worst:.2f}, but at most {LARGEST_ERROR} is"
+                " allowed; another program may be running on the device"
             )
             if not all(fit.has_time for fit in everyone):
                 break
-        logger.warning("token_slices='auto': what slices take is not known, batches are cut by rows alone (%s)", why)
+        logger.warning(
+            "token_slices='auto' has no effect: the time of token slices could not be measured (%s), so batches are"
+            " split only by samples.",
+            why,
+        )
         return []
 
 
@@ -245,8 +249,8 @@ def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens:
             return carried
         if len(carried.shape) < 2 or carried.shape[1] != length:
             raise ValueError(
-                f"token_slices: a tensor of shape {carried.shape} travels between the stages, and its second"
-                f" dimension is not the {length} tokens of the batch: set token_slices='off'."
+                f"token_slices: the second dimension of a tensor of shape {carried.shape} that is sent between the"
+                f" stages is not the {length} tokens of the batch. Set token_slices='off'."
             )
         return replace(carried, shape=(carried.shape[0], tokens, *carried.shape[2:]))
 
@@ -326,7 +330,7 @@ def measure_slices(
             parameter.grad = gradient
     if len(times) < max(FEWEST_POINTS, len(sizes) / 2):
         raise SlowSlicesError(
-            f"in {PROFILE_SECONDS:g} seconds there was time for {len(times)} of {len(sizes)} sizes of slices"
+            f"only {len(times)} of {len(sizes)} slice sizes could be measured in {PROFILE_SECONDS:g} seconds"
         )
     return [
         (*size, median(forward for forward, _ in seconds), median(backward for _, backward in seconds))

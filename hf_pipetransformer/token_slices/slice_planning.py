@@ -97,14 +97,14 @@ class SliceLatency:
         """
         if len(points) < FEWEST_POINTS:
             raise ValueError(
-                f"points has {len(points)} measurements, but {FEWEST_POINTS} coefficients need at least as many: "
-                "measure more lengths and contexts."
+                f"points has {len(points)} measurements, but {FEWEST_POINTS} coefficients need at least as many. "
+                "Measure more lengths and contexts."
             )
         for number, (rows, length, context, measured) in enumerate(points):
             if min(rows, length) < 1 or context < 0 or not (math.isfinite(measured) and measured > 0):
                 raise ValueError(
                     f"points[{number}] is {(rows, length, context, measured)}, but rows and length must be at least "
-                    "1, context at least 0 and the seconds positive: measure it again."
+                    "1, context at least 0 and the seconds positive. Measure it again."
                 )
         known = () if flat_tokens is None else (flat_tokens,)
         tokens = known or (0, *sorted({rows * length for rows, length, _, _ in points}))
@@ -151,7 +151,7 @@ def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> 
         ValueError: If there are no stages or parts, a part is empty, or parts have samples of different lengths.
     """
     if not parts:
-        raise ValueError("parts is empty, but a step needs at least 1 part: give all rows of the batch.")
+        raise ValueError("parts is empty, but a step needs at least 1 part. Pass all samples of the batch.")
     for part in parts:
         _check_at_least_one("rows", part.rows)
         _check_at_least_one("number of slices", len(part.lengths))
@@ -159,8 +159,8 @@ def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> 
     lengths = {sum(part.lengths) for part in parts}
     if len(lengths) > 1:
         raise ValueError(
-            f"The parts' rows have {' and '.join(map(str, sorted(lengths)))} tokens, but the rows of a batch have one "
-            "length: pad them."
+            f"The samples of the parts have {' and '.join(map(str, sorted(lengths)))} tokens, but all samples of a "
+            "batch must have the same length. Pad them."
         )
     pace = effective_stages(stages, sum(part.rows for part in parts), lengths.pop()) - 1
     times: list[float] = []
@@ -181,7 +181,7 @@ def effective_stages(stages: Sequence[SliceLatency], rows: int, length: int) -> 
         ValueError: If there are no stages.
     """
     if not stages:
-        raise ValueError("stages is empty, but a pipeline needs at least 1 stage: give each stage's latency.")
+        raise ValueError("stages is empty, but a pipeline needs at least 1 stage. Pass each stage's latency.")
     work = [stage.seconds(rows, length, 0) for stage in stages]
     return float(sum(work) / max(work)) if max(work) > 0 else 1.0
 
@@ -294,8 +294,8 @@ def _part_sizes(rows: int, num_parts: int | None, most_rows: int | None) -> tupl
         return tuple(sorted({most, *(2**k for k in range(most.bit_length()))}, reverse=True))
     if num_parts < 1 or rows % num_parts:
         raise ValueError(
-            f"num_parts is {num_parts}, but {rows} rows must be cut into equal parts: choose a divisor of {rows}, "
-            "or leave it out."
+            f"num_parts is {num_parts}, but {rows} samples must be split into equal parts. Set it to a divisor of "
+            f"{rows}, or to None."
         )
     return (rows // num_parts,)
 
@@ -448,10 +448,10 @@ def _fit_coefficients(points: Sequence[tuple[int, int, int, float]], flat_tokens
 
 def _check_at_least_one(name: str, value: int) -> None:
     if value < 1:
-        raise ValueError(f"{name} is {value}, but at least 1 is needed: raise it.")
+        raise ValueError(f"{name} is {value}, but must be at least 1.")
 
 
 def _check_lengths(lengths: Sequence[int]) -> None:
     for number, length in enumerate(lengths):
         if length < 1:
-            raise ValueError(f"lengths[{number}] is {length}, but a slice has at least 1 token: leave it out.")
+            raise ValueError(f"lengths[{number}] is {length}, but a slice needs at least 1 token. Remove it.")

@@ -40,7 +40,7 @@ def sequence_length(batch: Mapping[str, Any]) -> int:
         if isinstance(batch.get(name), torch.Tensor):
             return int(batch[name].shape[1])
     raise ValueError(
-        f"token_slices needs batches with input_ids, but this one has {', '.join(sorted(batch))}: set"
+        f"token_slices requires input_ids in each batch, but this one has {', '.join(sorted(batch))}. Set"
         " token_slices='off' or change the data collator."
     )
 
@@ -109,8 +109,8 @@ def _refuse_left_padding(model: nn.Module, batch: Batch) -> None:
     if bool((~is_word[:, :-1] & is_word[:, 1:]).any()):
         raise UnsupportedModelError(
             model,
-            "it computes positions from the padding that it sees, and a row has padding before its tokens, which"
-            " later slices would not see.",
+            "it computes positions from the padding, and a sample has padding before its tokens, which later slices"
+            " would not see.",
             "Pad on the right (tokenizer.padding_side='right'), or set token_slices='off'.",
         )
 
@@ -136,7 +136,7 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
     """
     if "cu_seq_lens_q" in batch:
         raise UnsupportedModelError(
-            model, "rows packed without padding (cu_seq_lens_q) cannot be cut along their tokens.", REMEDY
+            model, "samples packed without padding (cu_seq_lens_q) cannot be split along their tokens.", REMEDY
         )
     positions = batch.get("position_ids")
     if not isinstance(positions, torch.Tensor) or batch.get("attention_mask") is not None:
@@ -146,13 +146,13 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
     if not windows.separates_documents:
         raise UnsupportedModelError(
             model,
-            "its attention does not keep documents apart that are packed into a row (position_ids that begin anew).",
-            "Give each document a row of its own, or set token_slices='off'.",
+            "its attention does not separate documents that are packed into one sample (position_ids that restart).",
+            "Make each document its own sample, or set token_slices='off'.",
         )
     kinds = {kind for kind, _ in windows.layers}
     if CHUNKED in kinds:
         raise UnsupportedModelError(
-            model, "rows packed with several documents and chunked attention have no masks.", REMEDY
+            model, "samples packed with several documents are not supported with chunked attention.", REMEDY
         )
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     assert isinstance(tokens, torch.Tensor)
@@ -172,7 +172,7 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
     if not all(isinstance(mask, torch.Tensor) and mask.dim() == 4 for mask in masks.values()):
         raise UnsupportedModelError(
             model,
-            "rows packed with several documents need sdpa or eager attention to be cut along their tokens.",
+            "samples packed with several documents need sdpa or eager attention to be split along their tokens.",
             REMEDY,
         )
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -258,7 +258,7 @@ def check_updates(model: nn.Module, cache: SliceCache, expected: int) -> None:
     if cache.num_updated != expected:
         raise UnsupportedModelError(
             model,
-            f"{cache.num_updated} of {expected} layers gave their keys and values to past_key_values: later tokens"
-            " would not see what the others keep of earlier ones.",
+            f"only {cache.num_updated} of {expected} layers stored their keys and values in past_key_values, so later"
+            " tokens would not see the earlier ones in the other layers.",
             REMEDY,
         )

@@ -84,20 +84,21 @@ def probe_slicing(
     num_layers = len(windows.layers)
     if num_layers != stack.num_units:
         raise UnsupportedModelError(
-            model, f"it has {stack.num_units} layers, and its configuration says {num_layers}.", REMEDY
+            model, f"it has {stack.num_units} layers, but its configuration specifies {num_layers}.", REMEDY
         )
     _refuse_lost_checkpointing(model)
     length = sequence_length(sample)
     if length < 2:
         raise ValueError(
-            f"token_slices: the first rows have {length} token: a sequence needs 2 to be cut. Set token_slices='off'."
+            f"token_slices: the first samples have {length} token, but a sequence needs at least 2 to be split. Set"
+            " token_slices='off'."
         )
     lengths = [one for one in (length // 2, length // 3, length - length // 2 - length // 3) if one]  # unequal
     before = [parameter.grad for parameter in model.parameters()]
     try:
         with evaluation_mode(model), torch.random.fork_rng(devices=[]):
             if _looks_ahead(sample, loss_of):
-                raise UnsupportedModelError(model, "its tokens see later ones: its attention is not causal.", REMEDY)
+                raise UnsupportedModelError(model, "its attention is not causal: tokens see later tokens.", REMEDY)
             windows = replace(windows, separates_documents=_separates_documents(sample, loss_of))
             windows = replace(
                 windows,
@@ -174,7 +175,7 @@ def _refuse_lost_checkpointing(model: nn.Module) -> None:
     layers = [module for module in flagged if isinstance(module, GradientCheckpointingLayer)]
     if flagged and not (layers and hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")):
         raise UnsupportedModelError(
-            model, "its gradient checkpointing takes no keys and values of earlier tokens.", REMEDY
+            model, "its gradient checkpointing does not support keys and values of earlier tokens.", REMEDY
         )
 
 
@@ -194,16 +195,16 @@ def _compare_gradients(
         whole = loss_of(sample)
         if not math.isfinite(float(whole.detach())):
             raise ValueError(
-                f"token_slices: the loss of the first rows is {float(whole.detach())}, so nothing shows whether slices"
-                " are right. Look for what makes it so, or set token_slices='off'."
+                f"token_slices: the loss of the first samples is {float(whole.detach())}, so slices cannot be checked"
+                " for correctness. Find the cause of this loss, or set token_slices='off'."
             )
         whole.backward()
         norms = {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None}
         largest = max(norms.values(), default=0.0)
         if not largest > 0:
             raise ValueError(
-                "token_slices: the first rows have no label that counts, so nothing shows whether slices are right."
-                " Reorder or filter the data, or set token_slices='off'."
+                "token_slices: the first samples have no label that counts in the loss, so slices cannot be checked"
+                " for correctness. Reorder or filter the data, or set token_slices='off'."
             )
         # losses of slices get the opposite sign: the remaining gradient is the difference, and needs no extra memory
         losses = _losses_in_slices(stack, sample, lambda part: -loss_of(part), lengths, windows)
@@ -219,8 +220,8 @@ def _compare_gradients(
         if not error <= gradient_tolerance:
             raise UnsupportedModelError(
                 model,
-                f"in slices of tokens the gradient of {name!r} differs by {error:.1e} of its norm (allowed"
-                f" {gradient_tolerance:.0e}).",
+                f"with token slices the gradient of {name!r} differs by {error:.1e} of its norm (at most"
+                f" {gradient_tolerance:.0e} is allowed).",
                 REMEDY,
             )
 
@@ -242,8 +243,8 @@ def _losses_in_slices(
             raise
         raise UnsupportedModelError(
             model,
-            f"in slices of {lengths} tokens it fails ({type(error).__name__}: {error}), where the whole sequence does"
-            " not.",
+            f"in slices of {lengths} tokens it fails ({type(error).__name__}: {error}), although the whole sequence"
+            " does not.",
             REMEDY,
         ) from error
     return losses
@@ -350,7 +351,7 @@ def _check_loss(model: nn.Module, whole: float, sliced: float, tolerance: float)
     if not abs(whole - sliced) <= tolerance * max(abs(whole), 1e-3):  # also raises for NaN
         raise UnsupportedModelError(
             model,
-            f"in slices of tokens its loss is {sliced:.6g}, and {whole:.6g} without: something but keys and values of"
-            " earlier tokens matters to later ones, or the loss shifts labels itself.",
+            f"with token slices its loss is {sliced:.6g}, but {whole:.6g} without: later tokens depend on more than"
+            " the keys and values of earlier ones, or the loss shifts labels itself.",
             REMEDY,
         )

@@ -266,7 +266,7 @@ def test_only_readers_and_stores_may_be_pickled(store: ActivationStore, writer: 
     with closing(copy):
         assert hits_of(copy, [1]) == [1]
     assert pickle.loads(pickle.dumps(store)).generations() == [(3, FINGERPRINT)]
-    with pytest.raises(TypeError, match="stays in the process"):
+    with pytest.raises(TypeError, match="cannot be sent to another process"):
         pickle.dumps(writer)
 
 

@@ -164,12 +164,12 @@ def test_the_rounding_of_autocast_is_no_reason():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("xlnet", r"hidden state is \[9, 4, 16\], not \[4 rows, 9 tokens"),
-        ("longformer", r"hidden state is \[4, 12, 16\], not \[4 rows, 9 tokens"),
-        ("squeezebert", r"hidden state is \[4, 16, 9\], not \[4 rows, 9 tokens"),
+        ("xlnet", r"hidden state has shape \[9, 4, 16\], not \[4 samples, 9 tokens"),
+        ("longformer", r"hidden state has shape \[4, 12, 16\], not \[4 samples, 9 tokens"),
+        ("squeezebert", r"hidden state has shape \[4, 16, 9\], not \[4 samples, 9 tokens"),
         (
             "mobilebert",
-            "ids of padding change the hidden state",
+            "ids of padding tokens change the hidden state",
         ),  # a token's embedding is made of its neighbours', too
     ],
 )
@@ -180,21 +180,21 @@ def test_refused(name, reason, dtype):
 def test_a_state_that_is_padded_further_than_the_batch_is_refused():
     """Longformer's, to a multiple of its window: the longest row happens to be one."""
     verdicts = probe(MODELS["longformer"].build(), text((7, 3, 8, 5)), padding())
-    assert_refused(verdicts, "a row depends on the padded length")
+    assert_refused(verdicts, "hidden state depends on the padded length")
 
 
 def test_convolution_over_tokens_is_refused():
     model = tiny("ConvBertForSequenceClassification", embedding_size=16, head_ratio=1, conv_kernel_size=3)
-    assert_refused(probe(model, text(), padding()), "ids of padding change the hidden state")
-    assert_refused(probe(model, text((6, 6, 6, 6)), padding()), "ids of padding change the hidden state")
+    assert_refused(probe(model, text(), padding()), "ids of padding tokens change the hidden state")
+    assert_refused(probe(model, text((6, 6, 6, 6)), padding()), "ids of padding tokens change the hidden state")
 
 
 def test_mixing_without_a_mask_is_refused():
     config = hf.FNetConfig(**{name: size for name, size in ENCODER.items() if name != "num_attention_heads"})
     model = without_dropout(hf.FNetForSequenceClassification(config))
     for lengths in (LENGTHS, (6, 6, 6, 6)):
-        assert_refused(probe(model, text(lengths), padding()), "ids of padding change the hidden state")
-    assert_refused(probe(model, text(), padding(with_mask=False)), "a sample has other inputs in another batch")
+        assert_refused(probe(model, text(lengths), padding()), "ids of padding tokens change the hidden state")
+    assert_refused(probe(model, text(), padding(with_mask=False)), "a sample has different inputs in another batch")
     assert accepted(probe(model, text((6, 6, 6, 6)), padding(with_mask=False))) == [1, 2, 3, 4]
 
 
@@ -213,9 +213,9 @@ def test_attention_by_blocks_is_refused_and_stays_as_it_is(lengths):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bert-classification", "a row depends on the padded length"),  # absolute positions
-        ("gpt2-classification", "a row depends on the padded length"),
-        ("roberta", "ids of padding change the hidden state"),  # it counts positions by them
+        ("bert-classification", "hidden state depends on the padded length"),  # absolute positions
+        ("gpt2-classification", "hidden state depends on the padded length"),
+        ("roberta", "ids of padding tokens change the hidden state"),  # it counts positions by them
         ("modernbert", "the loss depends on the hidden state of padding"),  # which is where it looks for [CLS]
         ("llama", "the loss depends on the hidden state of padding"),  # which predicts the first token
     ],
@@ -281,11 +281,15 @@ def need_two_rows(hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "below", "above"),
     [
-        (drop_always, "random numbers, a count of calls or training mode change the hidden state", None),
-        (center_the_batch, "a row depends on its neighbours", None),
-        (count_rows, "a row alone has another hidden state than in a batch", None),
+        (drop_always, "random numbers, a call counter or training mode change the hidden state", None),
+        (center_the_batch, "hidden state depends on the other samples", None),
+        (count_rows, "a sample alone has a different hidden state than in a batch", None),
         # above the layers, too: it would read padding, which is not kept
-        (average_tokens, "ids of padding change the hidden state", "the loss depends on the hidden state of padding"),
+        (
+            average_tokens,
+            "ids of padding tokens change the hidden state",
+            "the loss depends on the hidden state of padding",
+        ),
         (need_two_rows, *[r"fails on a part of the sample \(ValueError: one row is not enough\)$"] * 2),
     ],
 )
@@ -306,7 +310,7 @@ def test_the_padded_length_is_varied_though_all_rows_have_one_length():
     layer = stack.units[0].module.attention.output
     layer.register_forward_hook(lambda module, inputs, hidden: hidden * hidden.shape[1])
     verdicts = probe_boundaries(stack, freezable, text((6, 6, 6, 6)), padding())
-    assert_refused(verdicts, "a row depends on the padded length")
+    assert_refused(verdicts, "hidden state depends on the padded length")
 
 
 def test_a_layer_that_reads_padding_is_named_where_padding_always_was_zero():
@@ -391,7 +395,7 @@ def test_a_model_that_returns_nothing_but_a_loss_can_be_probed():
     model = LossAlone(last=Averages)
     verdicts = probe(model, text(), padding(), loss_of=loss_of)
     assert_refused(verdicts[:2], "the loss depends on the hidden state of padding")
-    assert_refused(verdicts[2:], "ids of padding change the hidden state")
+    assert_refused(verdicts[2:], "ids of padding tokens change the hidden state")
 
 
 def test_layers_that_run_for_some_inputs_only_are_refused():
@@ -443,7 +447,7 @@ def test_labels_that_nobody_can_exchange_are_a_reason():
             return super().forward(input_ids, attention_mask, labels)
 
     samples = [{**sample, "labels": torch.tensor(0)} for sample in text()]
-    assert_refused(probe(OneClass(), samples, padding()), "all rows of the sample have the same 'labels'")
+    assert_refused(probe(OneClass(), samples, padding()), "all probed samples have the same 'labels'")
 
 
 class CountsCalls(nn.Module):
@@ -462,7 +466,7 @@ def test_a_layer_that_counts_its_calls_is_refused_and_counts_on_from_where_it_wa
     layer.intermediate = CountsCalls(layer.intermediate)
     stack, freezable = taken_apart(model, text(), padding())
     layer.intermediate.calls = 7
-    assert_refused(probe_boundaries(stack, freezable, text(), padding()), "a count of calls")
+    assert_refused(probe_boundaries(stack, freezable, text(), padding()), "a call counter")
     assert layer.intermediate.calls == 7
 
 
@@ -521,7 +525,7 @@ def test_a_random_collator_is_refused():
         return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.3, 4, batch["input_ids"])}
 
     verdicts = probe(MODELS["bert-classification"].build(), text((17, 13, 19, 15)), collate)
-    assert_refused(verdicts, "a sample has other inputs in another batch")
+    assert_refused(verdicts, "a sample has different inputs in another batch")
 
 
 def test_images_beside_text_are_refused():
@@ -530,7 +534,7 @@ def test_images_beside_text_are_refused():
     samples = [{name: batch[name][row] for name in ("input_ids", "pixel_values")} for row in range(4)]
     stack, freezable = taken_apart(MODELS["clip"].build(), samples, padding())
     verdicts = probe_boundaries(stack, freezable, samples, padding())
-    assert_refused(verdicts, "a sample has other inputs in another batch")
+    assert_refused(verdicts, "a sample has different inputs in another batch")
 
 
 def test_a_mask_that_does_not_tell_rows_from_padding_is_refused():
@@ -654,5 +658,5 @@ def test_a_model_without_layers_is_refused():
     model, batch = MODELS["bert-classification"].build(), padding()(text())
     stack = LayerStack.uncut(model)
     verdicts = probe_boundaries(stack, FreezableLayers.of(stack, batch), text(), padding())
-    assert_refused(verdicts, "no layers that can be run one by one")
+    assert_refused(verdicts, "no layers that can be run one at a time")
     assert output_tensors(model(**batch)).keys() >= {"loss"}

@@ -338,7 +338,7 @@ def test_the_collator_ignores_what_it_is_told():
 
 
 def test_the_reserved_name_is_refused():
-    with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*rename"):
+    with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*Rename"):
         KeyingCollator(FixedCollator({**padded(WORDS), KEYS_NAME: torch.ones(4)}))([])
 
 

@@ -70,7 +70,7 @@ def test_a_full_store_costs_time_only_and_is_said_once() -> None:
     stored = [e["cache_rows_stored"] for e in results[0][1]]
     assert 0 < stored[0] < run.samples
     ((warning,), *others) = [messages for *_, messages in results]
-    assert "takes nothing more" in warning and others == [[], [], []]
+    assert "stores no further samples" in warning and others == [[], [], []]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def unreadable(rank: int, world_size: int) -> list[str]:
 @pytest.mark.slow
 def test_a_layout_under_which_nothing_can_be_cached_is_told() -> None:
     ((message,), *others) = run_ranks(unreadable, WORLD)
-    assert "of 2 frozen layers the first 1 can be" in message and "fewer than 3" in message
+    assert "of 2 frozen layers, at most the first 1 can be" in message and "fewer than 3" in message
     assert others == [[]] * 3
 
 
@@ -154,7 +154,7 @@ def test_a_reason_is_given_where_nothing_can_be_kept() -> None:
     run = replace(RUNS["bert"], trainer=LeftPadded)
     results = run_ranks(warned, WORLD, run, {3: 1}, {})
     (warning,) = results[0][2]
-    assert "none of an epoch's rows could be kept (padding on the left" in warning
+    assert "none of an epoch's samples could be cached (possible reasons: padding on the left" in warning
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:
     expected = expected_of(run, EPOCH_START)
     assert_same_training([outcome for outcome, *_ in results], expected)
     ((warning,), *others) = [messages for *_, messages in results]
-    assert "takes nothing more" in warning and "Not a directory" in warning and others == [[], [], []]
+    assert "stores no further samples" in warning and "Not a directory" in warning and others == [[], [], []]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
         results = run_ranks(warned, WORLD, run, EPOCH_START, {"activation_cache_dir": folder})
     assert_same_training([outcome for outcome, *_ in results], expected_of(run, EPOCH_START))
     ((warning,), *others) = [messages for *_, messages in results]
-    assert "takes nothing more" in warning and others == [[], [], []]
+    assert "stores no further samples" in warning and others == [[], [], []]
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_store_that_is_deleted_is_filled_anew(tmp_path: Path) -> None:
     assert_same_training([outcome for outcome, *_ in results], expected_of(run, {3: 1}))
     assert hit_rates(results[0][1]) == [(0, 0), (1, 0), (0, 0), (1, 0)]
     ((warning,), *others) = [messages for *_, messages in results]
-    assert "has lost its rows" in warning and others == [[], [], []]
+    assert "has lost samples" in warning and others == [[], [], []]
 
 
 def loading_slowly(rank: int, world_size: int, run: Run) -> tuple[Outcome, str | None, list[dict[str, Any]]]:
@@ -252,7 +252,7 @@ def test_loading_that_turns_out_slow_ends() -> None:
     run = Run(epochs=6)
     results = run_ranks(loading_slowly, WORLD, run)
     assert_same_training([outcome for outcome, *_ in results], expected_of(run, {3: 1}))
-    assert {reason is not None and "loading takes 1e+03 ms a row" in reason for _, reason, _ in results} == {True}
+    assert {reason is not None and "loading a sample takes 1e+03 ms" in reason for _, reason, _ in results} == {True}
     assert hit_rates(results[0][2]) == [(0, 0), (1, 0), (1, 0)]
 
 
@@ -299,7 +299,7 @@ def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
     expected = expected_of(run, EPOCH_START)
     assert_same_training([outcome for outcome, *_ in results], expected)
     ((warning, *_), *others) = [messages for *_, messages in results]
-    assert "rows in the activation cache are damaged" in warning and others == [[], [], []]
+    assert "samples in the activation cache are damaged" in warning and others == [[], [], []]
     found = sum(e["cache_hit_rate"] + e["cache_older_hit_rate"] for e in results[0][1])
     assert 0 < found < 3  # of 3 epochs that read: some entries were damaged, and some were not
 

@@ -203,10 +203,10 @@ def test_plans_are_those_of_the_trainer(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_rows": 15}, "batch_rows is 15, but 2 devices bring the same number of rows each: take 14 or 16"),
-        ({"batch_rows": 1}, "batch_rows is 1, but 2 devices.*take 2"),
+        ({"batch_rows": 15}, "batch_rows is 15, but must be a multiple of the 2 devices. Set it to 14 or 16"),
+        ({"batch_rows": 1}, "batch_rows is 1, but must be a multiple of the 2 devices. Set it to 2"),
         ({"num_samples": 0}, "num_samples is 0"),
-        ({"policy": AdaptivePolicy()}, "AdaptivePolicy decides by gradients.*'alpha' or 'schedule'"),
+        ({"policy": AdaptivePolicy()}, "AdaptivePolicy decides from gradients.*'alpha' or 'schedule'"),
     ],
 )
 def test_impossible_jobs(changes: dict[str, Any], message: str) -> None:

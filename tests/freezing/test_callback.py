@@ -284,7 +284,7 @@ class AddsLate(TrainerCallback):
 def test_a_callback_that_is_added_during_the_training_is_refused() -> None:
     adds = AddsLate()
     adds.trainer = make_trainer(bert(), adds)
-    with pytest.raises(ValueError, match="added while the training was going on: add it before train"):
+    with pytest.raises(ValueError, match="added while training was running. Add it before calling train"):
         adds.trainer.train()
 
 
@@ -471,7 +471,7 @@ def test_a_model_without_layers_is_refused() -> None:
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     with pytest.raises(
-        UnsupportedModelError, match=r"trained with frozen layers: no stack of sequential layers.*Freeze nothing"
+        UnsupportedModelError, match=r"trained with frozen layers: no sequential stack of layers.*Freeze nothing"
     ):
         make_trainer(Flat(), LayerFreezeCallback("alpha")).train()
 

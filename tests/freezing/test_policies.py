@@ -176,9 +176,9 @@ def test_schedule_by_step() -> None:
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ({}, "must map"),
-        ([1, 2], "must map"),
-        ({"1": 4, "2": 3}, "shrinks from 4 layers at epoch 1 to 3 at epoch 2"),
+        ({}, "that maps each"),
+        ([1, 2], "that maps each"),
+        ({"1": 4, "2": 3}, "decreases from 4 layers at epoch 1 to 3 at epoch 2"),
         ({"one": 4}, "'one'"),
         ({-1: 4}, "-1"),
         ({"nan": 4}, "'nan'"),
@@ -193,7 +193,7 @@ def test_schedule_refuses(schedule: object, words: str) -> None:
 
 
 def test_schedule_beyond_the_model_is_refused_at_the_first_decision() -> None:
-    with pytest.raises(ValueError, match="asks for 13 frozen layers, but the model has 12"):
+    with pytest.raises(ValueError, match="requests 13 frozen layers, but the model has 12"):
         next_num_frozen(SchedulePolicy({9: 13}), decision(0))
     with pytest.raises(ValueError, match="nothing to train: at most 11 can be frozen"):
         next_num_frozen(SchedulePolicy({9: 12}), decision(0, max_frozen=11))
@@ -264,7 +264,7 @@ def test_make_policy() -> None:
     assert make_policy("adaptive", alpha=0.5) == AdaptivePolicy(0.5)
     assert make_policy("autofreeze", percentile=70) == AutoFreezePolicy(70)
     assert make_policy("schedule", schedule={"1": 2}, by="step") == SchedulePolicy({1: 2}, by="step")
-    with pytest.raises(ValueError, match=r"freeze_policy='beta' is unknown: choose one of 'none', 'alpha'"):
+    with pytest.raises(ValueError, match=r"freeze_policy='beta' is unknown. Set it to one of 'none', 'alpha'"):
         make_policy("beta")
 
 

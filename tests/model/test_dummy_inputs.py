@@ -106,7 +106,7 @@ def test_refuses_an_empty_batch(arguments: dict[str, int]) -> None:
 
 
 def test_refuses_an_unknown_kind_of_input() -> None:
-    with pytest.raises(ValueError, match=r"main input is 'past_values'.*Give a batch of your own"):
+    with pytest.raises(ValueError, match=r"main input is 'past_values'.*Pass your own batch"):
         dummy_batch(placeholder_model("patchtst", "base"))
 
 

@@ -197,7 +197,7 @@ def test_what_calls_the_model_sees_that_it_trains(model, batch, runner, num_froz
 @pytest.mark.parametrize("order", [[1, 0, 2, 3], [0, 2, 1, 3]])
 def test_another_order_is_an_error(model, batch, runner, order):
     model.order = order
-    with pytest.raises(UnsupportedModelError, match=r"layer 'layers\.\d' as number \d, where 'layers\.\d' was"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 'layers\.\d' at position \d, where 'layers\.\d' was"):
         runner.run(0, 3, None, batch)
 
 

@@ -384,7 +384,7 @@ def test_layers_that_leave_something_behind_for_others_are_refused():
 
     model = Model()
     with pytest.raises(
-        UnsupportedModelError, match=r"it fails \(KeyError: 0\), where the whole model does not"
+        UnsupportedModelError, match=r"it fails .* \(KeyError: 0\), although the whole model runs"
     ) as info:
         LayerStack.discover(model, {"x": torch.ones(2, 3)})
     assert isinstance(info.value.__cause__, KeyError)

@@ -68,7 +68,7 @@ def test_micro_batches_of_unequal_size_are_an_error_of_the_caller():
 
 @pytest.mark.parametrize("batch", [{}, {"texts": ["a"], "scale": torch.tensor(1.0)}])
 def test_a_batch_without_a_tensor_is_named(batch):
-    with pytest.raises(ValueError, match=r"no tensor with rows.*data collator"):
+    with pytest.raises(ValueError, match=r"no tensor with a batch dimension.*data collator"):
         batch_rows(batch)
 
 
@@ -114,7 +114,9 @@ DOCUMENTS = {"input_ids": torch.zeros(1, 41, dtype=torch.long), "position_ids": 
 @pytest.mark.parametrize("model", [BERT, ROBERTA])
 @pytest.mark.parametrize("error", [IndexError, RuntimeError])
 def test_rows_beyond_the_table_of_positions_are_named(model, error):
-    words = r"rows of 41 tokens, and Model takes 40 .*max_length=40\). It failed with \w+: no place"
+    words = (
+        r"samples of 41 tokens, but Model supports at most 40 .*max_length=40\). The original error was \w+: no place"
+    )
     with pytest.raises(ValueError, match=words), naming_long_rows(model, ROWS):
         raise error("no place")
 

@@ -138,7 +138,7 @@ def test_saving_a_part_is_refused_but_its_keys_may_be_listed():
     spread = Spread()
     keys = list(spread.model.state_dict())
     spread.keep_mine()
-    with pytest.raises(ValueError, match=r"spread over a pipeline.*trainer\.save_model\(\)"):
+    with pytest.raises(ValueError, match=r"split over the pipeline stages.*trainer\.save_model\(\)"):
         spread.model.state_dict()
     with spread.weights.listing_placeholders():
         assert list(spread.model.state_dict()) == keys
@@ -203,7 +203,7 @@ def gather_and_restore(rank, world_size, stages, dtype, frozen):
         if rank == 0:
             assert_equal_states(state_dict, original)
             assert state_dict[EMBEDDING].data_ptr() == state_dict[HEAD].data_ptr(), "saved once"
-    with pytest.raises(ValueError, match="spread over a pipeline"):
+    with pytest.raises(ValueError, match="split over the pipeline stages"):
         spread.model.state_dict()
 
     spread.weights.restore(spread.holders, CPU)
@@ -345,7 +345,7 @@ def test_groups_keep_their_identity():
 def test_an_optimizer_of_another_model_is_named():
     spread = Spread()
     optimizer = OPTIMIZERS["adamw"](MODELS[NAME].build().parameters())
-    with pytest.raises(ValueError, match=r"parameters are not the model's.*\(64, 16\)"):
+    with pytest.raises(ValueError, match=r"parameters do not belong to the model.*\(64, 16\)"):
         OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
 
 

@@ -79,7 +79,7 @@ def test_out_of_range(name: str, value: int) -> None:
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size is 3, but must divide the world size 8.*1, 2, 4, 8"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0"),
         ({"world_size": 0}, "world_size is 0"),
-        ({"data_parallel_size": 3}, "data_parallel_size is 3.*set it to 2"),
+        ({"data_parallel_size": 3}, "data_parallel_size is 3.*Set it to 2"),
         ({"stage_bounds": (0, 2, 4, 8)}, "stage_bounds"),
         ({"stage_bounds": (0, 2, 2, 4, 8)}, "stage_bounds.*strictly increasing"),
         ({"stage_bounds": (0, 2, 4, 6, 7)}, "stage_bounds.*from 0 to 8"),
@@ -160,7 +160,7 @@ def test_parameter_shared_within_a_stage_counts_once() -> None:
 
 @pytest.mark.parametrize(("rows", "m"), [(0, 1), (16, 3), (2, 4)])
 def test_stage_bytes_refuses_uneven_microbatches(rows: int, m: int) -> None:
-    with pytest.raises(ValueError, match=f"rows is {rows} and num_microbatches {m}"):
+    with pytest.raises(ValueError, match=f"rows is {rows} and num_microbatches is {m}"):
         plan_of(4).stage_bytes(0, rows=rows, num_microbatches=m)
 
 

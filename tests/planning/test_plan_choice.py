@@ -38,7 +38,9 @@ def test_auto_never_has_more_stages_than_units() -> None:
 
 def test_auto_says_what_is_missing() -> None:
     units = tuple(unit(i, parameters={f"{i}": 10 * MIB}) for i in range(8))
-    with pytest.raises(ValueError, match="with 8 stages the largest still needs 40 MiB, and a device has 20 MiB"):
+    with pytest.raises(
+        ValueError, match="with 8 stages the largest stage still needs 40 MiB, but a device has 20 MiB"
+    ):
         make_plan(units, 8, "auto", rows_per_device=4, memory_budget_bytes=20 * MIB)
 
 
@@ -107,7 +109,7 @@ def test_the_papers_split_counts_parameters() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan_of(2, split="even"), "split is 'even', but the splits are 'min-max', 'timed', 'greedy'"),
+        (lambda: plan_of(2, split="even"), "split is 'even', but must be one of 'min-max', 'timed', 'greedy'"),
         (lambda: plan_of(2, split="timed"), "times is None"),
         (lambda: replan(plan_of(2), 1, 0, compression="most"), "compression is 'most'.*'fit', 'halve', 'none'"),
     ],

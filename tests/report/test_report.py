@@ -431,22 +431,22 @@ def test_the_command_prints_the_path(tmp_path: Path) -> None:
 def test_a_folder_without_a_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     result = run("report", str(tmp_path / name))
-    assert result.exit_code == 2 and "give the output_dir of a training" in result.stderr
+    assert result.exit_code == 2 and "Pass the output_dir of a training run" in result.stderr
 
 
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     elastic_run(tmp_path / "run")
-    assert "name a file in it" in run("report", str(tmp_path / "run"), "--output", str(tmp_path)).stderr
+    assert "Pass a file path" in run("report", str(tmp_path / "run"), "--output", str(tmp_path)).stderr
     (tmp_path / "file").write_text("")
     result = run("report", str(tmp_path / "run"), "--output", str(tmp_path / "file" / "x.html"))
-    assert result.exit_code == 2 and "Choose another --output" in result.stderr
+    assert result.exit_code == 2 and "Pass another --output" in result.stderr
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "NEEDED", ("plotly", "no_such_package"))
     result = run("report", str(tmp_path))
     assert result.exit_code == 2
-    assert "needs no_such_package" in result.stderr and "pip install 'hf_pipetransformer[report]'" in result.stderr
+    assert "requires no_such_package" in result.stderr and "pip install 'hf_pipetransformer[report]'" in result.stderr
 
 
 # ------------------------------------------------------------------------------------------ a browser

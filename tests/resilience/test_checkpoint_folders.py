@@ -73,7 +73,7 @@ def test_the_newest_whole_one_is_chosen_by_number(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-120" / "optimizer.pt").write_bytes(b"")
     chosen, problems = latest_valid(tmp_path)
     assert chosen == tmp_path / "checkpoint-40"
-    assert problems == ["checkpoint-120: optimizer.pt has 0 bytes of 5000"]
+    assert problems == ["checkpoint-120: optimizer.pt has 0 bytes instead of 5000"]
 
 
 def test_a_folder_of_another_name_is_the_users_own(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def assert_left(outcomes: Sequence[RankOutcome], folder: Path) -> int:
         assert isinstance(outcome.error, SystemExit) and outcome.error.code == PREEMPTED, outcome.error
     newest, problems = latest_valid(folder)
     assert newest is not None and not problems and not (folder / SAVING).exists()
-    assert f"SIGTERM: {newest.name} is saved" in outcomes[0].log
+    assert f"Received SIGTERM and saved {newest.name}" in outcomes[0].log
     return int(newest.name.split("-")[1])
 
 

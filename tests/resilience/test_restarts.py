@@ -102,7 +102,7 @@ def check(
     assert_nothing_lost([report], wanted or expected())
     happened_at, step = when(folder)
     if fault.kind in ("term", "preempt"):
-        assert f"SIGTERM: checkpoint-{report.resumed_step} is saved" in output
+        assert f"Received SIGTERM and saved checkpoint-{report.resumed_step}." in output
         lost = 0
     else:
         lost = steps_lost(fault, step, report.resumed_step)

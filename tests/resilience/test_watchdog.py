@@ -114,7 +114,7 @@ def computes_on(rank: int, world_size: int) -> None:
 
 def test_who_is_waited_for_in_vain_is_named() -> None:
     outcomes = launch_ranks(computes_on, 3)
-    assert_all_say(outcomes, 1, "rank 1 let the others wait for ")
+    assert_all_say(outcomes, 1, "rank 1 made the others wait for ")
     assert all("in phase 'callbacks' at step 1, in misbehave" in said(outcome) for outcome in outcomes)
     assert outcomes[1].exitcode == EXIT_CODE
 
@@ -176,7 +176,7 @@ def test_processes_that_wait_for_one_another() -> None:
     outcomes = launch_ranks(watched, 2, "wait", 0)
     for outcome in outcomes:
         assert isinstance(outcome.error, PeerFailedError) or outcome.exitcode == EXIT_CODE
-        assert "wait for one another: rank 0 in phase 'step' at step 1, in misbehave (test_watchdog.py:" in said(
+        assert "wait for each other: rank 0 in phase 'step' at step 1, in misbehave (test_watchdog.py:" in said(
             outcome
         )
 
@@ -285,5 +285,5 @@ def without_store(rank: int, world_size: int) -> bool:
 @pytest.mark.slow
 def test_without_a_store_this_host_is_watched_all_the_same() -> None:
     outcomes = launch_ranks(without_store, 2)
-    assert "noticed on the same host only" in outcomes[0].log
+    assert "only detected on the same host" in outcomes[0].log
     assert_all_say(outcomes, 1, "died in phase 'step' at step 1")

@@ -313,7 +313,7 @@ def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys
     with_cache = run_ranks(reason_of, 2, run, "on")
     without = run_ranks(reason_of, 2, run, "off")
     assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model sees them" in str(reason) for _, reason in with_cache)
+    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixi
     with_cache = run_ranks(reason_of, 2, run, "on", num_stages)
     without = run_ranks(reason_of, 2, run, "off", num_stages)
     assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("has changed the inputs before the model sees them" in str(reason) for _, reason in with_cache)
+    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
 
 
 def test_one_process() -> None:
@@ -587,7 +587,7 @@ def test_it_waits_for_more_layers_where_loading_takes_longer(
     for outcome, _, reasons in results:
         assert_same_training([outcome], expected)
         assert [reason is None for reason in reasons] == is_on
-        assert all("loading takes" in reason for reason in reasons if reason is not None)
+        assert all("loading a sample takes" in reason for reason in reasons if reason is not None)
     epochs = results[0][1]
     assert hit_rates(epochs)[-1] == (1, 0)
     assert [entry["cache_rows_stored"] for entry in epochs] == pytest.approx(stored, abs=4)

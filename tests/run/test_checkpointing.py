@@ -115,7 +115,7 @@ def test_a_checkpoint_whose_weights_somebody_has_sharded_is_resumed_with_a_warni
     assert len(shards) > 1
     assert_same_training(run_ranks(resume, 1, str(tmp_path), 1, str(checkpoint)), undisturbed)
     said = capfd.readouterr()
-    assert "whose weights somebody has written anew (model.safetensors is gone)" in said.out + said.err
+    assert "whose weight files were replaced (model.safetensors is missing)" in said.out + said.err
     shards[0].write_bytes(shards[0].read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"checkpoint-6: .*model\.safetensors cannot be read"):
         resume(0, 1, str(tmp_path), 1, str(checkpoint))
@@ -224,7 +224,7 @@ def assert_told_and_resumed(errors: list[BaseException], folder: Path, undisturb
     for error in errors:
         assert isinstance(error, OSError)
         assert "checkpoint-4 could not be saved" in str(error) and "No space left" in str(error)
-        assert "checkpoint-2 is the newest whole" in str(error)
+        assert "checkpoint-2 is the latest valid" in str(error)
     assert latest_valid(folder) == (folder / "checkpoint-2", []) and not (folder / SAVING).exists()
     assert_same_training(run_ranks(resume, 2, str(folder), 2), undisturbed)
     assert latest_valid(folder) == (folder / "checkpoint-8", [])
@@ -347,7 +347,7 @@ def fail_to_rotate(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.slow
 def test_what_fails_behind_a_saved_checkpoint_is_told_apart(tmp_path: Path) -> None:
     for error in run_ranks_expecting_error(fail_to_rotate, 2, str(tmp_path), timeout=60):
-        assert "checkpoint-2 is saved, but then" in str(error) and "rank 0: PermissionError" in str(error)
+        assert "checkpoint-2 was saved, but older" in str(error) and "rank 0: PermissionError" in str(error)
     assert latest_valid(tmp_path) == (tmp_path / "checkpoint-2", [])
 
 
@@ -646,10 +646,10 @@ def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, undisturbed
     run_ranks(preempted_with_models_only, 2, str(tmp_path))
     assert not (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed)  # from checkpoint-5
-    assert "has the model only" not in capfd.readouterr().err
+    assert "contains only the model" not in capfd.readouterr().err
     run_ranks(resume, 2, str(tmp_path), 2, str(tmp_path / "checkpoint-4"))
     said = capfd.readouterr()
-    assert "checkpoint-4 has the model only" in said.out + said.err
+    assert "checkpoint-4 contains only the model" in said.out + said.err
 
 
 def owed_with_models_only(rank: int, world_size: int, folder: str, evaluates: bool) -> list[int]:
@@ -707,7 +707,7 @@ def test_a_best_model_that_some_processes_lack_is_refused_by_all(tmp_path: Path)
     """Else its first stages would be put together with others' last weights."""
     errors = run_ranks_expecting_error(best_on_one_disk, 2, str(tmp_path), timeout=60)
     assert len(errors) == 2
-    assert all(isinstance(e, ValueError) and "processes [1] do not see the weights" in str(e) for e in errors)
+    assert all(isinstance(e, ValueError) and "processes [1] cannot see the weights" in str(e) for e in errors)
 
 
 def resume_differently(rank: int, world_size: int, folder: str) -> int:

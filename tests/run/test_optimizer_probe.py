@@ -84,10 +84,10 @@ class NeedsClosure(Sgd):
 MAKERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str | None]] = {
     "sgd": (Sgd, None),
     "adamw": (torch.optim.AdamW, None),
-    "clips": (ClipsInside, "other parameters' gradients"),
-    "prodigy": (ProdigyLike, "other parameters' gradients"),
-    "sam": (SamLike, "other parameters' gradients"),
-    "closure": (NeedsClosure, "could not be tried"),
+    "clips": (ClipsInside, "gradients of other parameters"),
+    "prodigy": (ProdigyLike, "gradients of other parameters"),
+    "sam": (SamLike, "gradients of other parameters"),
+    "closure": (NeedsClosure, "updates each parameter independently failed"),
 }
 
 

@@ -53,7 +53,7 @@ def trained(rank: int, world_size: int, mixin: type | None, callback: TrainerCal
 def test_a_term_that_begins_later_stops_the_training() -> None:
     errors = run_ranks_expecting_error(trained, 2, BeginsLater)
     for error in errors:
-        assert isinstance(error, UnsupportedModelError) and "in step 3 its loss is another function" in str(error)
+        assert isinstance(error, UnsupportedModelError) and "in step 3 its loss is not the same function" in str(error)
     assert len({str(error) for error in errors}) == 1
 
 
@@ -87,7 +87,7 @@ class Writes(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("callback", "words"),
-    [(Averages, "Averages.average keeps copies"), (Writes, "A callback has written to parameters of the model")],
+    [(Averages, "Averages.average keeps copies"), (Writes, "A callback wrote to parameters of the model")],
 )
 def test_callbacks_that_need_all_weights_are_named(callback: type, words: str) -> None:
     for error in run_ranks_expecting_error(trained, 2, None, callback()):

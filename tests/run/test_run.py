@@ -72,7 +72,7 @@ class ReturnsItsOwn:
 
 def test_a_loader_that_does_not_read_our_batches_is_refused(tmp_path: Path) -> None:
     trainer = pipeline_trainer(replace(RUN, trainer=ReturnsItsOwn), 1, str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="reads another loader"):
+    with pytest.raises(ValueError, match="reads from a different DataLoader"):
         trainer.train()
 
 

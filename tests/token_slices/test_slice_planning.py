@@ -371,7 +371,7 @@ def test_given_slices_reach_as_far_as_the_sequence() -> None:
         (lambda: plan_slices([USUAL], 0, 8), "rows is 0"),
         (lambda: plan_slices([USUAL], 1, 0), "length is 0"),
         (lambda: plan_slices([USUAL], 1, 8, granularity=0), "granularity is 0"),
-        (lambda: plan_slices([USUAL], 6, 8, num_parts=4), "num_parts is 4, but 6 rows"),
+        (lambda: plan_slices([USUAL], 6, 8, num_parts=4), "num_parts is 4, but 6 samples"),
         (lambda: plan_slices([USUAL], 6, 8, num_parts=0), "num_parts is 0"),
         (lambda: step_seconds([], [RowSlices(1, (8,))]), "stages is empty"),
         (lambda: step_seconds([USUAL], []), "parts is empty"),

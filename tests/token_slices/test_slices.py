@@ -201,7 +201,7 @@ def test_what_packs_rows_without_a_mask_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="cu_seq_lens_q"):
         SlicedSequence(model, batch, (20, 17), attention_windows(model))
     windows = replace(attention_windows(model), separates_documents=False)
-    with pytest.raises(UnsupportedModelError, match="does not keep documents apart"):
+    with pytest.raises(UnsupportedModelError, match="does not separate documents"):
         SlicedSequence(model, batch_for("packed"), (20, 17), windows)
     chunked = build("llama4_text")
     with pytest.raises(UnsupportedModelError, match="chunked attention"):

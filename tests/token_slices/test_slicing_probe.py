@@ -113,7 +113,7 @@ def test_memory_that_runs_out_while_words_are_tried_says_nothing_of_the_model() 
 
 def test_a_loss_that_is_no_number_shows_nothing() -> None:
     model, batch = build("llama"), batch_for("none")
-    with pytest.raises(ValueError, match="loss of the first rows is nan"):
+    with pytest.raises(ValueError, match="loss of the first samples is nan"):
         study(model, batch, lambda part: loss_of(model, part, batch) * float("nan"))
 
 
@@ -176,14 +176,14 @@ def test_an_encoder_is_noticed_by_its_slices_too(monkeypatch: pytest.MonkeyPatch
     for parameter in model.parameters():
         if parameter.dim() > 1:  # large enough for all tokens to matter
             parameter.data = torch.randn_like(parameter) * 0.3
-    with pytest.raises(UnsupportedModelError, match=r"its loss is|gradient of|gave their keys"):
+    with pytest.raises(UnsupportedModelError, match=r"its loss is|gradient of|stored their keys"):
         study(model, batch_for("none"), sum_over_tokens(model))
 
 
 def test_packed_rows_are_refused_where_documents_see_each_other() -> None:
     """The first rows are packed: the study says so, with the reason."""
     model, batch = build("opt"), batch_for("packed")
-    with pytest.raises(UnsupportedModelError, match="does not keep documents apart"):
+    with pytest.raises(UnsupportedModelError, match="does not separate documents"):
         study(model, batch)
 
 

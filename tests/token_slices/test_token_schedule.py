@@ -377,7 +377,7 @@ class CoupledRows:
 def test_a_loss_that_does_not_add_up_is_refused() -> None:
     run = replace(RUN, trainer=CoupledRows, per_device=32, accumulation=1)
     (error,) = run_ranks_expecting_error(pipeline, 1, run, "auto", token_slices=3)
-    assert isinstance(error, UnsupportedModelError) and "not just a sum or mean over rows or tokens" in str(error)
+    assert isinstance(error, UnsupportedModelError) and "not a plain sum or mean over samples or tokens" in str(error)
 
 
 def short_of_memory(rank: int, world_size: int, folder: str) -> None:

@@ -130,7 +130,8 @@ class Watchdog:
             os.unlink(name)
         if not self._has_store and self._rank == 0:
             logger.warning(
-                "Not all processes reach a store at %s, port %d: hangs and deaths are noticed on the same host only.",
+                "Not all processes can reach the store at %s, port %d, so hangs and crashes are only detected on the"
+                " same host.",
                 *self._address,
             )
         for watch in (self._watch_this_host, self._watch_other_hosts):
@@ -207,7 +208,7 @@ class Watchdog:
             record = neighbour.read()
             own = now - max(record.since, record.own_since)
             if record.phase not in (LEFT, LEAVING) and own > self._timeout:
-                text = f"rank {neighbour.rank} let the others wait for {own:.0f} s {record.doing}, in {record.place}"
+                text = f"rank {neighbour.rank} made the others wait for {own:.0f} s {record.doing}, in {record.place}"
                 return Finding(text, without_store=neighbour.rank == 0)
         return None
 
@@ -255,7 +256,7 @@ class Watchdog:
                 self._look_at_main_thread(now)
                 finding = self._look_at_neighbours(now) or self._look_for_the_stuck(now) or self._look_at_store(now)
             except Exception:  # for example too many open files; the next check may succeed
-                logger.debug("could not look", exc_info=True)
+                logger.debug("The watchdog could not check the processes.", exc_info=True)
                 continue
             if finding is not None:
                 self._give_up(finding)
@@ -312,12 +313,12 @@ class Watchdog:
             if own > record.patience:
                 return Finding(f"rank {rank} has been stuck for {own:.0f} s {record.doing}, in {record.place}")
             if silent > max(record.patience, self._timeout):
-                return Finding(f"rank {rank} has held the interpreter for {silent:.0f} s {record.doing}")
+                return Finding(f"rank {rank} has held the Python GIL for {silent:.0f} s {record.doing}")
             # a little longer, so that a process that waits for no other, maybe on another host, is blamed first
             if now - idle_since > (self._limit if self._distant else record.patience) + GRACE:
                 waiting.append(f"rank {rank} {record.doing}, in {record.place}")
         if records and len(waiting) == len(records):
-            return Finding(f"all processes of {socket.gethostname()} wait for one another: {'; '.join(waiting)}")
+            return Finding(f"all processes of {socket.gethostname()} wait for each other: {'; '.join(waiting)}")
         return None
 
     def _look_at_store(self, now: float) -> Finding | None:
@@ -405,7 +406,7 @@ class Watchdog:
                 assert self._for_verdicts is not None
                 agreed.append(self._for_verdicts.compare_set(VERDICT, "", finding.text).decode())
             except Exception:  # the store is gone as well
-                logger.debug("no store to write a verdict to", exc_info=True)
+                logger.debug("The verdict could not be written to the store.", exc_info=True)
 
         with self._judging:
             if self._verdict is not None:
