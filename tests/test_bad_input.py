@@ -248,7 +248,7 @@ def test_longer_than_the_model_allows_from_the_first_sample_on(stages: int) -> N
     """Everybody sees it before the first step."""
     first, second = errors_of(Case(at=0, how="long"), stages)
     assert type(first) is type(second) is ValueError and str(first) == str(second)
-    assert "rows of 50 tokens" in str(first)
+    assert "samples of 50 tokens" in str(first)
 
 
 @both
@@ -256,7 +256,7 @@ def test_longer_than_the_model_allows_later(stages: int) -> None:
     """Those that run the row see it: one of two replicas; all stages, as each looks positions up."""
     errors = errors_of(Case(samples=24, at=LATE, how="long"), stages)
     own, other = sorted(errors, key=lambda error: isinstance(error, PeerFailedError))
-    assert type(own) is ValueError and "rows of 50 tokens" in str(own) and "takes 40" in str(own)
+    assert type(own) is ValueError and "samples of 50 tokens" in str(own) and "at most 40" in str(own)
     assert str(own) in str(other)
 
 
