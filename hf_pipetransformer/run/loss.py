@@ -167,7 +167,6 @@ class BatchInFlight:
         The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
         factor.
         """
-        model = pipeline.model
         with self._noting_exchanged_inputs(pipeline, micro_batch):
             part = self._of_part(pipeline, micro_batch)
         cache = micro_batch.get("past_key_values")

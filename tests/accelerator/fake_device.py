@@ -189,6 +189,9 @@ def _save_from_the_cpu() -> None:
 
     save = torch.save
 
+    def copied(one: Any) -> Any:
+        return one.cpu() if isinstance(one, torch.Tensor) and one.device.type == "fake" else one
+
     def save_from_the_cpu(value: Any, *args: Any, **kwargs: Any) -> None:
         on_cpu = pytree.tree_map(
             lambda v: v.cpu() if isinstance(v, torch.Tensor) and v.device.type == "fake" else v, value

@@ -1,8 +1,9 @@
-"""On a device that behaves like an accelerator: no mixed devices, no wrong groups, and no more waits than are known."""
+"""On a device that behaves like an accelerator: no mixed devices, no wrong groups, and no more waits than noted."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,11 @@ from typing import Any
 import fake_device
 import fake_groups
 import pytest
-from training_runs import (
-    Outcome,
-    Run,
-    outcome_of,
-    pipeline_trainer,
-    reference_trainer,
-)
-from transformers import Trainer, TrainerCallback
+import torch
+from distributed import run_ranks
+from training_data import PadCollator
+from training_runs import Outcome, Run, largest_difference, outcome_of, pipeline, pipeline_trainer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,12 +23,55 @@ pytestmark = [
     pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
 ]
 
-RUN = Run(samples=96, per_device=4, accumulation=1, epochs=5).with_options(
-    dataloader_pin_memory=False, logging_strategy="no"
-)
-"""Six steps an epoch on K = 1 or K = 2 stages of one replica."""
-STEADY = 28
-"""A step inside the last epoch: layers are frozen, and what they give is read from the cache."""
+QUIET = {"dataloader_pin_memory": False, "logging_strategy": "no", "num_microbatches": 4}
+"""The device has no pinned memory. Logging reads the loss, in the stock Trainer as here."""
+FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}}
+"""The first layer freezes after the first epoch. Its outputs are stored in the second, and read from the third on."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train, and what a steady step waits for on each rank."""
+
+    stages: int
+    waits: tuple[Mapping[str, int], ...]
+    kind: Any = "text-classification"
+    accumulation: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Run:
+        return Run(self.kind, samples=48, epochs=4, accumulation=self.accumulation)
+
+
+MASKS = {"item": 1, "wait": 1}
+"""Of a model of transformers in each forward: whether an attention mask masks anything, and the mask made of it."""
+BATCH = {"to_device": 3}
+"""Three inputs, which the stock Trainer moves."""
+STOCK = {**MASKS, **BATCH}
+
+
+def forwards(number: int, **others: int) -> dict[str, int]:
+    """What a step with so many forwards waits for, with what else is named."""
+    each = {name: number * most for name, most in MASKS.items()} | BATCH
+    return {name: each.get(name, 0) + others.get(name, 0) for name in {**each, **others}}
+
+
+PATHS = {
+    "plain": Way(1, (STOCK,)),
+    "frozen": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "off"}),
+    "cached": Way(1, (forwards(1, to_device=1),), options={**FREEZING, "activation_cache": "on"}),
+    "accumulating": Way(1, (forwards(2, to_device=3, from_device=2),), accumulation=2),
+    "two-stages": Way(2, (forwards(4), forwards(4, from_device=1))),
+    "two-stages-frozen": Way(
+        2, (forwards(4), forwards(4, from_device=1)), options={**FREEZING, "activation_cache": "off"}
+    ),
+    "two-stages-cached": Way(
+        2,
+        (forwards(4, to_device=4), forwards(4, from_device=1)),
+        options={**FREEZING, "activation_cache": "on"},
+    ),
+}
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +91,8 @@ class Counts(TrainerCallback):
         if self._counting is not None:
             context, counted = self._counting
             context.__exit__(None, None, None)
-            self.of_step[state.global_step] = dict(counted)
-            self.sites[state.global_step] = {
-                f"{what}: {site}": n for (what, site), n in sorted(fake_device.sites.items())
-            }
+            self.of_step[state.global_step] = {what: n for what, n in counted.items() if what in fake_device.COUNTED}
+            self.sites[state.global_step] = {f"{what}: {site}": n for (what, site), n in fake_device.sites.items()}
         context = fake_device.counting()
         self._counting = context, context.__enter__()
 
@@ -66,7 +105,21 @@ class Seen:
     outcome: Outcome
     of_step: dict[int, dict[str, int]]
     sites: dict[int, dict[str, int]]
-    wrong: dict[str, int] = field(default_factory=dict)
+    wrong: dict[str, int]
+
+    @property
+    def steady(self) -> int:
+        """A step in the middle of the last epoch."""
+        return max(self.of_step) - 2
+
+
+def prepare(world_size: int, library: Path) -> None:
+    fake_device.register(library)
+    if world_size > 1:
+        fake_groups.register()
+    else:
+        for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # without a launcher
+            del os.environ[name]
 
 
 def on_the_device(rank: int, world_size: int, library: Path, run: Run, stages: int, **options: Any) -> Seen:
@@ -76,16 +129,16 @@ def on_the_device(rank: int, world_size: int, library: Path, run: Run, stages: i
 
 def stock_on_the_device(rank: int, world_size: int, library: Path, run: Run) -> Seen:
     prepare(world_size, library)
-    return seen_by(reference_trainer(run.with_options(use_cpu=False)))
-
-
-def prepare(world_size: int, library: Path) -> None:
-    fake_device.register(library)
-    if world_size > 1:
-        fake_groups.register()
-    else:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]  # without a launcher
+    arguments = TrainingArguments(
+        "stock",
+        per_device_train_batch_size=run.per_device,
+        gradient_accumulation_steps=run.accumulation,
+        dataloader_pin_memory=False,
+        **{**run.common_options(), "logging_strategy": "no"},
+    )
+    return seen_by(
+        Trainer(run.build_model(), arguments, train_dataset=run.data(run.samples), data_collator=PadCollator(run.kind))
+    )
 
 
 def seen_by(trainer: Trainer) -> Seen:
@@ -93,3 +146,91 @@ def seen_by(trainer: Trainer) -> Seen:
     trainer.add_callback(counts)
     assert trainer.args.device.type == "fake"
     return Seen(outcome_of(trainer), counts.of_step, counts.sites, dict(fake_groups.wrong))
+
+
+def train(library: Path, path: Way, **options: Any) -> list[Seen]:
+    options = {**QUIET, **path.options, **options}
+    return run_ranks(
+        on_the_device, path.stages, library, path.run, path.stages, env=fake_device.ENVIRONMENT, timeout=180, **options
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_stock_trainer_waits_as_noted(accumulation: int, library: Path) -> None:
+    """What the bounds of the ways are compared with."""
+    run = Run(samples=48, epochs=4, accumulation=accumulation)
+    (seen,) = run_ranks(stock_on_the_device, 1, library, run, env=fake_device.ENVIRONMENT)
+    assert seen.of_step[seen.steady] == forwards(accumulation)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
+    path = PATHS[name]
+    for rank, (seen, most) in enumerate(zip(train(library, path), path.waits, strict=True)):
+        assert not seen.wrong
+        found = seen.of_step[seen.steady]
+        sites = "\n".join(f"{n} {site}" for site, n in sorted(seen.sites[seen.steady].items()))
+        assert found == most, f"rank {rank}: {found}\n{sites}"
+
+
+@pytest.mark.parametrize("name", ["cached", "two-stages-cached"])
+def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
+    path = PATHS[name]
+    options = {**QUIET, **path.options, "use_cpu": True}
+    expected = run_ranks(pipeline, path.stages, path.run, path.stages, **options)[0]
+    for seen in train(library, path):
+        assert largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", ["causal-lm", "image-classification", "seq2seq"])
+def test_other_models(kind: str, stages: int, library: Path) -> None:
+    """Whole trainings with freezing and the cache: a mixed operation is an error."""
+    path = Way(stages, (), kind, options={**FREEZING, "activation_cache": "on"})
+    for seen in train(library, path):
+        assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
+
+
+def interrupted(rank: int, world_size: int, library: Path, run: Run, stages: int, folder: str) -> Seen:
+    prepare(world_size, library)
+    saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_grad_norm": 0.5, **FREEZING}
+    trainer = pipeline_trainer(run, stages, folder, **{**QUIET, **saving})
+    trainer.add_callback(StopAfter(2))
+    trainer.train()
+    trainer.evaluate()
+    trainer = pipeline_trainer(run, stages, folder, **{**QUIET, **saving})
+    counts = Counts()
+    trainer.add_callback(counts)
+    outcome = outcome_of(trainer, resume_from_checkpoint=True)  # type: ignore[arg-type]
+    assert all(torch.isfinite(torch.tensor(value)) for value in outcome.metrics.values())
+    return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong))
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.epoch >= self._epochs
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_evaluates_saves_and_resumes(stages: int, library: Path, tmp_path: Path) -> None:
+    path = Way(stages, ())
+    for seen in run_ranks(
+        interrupted, stages, library, path.run, stages, str(tmp_path), env=fake_device.ENVIRONMENT, timeout=180
+    ):
+        assert not seen.wrong
+
+
+def test_mixed_devices_are_an_error(library: Path) -> None:
+    assert "the same device" in run_ranks(mixing, 1, library)[0]
+
+
+def mixing(rank: int, world_size: int, library: Path) -> str:
+    fake_device.register(library)
+    try:
+        torch.ones(2, device="fake") + torch.ones(2)
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -284,7 +284,7 @@ class AddsLate(TrainerCallback):
 def test_a_callback_that_is_added_during_the_training_is_refused() -> None:
     adds = AddsLate()
     adds.trainer = make_trainer(bert(), adds)
-    with pytest.raises(ValueError, match="added while training was running. Add it before calling train"):
+    with pytest.raises(ValueError, match="added while training was running"):
         adds.trainer.train()
 
 
@@ -439,7 +439,7 @@ def test_arguments_are_refused() -> None:
     for arguments, words in (
         (("beta",), "freeze_policy='beta'"),
         (({"name": "alpha", "alpha": 2},), "freeze_alpha=2"),
-        ((12,), "freeze policy 12"),
+        ((12,), "12 is not a freeze policy"),
         (("alpha", "sometimes"), "freeze_strategy='sometimes'"),
         (("alpha", "steps"), "freeze_steps"),
         (("alpha", "epoch", None, 0), "max_frozen_layers=0"),
