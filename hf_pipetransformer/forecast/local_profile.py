@@ -158,7 +158,7 @@ def _measure(
         model: PreTrainedModel = build(config).to(device).train()
         batch = labelled_batch(model, rows, tokens)
         stack = LayerStack.discover(model, dummy_batch(model, 2, tokens=min(tokens, 8)))
-        mesh = ProcessMesh(TIMEOUT)
+        mesh = ProcessMesh(TIMEOUT, device)
         per_byte = mesh.seconds_per_reduced_byte(device)
         mesh.gather_objects(None)  # so that all start at the same time
         times = slowest(mesh.gather_objects(measure_times(stack, batch, per_byte)))

@@ -41,18 +41,26 @@ class ProcessMesh:
 
     Works without an initialised process group, as a world of one process.
 
+    On an accelerator every group does one small collective when it is created. Otherwise NCCL creates a communicator
+    in a group's first operation and waits there for all members; with a frozen first stage this may be one of torch's
+    batched point-to-point calls, which not all of them make.
+
     Args:
         timeout: bound on every collective of the groups created here (`TrainingArguments.ddp_timeout`).
+        device: the accelerator whose tensors the groups exchange, apart from those made for gloo; None for the CPU.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
         self.timeout = timeout
+        self._device = device if device is not None and device.type != "cpu" else None
         is_distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if is_distributed else 1
         self.rank = dist.get_rank() if is_distributed else 0
         self._layouts: dict[int, PipelineGroups] = {}
         self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        if self.world_size > 1:
+            self._connect(dist.group.WORLD)
 
     def groups(self, num_stages: int) -> PipelineGroups:
         """Groups for K = `num_stages`. Collective over all processes the first time a K is requested."""
@@ -92,7 +100,13 @@ class ProcessMesh:
                     group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
                     mine = group if self.rank in ranks else mine
             self._subgroups[key] = mine
+            if mine is not None and backend is None:
+                self._connect(mine)
         return self._subgroups[key]
+
+    def _connect(self, group: dist.ProcessGroup | None) -> None:
+        if self._device is not None:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def seconds_per_reduced_byte(self, device: torch.device) -> float:
         """Measure the time of an all-reduce over all processes, in seconds per byte; 0 for one process.

@@ -42,14 +42,15 @@ class Processes:
         """Whether `mesh` has been asked for."""
         return self._mesh is not None
 
-    def connect(self, timeout: float) -> ProcessMesh:
+    def connect(self, timeout: float, device: torch.device) -> ProcessMesh:
         """The groups of all processes. Collective over all processes the first time.
 
         Args:
             timeout: bound on every collective, in seconds.
+            device: the device that this process trains on.
         """
         if self._mesh is None:
-            self._mesh = ProcessMesh(timedelta(seconds=timeout))
+            self._mesh = ProcessMesh(timedelta(seconds=timeout), device)
         return self._mesh
 
 
@@ -70,7 +71,7 @@ class TrainingJob:
     @property
     def mesh(self) -> ProcessMesh:
         """The groups of all processes. Collective over all processes the first time."""
-        return self.processes.connect(self.args.ddp_timeout)
+        return self.processes.connect(self.args.ddp_timeout, self.device)
 
     @property
     def args(self) -> PipeTransformerTrainingArguments:

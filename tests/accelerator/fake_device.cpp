@@ -107,6 +107,14 @@ static Tensor as_cpu(const Tensor& tensor) {
   return is_here(tensor) ? tensor_on(tensor, on_cpu(tensor.storage()), c10::DispatchKey::CPU) : tensor;
 }
 
+// What the CPU's kernel has made, as a tensor of the device
+static Tensor moved_here(const Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), owned(tensor.storage()), &allocator,
+                       true);
+  return tensor_on(tensor, std::move(storage), c10::DispatchKey::PrivateUse1);
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Every operation that is not registered below: the CPU's kernel on the same memory
 // ---------------------------------------------------------------------------------------------------------
@@ -198,9 +206,7 @@ class Call {
       if (copy.unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl())
         return tensor_on(tensor, c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(original)),
                          c10::DispatchKey::PrivateUse1);
-    c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), owned(tensor.storage()),
-                         &allocator, true);
-    return tensor_on(tensor, std::move(storage), c10::DispatchKey::PrivateUse1);
+    return moved_here(tensor);
   }
 
   void restore(IValue& value) {
@@ -268,6 +274,25 @@ static Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset,
   return self;
 }
 
+// Convolutions are dispatched by the device before they reach a kernel
+static Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                          c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                          bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  const auto cpu_bias = bias.has_value() && bias->defined() ? std::optional<Tensor>(as_cpu(*bias)) : std::nullopt;
+  return moved_here(at::convolution_symint(as_cpu(input), as_cpu(weight), cpu_bias, stride, padding, dilation,
+                                           transposed, output_padding, groups));
+}
+static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> mask) {
+  const std::vector<c10::SymInt> bias_sizes{weight.sym_size(transposed ? 1 : 0) * (transposed ? groups : 1)};
+  auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
+      as_cpu(gradient), as_cpu(input), as_cpu(weight), c10::SymIntArrayRef(bias_sizes), stride, padding, dilation,
+      transposed, output_padding, groups, mask);
+  return {moved_here(of_input), moved_here(of_weight), moved_here(of_bias)};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
@@ -276,6 +301,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   m.impl("_local_scalar_dense", TORCH_FN(item));
+  m.impl("convolution_overrideable", TORCH_FN(convolution));
+  m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
 }
 
 PYBIND11_MODULE(fake_device_library, m) {

@@ -2,6 +2,7 @@
 
 Tensors of the device are handed to gloo as tensors of the CPU with the same memory. What would fail on NCCL is noted
 in `wrong`: a tensor of the CPU on a group that would be NCCL's, or one of the device on a group made for gloo.
+Replicas are not possible: the reductions of DDP are made in C++, which gloo refuses for this device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch.distributed.distributed_c10d as c10d
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-log: list[tuple[str, tuple[int, ...]]] = []
-"""Each call on a group that would be NCCL's: its name, and the group's ranks."""
+log: list[tuple[str, int]] = []
+"""Each call on a group that would be NCCL's: its name, and the group's id; all processes together are 0."""
 wrong: Counter[str] = Counter()
 
 _gloo: dict[int, Any] = {}  # groups made for gloo, by id; kept, so that no id is used twice
@@ -48,7 +49,7 @@ def _note(name: str, group: Any, tensor: Any) -> None:
         return
     if isinstance(tensor, torch.Tensor) and not is_of_device:
         wrong[f"{name} of a tensor of the CPU on NCCL's group {ranks}: {fake_device.site()}"] += 1
-    log.append((name, ranks))
+    log.append((name, id(group) if group not in (None, dist.group.WORLD) else 0))
 
 
 def _calling(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

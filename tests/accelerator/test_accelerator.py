@@ -57,7 +57,7 @@ def forwards(number: int, **others: int) -> dict[str, int]:
     return {name: each.get(name, 0) + others.get(name, 0) for name in {**each, **others}}
 
 
-PATHS = {
+WAYS = {
     "plain": Way(1, (STOCK,)),
     "frozen": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "off"}),
     "cached": Way(1, (forwards(1, to_device=1),), options={**FREEZING, "activation_cache": "on"}),
@@ -106,6 +106,7 @@ class Seen:
     of_step: dict[int, dict[str, int]]
     sites: dict[int, dict[str, int]]
     wrong: dict[str, int]
+    calls: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def steady(self) -> int:
@@ -145,13 +146,13 @@ def seen_by(trainer: Trainer) -> Seen:
     counts = Counts()
     trainer.add_callback(counts)
     assert trainer.args.device.type == "fake"
-    return Seen(outcome_of(trainer), counts.of_step, counts.sites, dict(fake_groups.wrong))
+    return Seen(outcome_of(trainer), counts.of_step, counts.sites, dict(fake_groups.wrong), list(fake_groups.log))
 
 
-def train(library: Path, path: Way, **options: Any) -> list[Seen]:
-    options = {**QUIET, **path.options, **options}
+def train(library: Path, way: Way, **options: Any) -> list[Seen]:
+    options = {**QUIET, **way.options, **options}
     return run_ranks(
-        on_the_device, path.stages, library, path.run, path.stages, env=fake_device.ENVIRONMENT, timeout=180, **options
+        on_the_device, way.stages, library, way.run, way.stages, env=fake_device.ENVIRONMENT, timeout=180, **options
     )
 
 
@@ -163,10 +164,10 @@ def test_the_stock_trainer_waits_as_noted(accumulation: int, library: Path) -> N
     assert seen.of_step[seen.steady] == forwards(accumulation)
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
-    path = PATHS[name]
-    for rank, (seen, most) in enumerate(zip(train(library, path), path.waits, strict=True)):
+    way = WAYS[name]
+    for rank, (seen, most) in enumerate(zip(train(library, way), way.waits, strict=True)):
         assert not seen.wrong
         found = seen.of_step[seen.steady]
         sites = "\n".join(f"{n} {site}" for site, n in sorted(seen.sites[seen.steady].items()))
@@ -175,10 +176,10 @@ def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cached", "two-stages-cached"])
 def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
-    path = PATHS[name]
-    options = {**QUIET, **path.options, "use_cpu": True}
-    expected = run_ranks(pipeline, path.stages, path.run, path.stages, **options)[0]
-    for seen in train(library, path):
+    way = WAYS[name]
+    options = {**QUIET, **way.options, "use_cpu": True}
+    expected = run_ranks(pipeline, way.stages, way.run, way.stages, **options)[0]
+    for seen in train(library, way):
         assert largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5
 
 
@@ -186,9 +187,25 @@ def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
 @pytest.mark.parametrize("kind", ["causal-lm", "image-classification", "seq2seq"])
 def test_other_models(kind: str, stages: int, library: Path) -> None:
     """Whole trainings with freezing and the cache: a mixed operation is an error."""
-    path = Way(stages, (), kind, options={**FREEZING, "activation_cache": "on"})
-    for seen in train(library, path):
+    way = Way(stages, (), kind, options={**FREEZING, "activation_cache": "on"})
+    for seen in train(library, way):
         assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
+
+
+def frozen_below(rank: int, world_size: int, library: Path, run: Run) -> Seen:
+    prepare(world_size, library)
+    trainer = pipeline_trainer(run, 3, **QUIET)
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad_("layer.0." not in name and "embeddings" not in name)
+    return seen_by(trainer)
+
+
+def test_every_group_is_connected_by_all_its_members_first(library: Path) -> None:
+    """A first stage that trains nothing does not call all that the others call, and NCCL waits in the first call."""
+    run = Run(samples=48, epochs=1, accumulation=1)
+    for seen in run_ranks(frozen_below, 3, library, run, env=fake_device.ENVIRONMENT, timeout=180):
+        first = {group: name for name, group in reversed(seen.calls)}
+        assert len(first) == 2 and set(first.values()) == {"all_reduce"}  # all processes, and the pipeline
 
 
 def interrupted(rank: int, world_size: int, library: Path, run: Run, stages: int, folder: str) -> Seen:
@@ -216,9 +233,9 @@ class StopAfter(TrainerCallback):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_evaluates_saves_and_resumes(stages: int, library: Path, tmp_path: Path) -> None:
-    path = Way(stages, ())
+    way = Way(stages, ())
     for seen in run_ranks(
-        interrupted, stages, library, path.run, stages, str(tmp_path), env=fake_device.ENVIRONMENT, timeout=180
+        interrupted, stages, library, way.run, stages, str(tmp_path), env=fake_device.ENVIRONMENT, timeout=180
     ):
         assert not seen.wrong
 
