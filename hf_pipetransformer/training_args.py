@@ -259,7 +259,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = _token_slices(self.token_slices)
-        if self.pipeline_schedule not in SCHEDULES:
+        if self.pipeline_schedule not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
             raise ValueError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, SCHEDULES))}."
