@@ -231,6 +231,7 @@ def test_less_than_a_batch_where_the_last_one_is_left_out(stages: int) -> None:
     assert_same_error(errors_of(case, stages), ValueError, "max_steps")
 
 
+@pytest.mark.slow
 @pipeline_first
 def test_less_than_a_batch_for_a_number_of_steps(stages: int) -> None:
     """Ends without a step, as the stock Trainer does."""

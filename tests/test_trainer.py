@@ -555,6 +555,7 @@ def grouped(rank: int, world_size: int, stages: int) -> list[list[int]]:
     return lengths
 
 
+@pytest.mark.slow
 def test_group_by_length_gives_every_layout_the_same_batches() -> None:
     by_layout = []
     for stages in LAYOUTS:

@@ -268,7 +268,8 @@ class GenerationWriter:
             if used + size > self._max_bytes:
                 raise StoreFull(
                     errno.ENOSPC,
-                    f"{used} bytes are stored and max_bytes is {self._max_bytes}, so {size} more bytes do not fit",
+                    f"{used} bytes are stored and max_bytes is {self._max_bytes}, so {size} more bytes do not fit."
+                    " Raise activation_cache_max_gib.",
                     str(self._path.parent),
                 )
         start = os.fstat(self._segment).st_size

@@ -36,8 +36,9 @@ class PipelineGroups:
 class ProcessMesh:
     """The groups for every number of stages requested so far, and a control group for decisions.
 
-    The control group (gloo, all processes, on the CPU) never changes, and training traffic does not use it. All groups
-    are created with `timeout`; a group created without one would wait for 30 minutes, whatever the user has set.
+    The control group (gloo, all processes, on the CPU) never changes. Steps use it for numbers and votes, not for
+    tensors. All groups are created with `timeout`; a group created without one would wait for 30 minutes, whatever the
+    user has set.
 
     Works without an initialised process group, as a world of one process.
 

@@ -71,6 +71,6 @@ def schedule_named(name: str) -> Schedule:
     Raises:
         ValueError: There is none of this name.
     """
-    if name not in SCHEDULES:
+    if name not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
         raise ValueError(f"schedule is {name!r}, but must be one of {', '.join(map(repr, SCHEDULES))}.")
     return SCHEDULES[name]

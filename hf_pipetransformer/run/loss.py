@@ -180,6 +180,10 @@ class BatchInFlight:
         """Return the unscaled contribution of some or all samples of the slice, without recording it in `losses`."""
         return self._of_part(pipeline, batch)
 
+    def release(self) -> None:
+        """Forget the batch, which would otherwise stay on the device until the next one replaces it."""
+        self._batch, self._counted, self._counts = {}, None, {}
+
     def total(self, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of all micro-batches that this process has computed, 0-dimensional."""
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
@@ -201,8 +205,11 @@ class BatchInFlight:
         if self._counted is not pipeline.stage.micro_batches:
             self._counted = pipeline.stage.micro_batches
             parts = [part for part in self._counted if self._reduction.source(part) is not None]
-            in_all, *of_parts = self._reduction.counts([self._batch, *parts])
-            self._scale = self._scale_of_items(in_all)
+            if self._scale is None:
+                in_all, *of_parts = self._reduction.counts([self._batch, *parts])
+                self._scale = self._scale_of_items(in_all)
+            else:
+                of_parts = self._reduction.counts(parts)
             sources = [self._reduction.source(part) for part in parts]
             self._counts = {id(s): (s, n) for s, n in zip(sources, of_parts, strict=True) if s is not None}
         found = self._counts.get(id(self._reduction.source(batch)))

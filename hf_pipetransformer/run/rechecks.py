@@ -101,7 +101,7 @@ def loss_has_changed(
     except Exception as error:  # it must not be raised on this stage alone
         if not is_out_of_memory(error):
             return f"recomputing it fails ({type(error).__name__}: {error})"
-            logger.warning("The loss is not rechecked: there is not enough memory to recompute it for a whole batch.")
+        logger.warning("The loss is not rechecked: there is not enough memory to recompute it for a whole batch.")
         return None
     return found
 

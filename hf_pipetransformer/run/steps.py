@@ -170,6 +170,7 @@ class Steps:
             with _as_the_user_raised_it():
                 received = pipeline.step(batch, keeps_received=is_rechecked)
         other_loss = self._recheck_loss(current, batch, received) if received else None
+        current.release()
         self._recorder.count_rows(current.part.global_rows, len(current.losses))
         empty_every = self._job.args.torch_empty_cache_steps
         if empty_every is not None and state.global_step % empty_every == 0:

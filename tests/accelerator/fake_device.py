@@ -43,6 +43,8 @@ PACKAGES = ("/hf_pipetransformer/", "/transformers/", "/accelerate/", "/torch/op
 _library: Any = None
 sites: Counter[tuple[str, str]] = Counter()
 """How often each line has asked for what."""
+mismatches: list[str] = []
+"""The lines that have mixed devices, also where somebody caught the error."""
 
 
 def compiler() -> str | None:
@@ -155,6 +157,8 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def _note(what: str) -> None:
+    if what == "mismatch":
+        mismatches.append(site())
     if what in COUNTED:
         sites[what, site()] += 1
 

@@ -146,7 +146,9 @@ def seen_by(trainer: Trainer) -> Seen:
     counts = Counts()
     trainer.add_callback(counts)
     assert trainer.args.device.type == "fake"
-    return Seen(outcome_of(trainer), counts.of_step, counts.sites, dict(fake_groups.wrong), list(fake_groups.log))
+    outcome = outcome_of(trainer)
+    assert not fake_device.mismatches  # a probe may have caught the error
+    return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong), list(fake_groups.log))
 
 
 def train(library: Path, way: Way, **options: Any) -> list[Seen]:
@@ -161,7 +163,7 @@ def test_the_stock_trainer_waits_as_noted(accumulation: int, library: Path) -> N
     """What the bounds of the ways are compared with."""
     run = Run(samples=48, epochs=4, accumulation=accumulation)
     (seen,) = run_ranks(stock_on_the_device, 1, library, run, env=fake_device.ENVIRONMENT)
-    assert seen.of_step[seen.steady] == forwards(accumulation)
+    assert seen.of_step[seen.steady] == forwards(accumulation, to_device=3 * (accumulation - 1))
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -238,6 +240,7 @@ def test_evaluates_saves_and_resumes(stages: int, library: Path, tmp_path: Path)
         interrupted, stages, library, way.run, stages, str(tmp_path), env=fake_device.ENVIRONMENT, timeout=180
     ):
         assert not seen.wrong
+        assert min(seen.of_step) > 2 * 48 // (4 * stages)  # it went on behind the second of four epochs
 
 
 def test_mixed_devices_are_an_error(library: Path) -> None:

@@ -203,13 +203,13 @@ def test_generations(store: ActivationStore) -> None:
     ("call", "message"),
     [
         (lambda store: store.reader(-1, "a"), "num_frozen is -1"),
-        (lambda store: store.reader(1, "../a"), "fingerprint '../a'"),
-        (lambda store: store.delete(1, ""), "fingerprint ''"),
+        (lambda store: store.reader(1, "../a"), "fingerprint is '../a'"),
+        (lambda store: store.delete(1, ""), "fingerprint is ''"),
         (lambda store: store.writer(1, "a", writer=-1, capacity=1), "writer is -1"),
         (lambda store: store.writer(1, "a", writer=2**16, capacity=1), "writer is 65536"),
         (lambda store: store.writer(1, "a", writer=0, capacity=0), "capacity is 0"),
         (lambda store: store.reader(1, "a").contains([b"short"]), "5 bytes"),
-        (lambda store: store.reader(1, "a").read_into([bytes(16)], []), "1 keys and 0 rows"),
+        (lambda store: store.reader(1, "a").read_into([bytes(16)], []), "1 keys and 0 samples"),
         (lambda store: store.writer(1, "a", writer=0, capacity=1).put([bytes(17)], [np.zeros(1)]), "17 bytes"),
         (lambda store: ActivationStore("a", max_bytes=-1), "max_bytes is -1"),
     ],
@@ -483,6 +483,7 @@ def read_all(reader: GenerationReader, numbers: Sequence[int]) -> list[int]:
     return hits_of(reader, numbers)
 
 
+@pytest.mark.slow
 def test_readers_that_were_opened_before_processes_were_started(
     store: ActivationStore, reader: GenerationReader, writer: GenerationWriter
 ) -> None:

@@ -293,6 +293,7 @@ def damaging(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], messages
 
 
+@pytest.mark.slow
 def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
     run = RUNS["bert"]
     results = run_ranks(damaging, WORLD, run, str(tmp_path / "cache"))

@@ -240,7 +240,8 @@ def augmented(
     return outcome, epochs, reasons[-1]
 
 
-@pytest.mark.parametrize("options", [{}, *slow({"eval_strategy": "epoch"})], ids=["training", "evaluated"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}], ids=["training", "evaluated"])
 def test_augmented_images_miss_and_the_cache_goes_off(options: dict[str, Any]) -> None:
     """An evaluation's images are the same each time: that they are found must not hide it."""
     with_cache = run_ranks(augmented, WORLD, "on", options)

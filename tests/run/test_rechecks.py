@@ -13,7 +13,8 @@ from training_runs import Run, assert_same_training, outcome_of, pipeline_traine
 from transformers import TrainerCallback
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.run.rechecks import Rechecks, keeper_of_placeholders
+from hf_pipetransformer.model.loss_scaling import EXACT
+from hf_pipetransformer.run.rechecks import Rechecks, keeper_of_placeholders, loss_has_changed
 from hf_pipetransformer.run.run import WRITTEN_TO_PLACEHOLDER
 
 
@@ -41,6 +42,19 @@ class Steady(BeginsLater):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         outputs = model(**inputs)
         return outputs.loss * (1 + self.state.global_step) + 0.1 * outputs.logits.square().mean()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("labels")])
+def test_a_recheck_that_fails_is_told(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    pipeline: Any = SimpleNamespace(model=nn.Linear(1, 1), losses_of_parts_and_whole=fail)
+    found = loss_has_changed(pipeline, {}, (), fail, (), EXACT)
+    if isinstance(error, KeyError):
+        assert found == "recomputing it fails (KeyError: 'labels')"
+    else:
+        assert found is None and "The loss is not rechecked: there is not enough memory" in caplog.text
 
 
 def trained(rank: int, world_size: int, mixin: type | None, callback: TrainerCallback | None = None) -> Any:
