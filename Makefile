@@ -32,7 +32,7 @@ demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (2 to 4 min
 	@echo "What happened, for a browser:"
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
-test: $(STAMP) ## Test each feature and promise once (no network, no GPU; about 14 minutes on two cores)
+test: $(STAMP) ## Test each feature and promise once (no network, no GPU; ten minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
 test-all: $(STAMP) ## Run all tests but the injected faults (about 40 minutes on two cores)
