@@ -305,6 +305,7 @@ def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
     assert 0 < found < 3  # of 3 epochs that read: some entries were damaged, and some were not
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
     """At the same time, with the same weights: they share what they find, and neither deletes what the other reads."""
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))

@@ -145,6 +145,7 @@ def test_elastic_training_equals_one_process(name: str, moment: str, change: str
         assert [c["pipeline_parallel_size"] for c in changes] == [stages[1], stages[2]]
 
 
+@pytest.mark.slow
 def test_every_sample_of_an_epoch_exactly_once() -> None:
     """Whatever is re-sliced when: in the middle of the first and of the second epoch."""
     run = Run("image-classification", epochs=2, accumulation=1)  # six batches an epoch; images have no padding
