@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import queue
 import threading
 import time
@@ -35,8 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
-from .activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
-from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs
+from .activation_store import ActivationStore, GenerationWriter, StoreFull
+from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs, padded_length
+from .entry_format import EntryFormat, bytes_of
+from .reading import Generation, StoreReading, joined
+from .side_stream import Copied, SideStream
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +85,6 @@ class CacheCounts:
 
     def __add__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True)
-class _Generation:
-    """A generation of the store: the output of the first `num_frozen` units, for one set of weights."""
-
-    num_frozen: int
-    fingerprint: str
-    reader: GenerationReader
 
 
 @dataclass(frozen=True)
@@ -145,13 +138,13 @@ class ActivationCache:
         self._writer_number = writer
         self._capacity = capacity
         self._storage_dtype = storage_dtype
-        self._device = device
+        self._copies = SideStream(device)
+        self._reading = StoreReading(self._copies)
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
         self._found: tuple[int, Carry | None] = (0, None)  # result of the lookup for the pass that starts next
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
-        self._generations: list[_Generation] = []  # newest first
         self._writes = False
         self._began = time.time()
         self._writer = _Writer(self)
@@ -163,9 +156,9 @@ class ActivationCache:
         counts = self.counts  # nothing has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
-        if (num_frozen, fingerprint) not in [(g.num_frozen, g.fingerprint) for g in self._generations]:
-            reader = self._store.reader(num_frozen, fingerprint)
-            self._generations.insert(0, _Generation(num_frozen, fingerprint, reader))
+        if (num_frozen, fingerprint) not in self.generations:
+            newest = Generation(num_frozen, fingerprint, self._store.reader(num_frozen, fingerprint))
+            self._reading.use([newest, *self._reading.generations])
         self._writer.close_generation()
         self.resume_writing()
 
@@ -174,15 +167,14 @@ class ActivationCache:
         if not keep:
             self.flush()
             self._writer.close_generation()
-        older, self._generations = self._generations[keep:], self._generations[:keep]
-        for generation in older:
-            generation.reader.close()
-        return [(generation.num_frozen, generation.fingerprint) for generation in older]
+        older = self.generations[keep:]
+        self._reading.use(self._reading.generations[:keep])
+        return older
 
     @property
     def generations(self) -> list[tuple[int, str]]:
         """(number of units, fingerprint) of the generations that are looked up, newest first."""
-        return [(generation.num_frozen, generation.fingerprint) for generation in self._generations]
+        return [(generation.num_frozen, generation.fingerprint) for generation in self._reading.generations]
 
     def write(self, writes: bool) -> None:
         """Set whether states are stored from now on, that is, whether any process will read them."""
@@ -193,13 +185,21 @@ class ActivationCache:
         """Seconds per sample to read back the states that were stored last; None if this process stored none."""
         self.flush()
         last = self._writer.last
-        if last is None or not self._generations:
+        if last is None or not self._reading.generations:
             return None
-        began = time.perf_counter()
-        states, places = last.layout.empty(last.spans, last.states.shape[1], pinned=False)
-        self._generations[0].reader.read_into(last.keys, places)
-        states.to(last.layout.computed_dtype)
-        return (time.perf_counter() - began) / len(last.keys)
+        tokens = last.states.tensor.shape[1]
+        return self._reading.seconds_to_read(last.keys, last.spans, tokens, last.layout) / len(last.keys)
+
+    def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
+        """Begin to read the samples of the batch that will be looked up after the current one.
+
+        Args:
+            keys: one key per sample.
+            tokens: the samples' padded length; None without an attention mask.
+            stop: the first unit that does not belong to this stage.
+        """
+        if self._spans_of(keys) is not None:
+            self._reading.read_ahead(keys, tokens, stop)
 
     def fetch(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
         """Look up the samples' states for a pass that ends before unit `stop`. Call `watch` next.
@@ -238,45 +238,27 @@ class ActivationCache:
                 states.append(
                     (rows, self._run(start, level, state, select_rows(batch, rows), [keys[r] for r in rows]))
                 )
-        whole = states[0][1].new_empty(len(keys), *states[0][1].shape[1:])
-        for rows, state in states:
-            whole[rows] = state.to(whole.dtype)
         if self.met_other_inputs:  # in one of the passes above
             return 0, None
-        return level, self._as_carry(level, whole)
+        dtype = states[0][1].dtype
+        place = {row: (state.to(dtype), index) for rows, state in states for index, row in enumerate(rows)}
+        return level, self._as_carry(level, joined([place[row] for row in range(len(keys))]))
 
     def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
         """Number of units -> the samples that were found at that boundary, and their states on the device."""
         self.counts.rows += len(keys)
-        spans = self._spans_of(keys)
-        found: dict[int, tuple[list[int], torch.Tensor]] = {}
-        missing = list(range(len(keys)))
-        for index, generation in enumerate(self._generations):
-            layout = EntryFormat.from_facts(generation.reader.facts)
-            if spans is None or layout is None or generation.num_frozen > stop or not missing:
-                continue
-            if layout.has_mask != (_tokens(batch) is not None):
-                continue
-            began = time.perf_counter()
-            states, places = layout.empty([spans[row] for row in missing], _tokens(batch), self._device.type == "cuda")
-            damaged = generation.reader.num_damaged
-            hits = generation.reader.read_into([keys[row].digest for row in missing], places)
-            self.counts.damaged += generation.reader.num_damaged - damaged
-            here = [position for position, hit in enumerate(hits) if hit]
-            if here:
-                rows = [missing[position] for position in here]
-                if len(here) < len(missing):
-                    states = states[here]
-                _clear_padding(states, [spans[row] for row in rows])
-                states = states.to(self._device, layout.computed_dtype, non_blocking=self._device.type == "cuda")
-                found[generation.num_frozen] = (rows, states)
-                missing = sorted(set(missing) - set(rows))
-                self.counts.load_seconds += time.perf_counter() - began
-            if index == 0:
-                self.counts.hits += len(here)
+        if self._spans_of(keys) is None:
+            return {}
+        found = self._reading.find(keys, padded_length(batch), stop)
+        self.counts.damaged += found.damaged
+        if found.states:
+            self.counts.load_seconds += found.seconds
+        for num_frozen, (rows, _) in found.states.items():
+            if num_frozen == self._reading.generations[0].num_frozen:
+                self.counts.hits += len(rows)
             else:
-                self.counts.older_hits += len(here)
-        return found
+                self.counts.older_hits += len(rows)
+        return found.states
 
     def _run(
         self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
@@ -339,9 +321,9 @@ class ActivationCache:
     # ------------------------------------------------------------------------------------ writing
     def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
         """Return the observer that stores a state, if the frozen layers end in a pass over [start, stop)."""
-        if not self._generations or not self._writes or self.failure is not None:
+        if not self._reading.generations or not self._writes or self.failure is not None:
             return None
-        end = self._generations[0].num_frozen
+        end = self._reading.generations[0].num_frozen
         if not start < end <= stop:
             return None
         slot = self._slots[end]
@@ -362,23 +344,17 @@ class ActivationCache:
         if self._writer.is_busy:
             self.counts.dropped += len(keys)
             return
-        dtype = self._storage_dtype or state.dtype
-        copy = torch.empty(state.shape, dtype=dtype, pin_memory=state.is_cuda)
-        copy.copy_(state.detach(), non_blocking=state.is_cuda)
-        copied = None
-        if state.is_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
-        layout = EntryFormat.of(copy, state.dtype, has_mask=_tokens(batch) is not None)
+        copied = self._copies.to_host(state, self._storage_dtype or state.dtype)
+        layout = EntryFormat.of(copied.tensor, state.dtype, has_mask=padded_length(batch) is not None)
         digests = [key.digest for key in keys]
-        self._writer.put(_Entries(self._generations[0], digests, copy, spans, layout, copied, self.counts))
+        self._writer.put(_Entries(self._reading.generations[0], digests, copied, spans, layout, self.counts))
 
     def _spans_of(self, keys: Sequence[RowKey]) -> list[slice] | None:
         """Positions of the samples' own tokens; None for a batch that is neither stored nor looked up."""
         spans = [key.span for key in keys]
         return None if not self._padded_left and any(span.start for span in spans) else spans
 
-    def open_writer(self, generation: _Generation, layout: EntryFormat) -> GenerationWriter:
+    def open_writer(self, generation: Generation, layout: EntryFormat) -> GenerationWriter:
         """Open a generation for writing. The first process to write determines the generation's facts."""
         return self._store.writer(
             generation.num_frozen,
@@ -420,7 +396,7 @@ class ActivationCache:
     def close(self) -> None:
         self._remove_hook()
         self._writer.close()
-        self.forget(keep=0)
+        self._reading.close()
 
     @contextmanager
     def counting_apart(self) -> Iterator[None]:
@@ -440,60 +416,14 @@ class ActivationCache:
 
 
 @dataclass(frozen=True)
-class EntryFormat:
-    """How a sample's bytes represent a hidden state.
-
-    Attributes:
-        features: shape of one token's state; without an attention mask, the shape of a sample's state.
-        has_mask: whether only a sample's own tokens are stored.
-        stored_dtype: data type of the stored bytes.
-        computed_dtype: data type of the state that the model continues with.
-    """
-
-    features: tuple[int, ...]
-    has_mask: bool
-    stored_dtype: torch.dtype
-    computed_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, state: torch.Tensor, computed_dtype: torch.dtype, has_mask: bool) -> EntryFormat:
-        return cls(tuple(state.shape[2 if has_mask else 1 :]), has_mask, state.dtype, computed_dtype)
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "features": list(self.features),
-            "has_mask": self.has_mask,
-            "stored_dtype": str(self.stored_dtype).removeprefix("torch."),
-            "computed_dtype": str(self.computed_dtype).removeprefix("torch."),
-        }
-
-    @classmethod
-    def from_facts(cls, facts: dict[str, Any] | None) -> EntryFormat | None:
-        """Create the format from a generation's facts; None if there are no facts, or they are damaged."""
-        try:
-            dtypes = [getattr(torch, facts[name]) for name in ("stored_dtype", "computed_dtype")]  # type: ignore[index]
-            layout = cls(tuple(map(int, facts["features"])), bool(facts["has_mask"]), *dtypes)  # type: ignore[index]
-        except (TypeError, KeyError, ValueError, AttributeError):
-            return None
-        return layout if all(isinstance(dtype, torch.dtype) for dtype in dtypes) else None
-
-    def empty(self, spans: Sequence[slice], tokens: int | None, pinned: bool) -> tuple[torch.Tensor, list[memoryview]]:
-        """Allocate states to read into, and return for each sample the memory of its own tokens."""
-        shape = (len(spans), tokens, *self.features) if self.has_mask else (len(spans), *self.features)
-        states = torch.empty(tuple(size or 0 for size in shape), dtype=self.stored_dtype, pin_memory=pinned)
-        return states, [_bytes_of(row[span]) for row, span in zip(states, spans, strict=True)]
-
-
-@dataclass(frozen=True)
 class _Entries:
     """A batch that waits to be written."""
 
-    generation: _Generation
+    generation: Generation
     keys: list[bytes]
-    states: torch.Tensor
+    states: Copied
     spans: list[slice]
     layout: EntryFormat
-    copied: Any  # CUDA event after which the states are in host memory
     counts: CacheCounts  # updated after the write
 
 
@@ -504,7 +434,7 @@ class _Writer:
         self._cache = cache
         self._queue: queue.Queue[_Entries | None] = queue.Queue(PENDING_BATCHES)
         self._thread: threading.Thread | None = None
-        self._open: tuple[_Generation, GenerationWriter] | None = None
+        self._open: tuple[Generation, GenerationWriter] | None = None
         self.last: _Entries | None = None  # the last batch that was written
 
     @property
@@ -549,15 +479,14 @@ class _Writer:
         self._queue.task_done()
 
     def _write(self, entries: _Entries) -> None:
-        if entries.copied is not None:
-            entries.copied.synchronize()
+        states = entries.states.on_host()
         if self._open is None or self._open[0] is not entries.generation:
             self.close_generation()
             self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
         writer = self._open[1]
         if EntryFormat.from_facts(writer.facts) != entries.layout:
             return  # this batch has another format (for example no mask), and a generation has only one
-        rows = [_bytes_of(state[span]) for state, span in zip(entries.states, entries.spans, strict=True)]
+        rows = [bytes_of(state[span]) for state, span in zip(states, entries.spans, strict=True)]
         present = writer.num_present
         entries.counts.stored += writer.put(entries.keys, rows)
         entries.counts.present += writer.num_present - present
@@ -575,23 +504,3 @@ class _Writer:
                     self.close_generation()
                 elif error.errno not in FULL or not self._cache.make_room():
                     raise
-
-
-def _tokens(batch: Batch) -> int | None:
-    """Padded length of the batch; None if there is no attention mask."""
-    mask = batch.get("attention_mask")
-    return None if mask is None else int(mask.shape[1])
-
-
-def _bytes_of(row: torch.Tensor) -> memoryview:
-    """Memory of a contiguous tensor."""
-    flat: Any = row.view(math.prod(row.shape)).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
-def _clear_padding(states: torch.Tensor, spans: Sequence[slice]) -> None:
-    """Set the padding to zero. It is neither stored nor read, but it must be finite."""
-    for state, span in zip(states, spans, strict=True):
-        if span.start is not None:
-            state[: span.start] = 0
-            state[span.stop :] = 0

@@ -107,6 +107,12 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
+def padded_length(batch: Mapping[str, Any]) -> int | None:
+    """Padded length of a batch that has keys; None if there is no attention mask."""
+    mask = batch.get("attention_mask")
+    return None if mask is None else int(mask.shape[1])
+
+
 def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS) -> list[bytes] | None:
     """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
@@ -234,8 +240,10 @@ class KeyingCollator:
 def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
     """Remove the keys from a batch, since the model does not accept them; None if there are none."""
     keys = batch.pop(KEYS_NAME, None)
-    if keys is None:
-        return None
+    return None if keys is None else _as_row_keys(keys)
+
+
+def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
     keys = keys.cpu()
     digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
     if spans and spans[0][0] == _NO_KEY:
@@ -269,6 +277,10 @@ class KeyedInputs:
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self._inputs = {name: (value, _version(value)) for name, value in batch.items() if name != KEYS_NAME}
+
+    @property
+    def padded_length(self) -> int | None:
+        return padded_length({name: value for name, (value, _) in self._inputs.items()})
 
     def are(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
         """Whether a model that is called on these inputs computes the same states.
@@ -315,6 +327,16 @@ class BatchKeys:
 
     tensor: torch.Tensor
     inputs: KeyedInputs
+
+    @property
+    def rows(self) -> list[RowKey] | None:
+        """One key per sample; None if they are blank."""
+        return _as_row_keys(self.tensor)
+
+    @property
+    def padded_length(self) -> int | None:
+        """Padded length of the inputs from which the keys were computed; None if there is no attention mask."""
+        return self.inputs.padded_length
 
     @classmethod
     def taken_out_of(cls, batch: Any) -> tuple[Any, BatchKeys | None]:

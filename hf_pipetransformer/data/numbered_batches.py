@@ -11,6 +11,10 @@ pipelines:
 `NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so everything
 that the Trainer and Accelerate do with a loader (length, skipping on resume, epochs) acts on numbers. It reads from
 `NumberedBatches`, which runs the user's dataset, collator and workers over the slices.
+
+Like Accelerate's loader, `NumberedBatches` reads one batch ahead: batch n + 1 is read before batch n is trained on. So
+a dataset that a callback changes gives the same samples as with the stock Trainer, and the activation cache can fetch
+the next batch's entries while this one is computed.
 """
 
 from __future__ import annotations
@@ -45,6 +49,23 @@ class BatchSlice:
     global_rows: int
     keys: BatchKeys | None = field(default=None, compare=False)  # of the samples in the activation cache, on the CPU
     items: int | float = 0  # number of items that the loss counts in the slice, as the collator has returned it
+
+
+@dataclass(frozen=True)
+class _ReadBatch:
+    """A batch that was read.
+
+    Attributes:
+        number: its number.
+        batch: this pipeline's slice, collated, without keys; None behind the last batch.
+        part: describes the slice; None behind the last batch.
+        samples: of an iterable dataset, the whole global batch, which cannot be read again.
+    """
+
+    number: int
+    batch: Any = None
+    part: BatchSlice | None = None
+    samples: list[Any] | None = None
 
 
 def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
@@ -167,6 +188,7 @@ class NumberedBatches(Dataset[Any]):
         self.next_number = 0  # number of the batch that `_iterator` yields next
         self._iterator: Iterator[Any] | None = None
         self._peeked: list[Any] | None = None  # batch 0 of an iterable dataset, if it was read for `sample_rows`
+        self._ahead: _ReadBatch | None = None  # the batch after the one that was returned last
         self.is_iterable = self.may_never_repeat = isinstance(dataset, IterableDataset)
         ordered = dataset if self.is_iterable else sampler
         self.num_batches: int | None = None  # the length of an iterable dataset is rarely known
@@ -196,14 +218,14 @@ class NumberedBatches(Dataset[Any]):
     def use_collator(self, collate_fn: Collator) -> None:
         """Change the collator; takes effect when an epoch begins."""
         self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn)
-        self._iterator, self._loader = None, self._make_loader()
+        self._iterator, self._ahead, self._loader = None, None, self._make_loader()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def close(self) -> None:
         """Stop the workers. They start again when the next batch is requested."""
-        self._iterator = None
+        self._iterator = self._ahead = None
 
     @property
     def arrangement(self) -> tuple[Sequence[int], int]:
@@ -234,7 +256,7 @@ class NumberedBatches(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read already and is kept
-        self._epoch, self._order, self._iterator, self._peeked = epoch, None, None, None
+        self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None
         for part in (self.sampler, self.dataset):
             follow = getattr(part, "set_epoch", None)
             if follow is not None:
@@ -245,7 +267,9 @@ class NumberedBatches(Dataset[Any]):
         if (parts, index) != (self._parts, self._index):
             self._parts, self._index = parts, index
             if not self.is_iterable:
-                self._iterator = None
+                self._iterator = self._ahead = None
+            elif self._ahead is not None and self._ahead.samples is not None:
+                self._ahead = self._sliced(self._ahead.number, self._ahead.samples)
 
     def sample_rows(self, count: int) -> list[Any]:
         """Return a few samples, the same on every process, without advancing in the data."""
@@ -272,18 +296,19 @@ class NumberedBatches(Dataset[Any]):
             yield
 
     def __getitem__(self, number: int) -> Any:
-        self._go_to(number)
-        batch, self._peeked = self._peeked or self._read(number), None
-        global_rows = len(batch) if self.is_iterable else len(self._rows_of(number))
-        start, stop = part_of(global_rows, self._parts, self._index)
-        if self.is_iterable:
-            with seeded(self._slice_seed(number, start)):
-                batch = self._keying_collate_fn(batch[start:stop] or batch[:1])
-        self.next_number = number + 1
-        # separate from the batch: the Trainer would move the keys to the device, and a model does not accept them
-        batch, keys = BatchKeys.taken_out_of(batch)
-        self.last_slice = BatchSlice(stop - start, global_rows, keys)
-        return batch
+        read, self._ahead = self._ahead, None
+        if read is None or read.number != number:
+            read = self._read_slice(number)
+        if read.part is None:
+            raise StopIteration
+        self._ahead = self._read_slice(number + 1)
+        self.last_slice = read.part
+        return read.batch
+
+    @property
+    def next_slice(self) -> BatchSlice | None:
+        """The batch that was read ahead; None at the end of an epoch."""
+        return None if self._ahead is None else self._ahead.part
 
     def slice_of(self, number: int) -> list[int]:
         """This pipeline's sample indices of a batch, for the inner loader."""
@@ -304,6 +329,31 @@ class NumberedBatches(Dataset[Any]):
     def _slice_seed(self, number: int, start: int) -> int:
         """Seed of a slice that starts at this index, so that pipelines draw different augmentations."""
         return self._batch_seed(number) + 1 + start
+
+    def _read_slice(self, number: int) -> _ReadBatch:
+        """Read this pipeline's slice of a batch, which may be the one behind the last."""
+        if self.num_batches is not None and number >= self.num_batches and not self.is_iterable:
+            return _ReadBatch(number)
+        self._go_to(number)
+        try:
+            read, self._peeked = self._peeked or self._read(number), None
+        except StopIteration:
+            return _ReadBatch(number)
+        self.next_number = number + 1
+        return self._sliced(number, read)
+
+    def _sliced(self, number: int, read: Any) -> _ReadBatch:
+        """This pipeline's slice of what the inner loader has returned."""
+        global_rows = len(read) if self.is_iterable else len(self._rows_of(number))
+        start, stop = part_of(global_rows, self._parts, self._index)
+        batch = read
+        if self.is_iterable:
+            with seeded(self._slice_seed(number, start)):
+                batch = self._keying_collate_fn(read[start:stop] or read[:1])
+        # separate from the batch: the Trainer would move the keys to the device, and a model does not accept them
+        batch, keys = BatchKeys.taken_out_of(batch)
+        part = BatchSlice(stop - start, global_rows, keys)
+        return _ReadBatch(number, batch, part, read if self.is_iterable else None)
 
     def _go_to(self, number: int) -> None:
         """Make batch `number` the one that `_read` returns next."""
@@ -359,6 +409,8 @@ class GivenBatches:
 
     may_never_repeat = True
     """True, because the loader's order is unknown."""
+    next_slice: BatchSlice | None = None
+    """None, because the Trainer reads the loader."""
 
     def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
         self.dataset = dataset

@@ -18,7 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
-from ..cache.content_keys import named_inputs
+from ..cache.content_keys import BatchKeys, named_inputs
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch, on_device
@@ -311,6 +311,18 @@ class ElasticPipeline(nn.Module):
         self.cache = cache
         if self.stage is not None:
             self.stage.cache = cache
+
+    def read_ahead(self, keys: BatchKeys | None) -> None:
+        """On the first stage, begin to read the next batch's outputs of frozen layers. Not collective.
+
+        Args:
+            keys: the keys of the next batch; None if they are not known.
+        """
+        if self.cache is None or self.stage is None or self.stage.start or keys is None:
+            return
+        rows = keys.rows
+        if rows is not None:
+            self.cache.read_ahead(rows, keys.padded_length, self.stage.stop)
 
     def offload_cached_layers(self) -> None:
         """Free the device memory of the weights that only cached layers need.

@@ -41,11 +41,12 @@ def boundary_to_cache(allowed: Iterable[int], most: int) -> int:
     return max((boundary for boundary in allowed if boundary <= most), default=0)
 
 
-def is_worth_loading(loading: float, computing: float) -> bool:
+def is_worth_loading(loading: float, computing: float, hidden: float = 0.0) -> bool:
     """Whether loading from the cache is enough faster than computing.
 
     Args:
         loading: seconds to load one sample from the store.
         computing: seconds to compute the cached layers for one sample.
+        hidden: seconds of one sample's step during which the next batch is loaded without any waiting.
     """
-    return loading < WORTH_LOADING * computing
+    return loading - hidden < WORTH_LOADING * computing

@@ -323,7 +323,7 @@ class AutoCache:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
         if self._seconds_per_row is None or not loading:
             return True
-        if is_worth_loading(max(loading), self._seconds_of_computing):
+        if is_worth_loading(max(loading), self._seconds_of_computing, self._seconds_beside_loading):
             return True
         self._turn_off_as_slow(max(loading))
         return False
@@ -344,6 +344,18 @@ class AutoCache:
         """Time to compute one sample's output of the layers up to the boundary, in seconds."""
         assert self._seconds_per_row is not None
         return sum(self._seconds_per_row[: self._boundary])
+
+    @property
+    def _seconds_beside_loading(self) -> float:
+        """Time of one sample's step in which the host is free to load the next batch, in seconds.
+
+        At least the forward pass of the first stage's other units, if an accelerator computes them. A CPU is not free:
+        it loads with the same cores.
+        """
+        if self._pipeline.device.type == "cpu":
+            return 0.0
+        assert self._seconds_per_row is not None
+        return sum(self._seconds_per_row[self._boundary : self._pipeline.current_plan.stage_bounds[1]])
 
     def _turn_off_as_slow(self, loading: float) -> None:
         self._turn_off(

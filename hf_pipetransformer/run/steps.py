@@ -140,7 +140,8 @@ class Steps:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         1. Apply the `requires_grad` flags that callbacks have changed.
-        2. Prepare the batch, with the keys of its samples; all stages use the batch of the first stage.
+        2. Prepare the batch, with the keys of its samples; all stages use the batch of the first stage. Begin to read
+           what the next batch needs from the cache.
         3. Run the pipeline's step; the last stage computes the loss.
         4. Reduce the loss and the votes over all processes.
 
@@ -160,6 +161,8 @@ class Steps:
         # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
         other_weights = self._watches_steps and cache is not None and not cache.weights_look_same()
         batch, other_inputs = self._prepare(inputs, other_weights)
+        following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
+        pipeline.read_ahead(following.keys if following is not None else None)
         # 3
         current = self._in_flight = BatchInFlight(
             self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch

@@ -1,9 +1,12 @@
 // A device over the CPU's memory that behaves as an accelerator where it matters: it refuses operations on tensors of
-// several devices, and counts what would make the program wait for an accelerator. Every kernel is the CPU's.
+// several devices, counts what would make the program wait for an accelerator, and notices where a stream uses memory
+// without waiting for the stream that has written it. Every kernel is the CPU's, and has run when it was called.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -42,6 +45,124 @@ static void count(const std::string& what) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
+// Streams: a clock counts the operations of each, and an event holds what its stream knew of all clocks
+// ---------------------------------------------------------------------------------------------------------
+using Clocks = std::map<c10::StreamId, long>;
+static std::map<c10::StreamId, Clocks> known;  // of each stream, what it has waited for; of its own clock, the time
+static Clocks known_on_host;                   // what the program has waited for
+static c10::StreamId last_stream = 0;
+static thread_local c10::StreamId current_stream = 0;
+
+static void merge(Clocks& into, const Clocks& from) {
+  for (auto& [stream, time] : from) into[stream] = std::max(into[stream], time);
+}
+static c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
+static void wait_on_host() {
+  std::lock_guard<std::mutex> guard(mutex);
+  merge(known_on_host, known[current_stream]);
+}
+
+struct Use {
+  c10::StreamId writer = 0;
+  long time = 0;  // of the last write
+  c10::StreamId owner = 0;  // the stream in whose order the memory is used again
+  std::map<c10::StreamId, long> readers;  // since the last write
+  std::set<c10::StreamId> users, recorded;
+};
+static std::unordered_map<const void*, Use> uses;  // by address
+
+static void born(const void* data) {
+  std::lock_guard<std::mutex> guard(mutex);
+  uses[data] = {current_stream, known[current_stream][current_stream], current_stream, {}, {}, {}};
+}
+static void freed(const void* data) {
+  bool is_in_use = false;
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto found = uses.find(data);
+    if (found == uses.end()) return;
+    for (auto user : found->second.users) is_in_use |= user != found->second.owner && !found->second.recorded.count(user);
+    uses.erase(found);
+  }
+  if (is_in_use) count("freed_in_use");
+}
+static void recorded(const void* data, c10::StreamId stream) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto found = uses.find(data);
+  if (found != uses.end()) found->second.recorded.insert(stream);
+}
+// An operation of the current stream reads or writes this memory. It must know of the last write; a write also of the
+// reads since then.
+static void used(const void* data, bool writes) {
+  bool is_early = false;
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto found = uses.find(data);
+    if (found == uses.end()) return;
+    auto& use = found->second;
+    auto& mine = known[current_stream];
+    auto is_unknown = [&](c10::StreamId stream, long time) {
+      return stream != current_stream && mine[stream] < time && known_on_host[stream] < time;
+    };
+    is_early = is_unknown(use.writer, use.time);
+    use.users.insert(current_stream);
+    const long now = ++mine[current_stream];
+    if (writes) {
+      for (auto& [reader, time] : use.readers) is_early |= is_unknown(reader, time);
+      use.writer = current_stream;
+      use.time = now;
+      use.readers.clear();
+    } else {
+      use.readers[current_stream] = now;
+    }
+  }
+  if (is_early) count("race");
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return KIND; }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const noexcept override { return stream_of(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    std::lock_guard<std::mutex> guard(mutex);
+    return stream_of(++last_stream);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    return stream_of(std::exchange(current_stream, stream.id()));
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!*event) *event = new Clocks();
+    *static_cast<Clocks*>(*event) = known[stream.id()];
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    std::lock_guard<std::mutex> guard(mutex);
+    merge(known[stream.id()], *static_cast<Clocks*>(event));
+  }
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clocks*>(event); }
+  void synchronizeEvent(void* event) const override {
+    std::lock_guard<std::mutex> guard(mutex);
+    merge(known_on_host, *static_cast<Clocks*>(event));
+  }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    std::lock_guard<std::mutex> guard(mutex);
+    merge(known_on_host, known[stream.id()]);
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    std::lock_guard<std::mutex> guard(mutex);
+    for (auto& [stream, clocks] : known) merge(known_on_host, clocks);
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// ---------------------------------------------------------------------------------------------------------
 // Memory
 // ---------------------------------------------------------------------------------------------------------
 static void account(long bytes) {
@@ -55,6 +176,7 @@ struct Block {
 };
 static void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
+  freed(block->data);
   c10::free_cpu(block->data);
   account(-static_cast<long>(block->bytes));
   delete block;
@@ -65,6 +187,7 @@ struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto* block = new Block{c10::alloc_cpu(bytes), bytes};
     account(static_cast<long>(bytes));
+    born(block->data);
     return {block->data, block, &free_block, device()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &never_called; }
@@ -72,6 +195,42 @@ struct Allocator final : c10::Allocator {
 };
 static Allocator allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator);
+
+// Memory of the host that an accelerator copies by itself
+static std::map<const char*, size_t> pinned;  // start and bytes of each block
+static void free_pinned(void* data) {
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    pinned.erase(static_cast<const char*>(data));
+  }
+  c10::free_cpu(data);
+}
+static bool is_pinned(const void* data) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto next = pinned.upper_bound(static_cast<const char*>(data));
+  if (next == pinned.begin()) return false;
+  auto& [start, bytes] = *std::prev(next);
+  return static_cast<const char*>(data) < start + bytes;
+}
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* data = static_cast<char*>(c10::alloc_cpu(std::max<size_t>(bytes, 1)));
+    std::lock_guard<std::mutex> guard(mutex);
+    pinned[data] = std::max<size_t>(bytes, 1);
+    return {data, data, &free_pinned, CPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+static PinnedAllocator pinned_allocator;
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+};
 
 // ---------------------------------------------------------------------------------------------------------
 // The same memory as a tensor of another device
@@ -90,11 +249,13 @@ struct Made {  // by a kernel of the CPU: it is this device's memory from now on
 static void drop_made(void* context) {
   auto* made = static_cast<Made*>(context);
   account(-made->bytes);
+  freed(made->storage.data());
   delete made;
 }
 static c10::DataPtr owned(const c10::Storage& storage) {
   const long bytes = static_cast<long>(storage.nbytes());
   account(bytes);
+  born(storage.data());
   return {storage.mutable_data(), new Made{storage, bytes}, &drop_made, device()};
 }
 static Tensor tensor_on(const Tensor& tensor, c10::Storage storage, c10::DispatchKey key) {
@@ -131,7 +292,12 @@ class Call {
 
   void run() {
     const size_t arguments = op_.schema().arguments().size();
-    for (size_t i = stack_->size() - arguments; i < stack_->size(); i++) replace((*stack_)[i]);
+    for (auto& result : op_.schema().returns()) is_view_ |= result.alias_info() && !result.alias_info()->isWrite();
+    for (size_t i = 0; i < arguments; i++) {
+      auto* alias = op_.schema().arguments()[i].alias_info();
+      writes_ = alias && alias->isWrite();
+      replace((*stack_)[stack_->size() - arguments + i]);
+    }
     check();
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
     write_back();
@@ -149,6 +315,7 @@ class Call {
     auto* key = tensor.storage().unsafeGetStorageImpl();
     auto found = storages_.find(key);
     if (found == storages_.end()) found = storages_.emplace(key, on_cpu(tensor.storage())).first;
+    if (!is_view_) used(tensor.storage().data(), writes_);
     auto result = tensor_on(tensor, found->second, c10::DispatchKey::CPU);
     pairs_.emplace_back(tensor, result);
     return result;
@@ -183,7 +350,10 @@ class Call {
     bool waits = WAITING.count(name_) > 0;
     if (name_ == "aten::index")  // a mask has to be counted
       for (size_t i = 1; i < pairs_.size(); i++) waits |= pairs_[i].first.scalar_type() == at::kBool;
-    if (waits) count("wait");
+    if (waits) {
+      wait_on_host();
+      count("wait");
+    }
   }
 
   void write_back() {  // what the kernel has resized
@@ -223,6 +393,8 @@ class Call {
   Stack* stack_;
   const std::string name_;
   bool has_cpu_ = false;
+  bool is_view_ = false;  // it touches no value
+  bool writes_ = false;   // to the argument that is being replaced
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // of this device, and as the CPU's kernel sees it
 };
@@ -245,9 +417,14 @@ static Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride
                                            c10::dtype_or_default(dtype));
 }
 static Tensor copy_from(const Tensor& source, const Tensor& target, bool is_asynchronous) {
-  const std::string suffix = is_asynchronous ? "_asynchronously" : "";
-  if (is_here(source) && !is_here(target)) count("from_device" + suffix);
-  if (!is_here(source) && is_here(target)) count("to_device" + suffix);
+  if (is_here(source)) used(source.storage().data(), false);
+  if (is_here(target)) used(target.storage().data(), true);
+  const Tensor& on_host = is_here(source) ? target : source;
+  if (!is_here(on_host)) {  // memory that is not pinned, and another data type, are copied by the program
+    is_asynchronous &= is_pinned(on_host.storage().data()) && source.scalar_type() == target.scalar_type();
+    if (!is_asynchronous) wait_on_host();
+    count(std::string(is_here(source) ? "from_device" : "to_device") + (is_asynchronous ? "_asynchronously" : ""));
+  }
   as_cpu(target).copy_(as_cpu(source));
   return target;
 }
@@ -256,6 +433,8 @@ static Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
   return copy_from(source, target, false);
 }
 static at::Scalar item(const Tensor& tensor) {
+  used(tensor.storage().data(), false);
+  wait_on_host();
   count("item");
   return as_cpu(tensor).item();
 }
@@ -293,6 +472,8 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {moved_here(of_input), moved_here(of_weight), moved_here(of_bias)};
 }
 
+static void record_stream(Tensor& tensor, at::Stream stream) { recorded(tensor.storage().data(), stream.id()); }
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
@@ -301,11 +482,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   m.impl("_local_scalar_dense", TORCH_FN(item));
+  m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
 }
 
 PYBIND11_MODULE(fake_device_library, m) {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("counts", [] {
     std::lock_guard<std::mutex> guard(mutex);
     return counts;

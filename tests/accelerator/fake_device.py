@@ -12,6 +12,11 @@ wait for an accelerator is counted, with the line that asked for it:
     from_device           a blocking copy to the CPU
     wait                  an operation whose result has a size that only the values tell: `nonzero`, `equal`, a mask
     mismatch              tensors of several devices in one operation, which is an error
+    race                  a stream uses memory without having waited for the stream that used it last
+    freed_in_use          memory is freed that another stream has used, without `record_stream`
+
+Copies that do not block, from or to pinned memory, are counted as `to_device_asynchronously` and
+`from_device_asynchronously`.
 """
 
 from __future__ import annotations
@@ -37,14 +42,15 @@ import torch
 SOURCE = Path(__file__).with_name("fake_device.cpp")
 MODULE = "fake_device_library"  # as in the source
 ENVIRONMENT = {"ACCELERATE_TORCH_DEVICE": "fake:0"}
-COUNTED = ("item", "to_device", "from_device", "wait", "mismatch")
+ERRORS = ("mismatch", "race", "freed_in_use")
+COUNTED = ("item", "to_device", "from_device", "wait", *ERRORS)
 PACKAGES = ("/hf_pipetransformer/", "/transformers/", "/accelerate/", "/torch/optim/", "/torch/nn/utils/")
 
 _library: Any = None
 sites: Counter[tuple[str, str]] = Counter()
 """How often each line has asked for what."""
-mismatches: list[str] = []
-"""The lines that have mixed devices, also where somebody caught the error."""
+errors: list[str] = []
+"""The lines that have mixed devices or streams, also where somebody caught the error."""
 
 
 def compiler() -> str | None:
@@ -128,13 +134,13 @@ class _Module(types.ModuleType):
 def register(path: Path) -> None:
     """Make "fake" a device of this process, for the rest of its life."""
     global _library
-    from torch.utils import backend_registration
-
     specification = importlib.util.spec_from_file_location(MODULE, path)
     assert specification is not None and specification.loader is not None
     _library = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(_library)
-    backend_registration._setup_privateuseone_for_python_backend("fake", backend_module=_Module())
+    torch.utils.rename_privateuse1_backend("fake")
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module("fake", _Module())
     _library.set_hook(_note)
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.Generator = _generator_class()  # type: ignore[misc]
@@ -157,8 +163,8 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def _note(what: str) -> None:
-    if what == "mismatch":
-        mismatches.append(site())
+    if what in ERRORS:
+        errors.append(f"{what}: {site()}")
     if what in COUNTED:
         sites[what, site()] += 1
 

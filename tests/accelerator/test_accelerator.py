@@ -60,7 +60,7 @@ def forwards(number: int, **others: int) -> dict[str, int]:
 WAYS = {
     "plain": Way(1, (STOCK,)),
     "frozen": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "off"}),
-    "cached": Way(1, (forwards(1, to_device=1),), options={**FREEZING, "activation_cache": "on"}),
+    "cached": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "on"}),
     "accumulating": Way(1, (forwards(2, to_device=3, from_device=2),), accumulation=2),
     "two-stages": Way(2, (forwards(4), forwards(4, from_device=1))),
     "two-stages-frozen": Way(
@@ -68,7 +68,7 @@ WAYS = {
     ),
     "two-stages-cached": Way(
         2,
-        (forwards(4, to_device=4), forwards(4, from_device=1)),
+        (forwards(4), forwards(4, from_device=1)),
         options={**FREEZING, "activation_cache": "on"},
     ),
 }
@@ -147,7 +147,7 @@ def seen_by(trainer: Trainer) -> Seen:
     trainer.add_callback(counts)
     assert trainer.args.device.type == "fake"
     outcome = outcome_of(trainer)
-    assert not fake_device.mismatches  # a probe may have caught the error
+    assert not fake_device.errors, fake_device.errors  # a probe may have caught one
     return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong), list(fake_groups.log))
 
 
@@ -254,3 +254,47 @@ def mixing(rank: int, world_size: int, library: Path) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def streams(rank: int, world_size: int, library: Path, waits: bool, records: bool) -> list[str]:
+    """A side stream reads what the compute stream has written, and the memory is then used again."""
+    fake_device.register(library)
+    written = torch.ones(2, device="fake")
+    side = torch.Stream("fake")
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream("fake"))
+    with side:
+        written + 1
+        if records:
+            written.record_stream(side)
+    del written
+    return [error.partition(":")[0] for error in fake_device.errors]
+
+
+@pytest.mark.parametrize(
+    "waits, records, expected",
+    [(True, True, []), (False, True, ["race"]), (True, False, ["freed_in_use"])],
+)
+def test_streams_that_do_not_wait_are_an_error(waits: bool, records: bool, expected: list[str], library: Path) -> None:
+    assert run_ranks(streams, 1, library, waits, records) == [expected]
+
+
+def overwriting(rank: int, world_size: int, library: Path, waits: bool) -> list[str]:
+    """The compute stream overwrites what a side stream reads; two streams may read the same."""
+    fake_device.register(library)
+    compute, side = torch.accelerator.current_stream("fake"), torch.Stream("fake")
+    shared = torch.ones(2, device="fake")
+    side.wait_stream(compute)
+    with side:
+        shared + 1
+        shared.record_stream(side)
+    shared + 2
+    if waits:
+        compute.wait_stream(side)
+    shared.zero_()
+    return [error.partition(":")[0] for error in fake_device.errors]
+
+
+@pytest.mark.parametrize("waits, expected", [(True, []), (False, ["race"])])
+def test_overwriting_what_another_stream_reads_is_an_error(waits: bool, expected: list[str], library: Path) -> None:
+    assert run_ranks(overwriting, 1, library, waits) == [expected]

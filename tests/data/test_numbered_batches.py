@@ -408,3 +408,26 @@ def test_rows_fetched_together():
             return [10 * row for row in rows]
 
     assert list(itertools.chain(*make_loader(Table(20), shuffle=False))) == [10 * row for row in range(20)]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(40), Stream(40)], ids=["map", "stream"])
+def test_the_next_slice_is_known_ahead(dataset: Dataset) -> None:
+    """40 samples are batches of 16, 16 and 8; of each, this pipeline takes the second half."""
+    loader = make_loader(dataset, shuffle=False)
+    loader.dataset.reslice(2, 1)
+    ahead = []
+    for batch in loader:
+        following = loader.dataset.next_slice
+        ahead.append((batch[0], following and (following.rows, following.global_rows)))
+    assert ahead == [(8, (8, 16)), (24, (4, 8)), (36, None)]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(40), Stream(40)], ids=["map", "stream"])
+def test_the_next_slice_follows_a_new_slicing(dataset: Dataset) -> None:
+    loader = make_loader(dataset, shuffle=False)
+    loader.dataset.reslice(2, 1)
+    batches = iter(loader)
+    next(batches)
+    loader.dataset.reslice(4, 3)
+    assert next(batches) == list(range(28, 32))
+    assert loader.dataset.last_slice == BatchSlice(4, 16)

@@ -139,6 +139,11 @@ def test_under_autocast(num_stages: int) -> None:
     run = RUNS["bert"].with_options(bf16=True, num_microbatches=2 if num_stages > 1 else 1)
     stages = dict.fromkeys(range(4), num_stages)
     results, without = (run_ranks(cached, 2, run, stages, EPOCH_START, activation_cache=m) for m in ("on", "off"))
+    for outcome, _ in (
+        *results,
+        without[0],
+    ):  # a key's bias has no gradient but rounding, which Adam makes whole steps of
+        outcome.weights = {name: value for name, value in outcome.weights.items() if "key.bias" not in name}
     assert_same_training([outcome for outcome, _ in results], without[0][0], tolerance=5e-3)
     assert hit_rates(results[0][1])[-1] == (1, 0)
 

@@ -1,0 +1,73 @@
+"""How a sample's hidden state is represented by bytes in the store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .side_stream import SideStream
+
+
+@dataclass(frozen=True)
+class EntryFormat:
+    """How a sample's bytes represent a hidden state.
+
+    Attributes:
+        features: shape of one token's state; without an attention mask, the shape of a sample's state.
+        has_mask: whether only a sample's own tokens are stored.
+        stored_dtype: data type of the stored bytes.
+        computed_dtype: data type of the state that the model continues with.
+    """
+
+    features: tuple[int, ...]
+    has_mask: bool
+    stored_dtype: torch.dtype
+    computed_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, state: torch.Tensor, computed_dtype: torch.dtype, has_mask: bool) -> EntryFormat:
+        return cls(tuple(state.shape[2 if has_mask else 1 :]), has_mask, state.dtype, computed_dtype)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "features": list(self.features),
+            "has_mask": self.has_mask,
+            "stored_dtype": str(self.stored_dtype).removeprefix("torch."),
+            "computed_dtype": str(self.computed_dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any] | None) -> EntryFormat | None:
+        """Create the format from a generation's facts; None if there are no facts, or they are damaged."""
+        try:
+            dtypes = [getattr(torch, facts[name]) for name in ("stored_dtype", "computed_dtype")]  # type: ignore[index]
+            layout = cls(tuple(map(int, facts["features"])), bool(facts["has_mask"]), *dtypes)  # type: ignore[index]
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return None
+        return layout if all(isinstance(dtype, torch.dtype) for dtype in dtypes) else None
+
+    def empty(
+        self, spans: Sequence[slice], tokens: int | None, copies: SideStream
+    ) -> tuple[torch.Tensor, list[memoryview]]:
+        """Allocate states to read into, and return for each sample the memory of its own tokens."""
+        shape = (len(spans), tokens or 0, *self.features) if self.has_mask else (len(spans), *self.features)
+        states = copies.empty_on_host(shape, self.stored_dtype)
+        return states, [bytes_of(row[span]) for row, span in zip(states, spans, strict=True)]
+
+
+def bytes_of(row: torch.Tensor) -> memoryview:
+    """Memory of a contiguous tensor."""
+    flat: Any = row.view(math.prod(row.shape)).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def clear_padding(states: torch.Tensor, spans: Sequence[slice]) -> None:
+    """Set the padding to zero. It is neither stored nor read, but it must be finite."""
+    for state, span in zip(states, spans, strict=True):
+        if span.start is not None:
+            state[: span.start] = 0
+            state[span.stop :] = 0
