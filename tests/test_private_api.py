@@ -10,7 +10,6 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from torch.distributed.pipelining import PipelineStage
-from torch.utils import _pytree as pytree
 from transformers import Trainer
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -121,11 +120,6 @@ def test_process_groups_are_ended() -> None:
     abort = getattr(c10d, "_abort_process_group", None)
     assert abort is not None, f"torch {torch.__version__} has no _abort_process_group any more"
     assert not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
-
-
-def test_pytree() -> None:
-    for name in ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map"):
-        assert hasattr(pytree, name), f"torch {torch.__version__} has no torch.utils._pytree.{name} any more"
 
 
 def test_batch_sampler_of_accelerate() -> None:

@@ -16,7 +16,8 @@ from ..cache.activation_store import ActivationStore
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.sharing import size_limit
 from ..data.numbered_batches import TrainingBatches
-from ..model.micro_batch import Batch, on_device
+from ..model.micro_batch import Batch
+from ..model.nested import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded

@@ -18,7 +18,7 @@ import xxhash
 from torch import nn
 
 from ..cache.cache_probe import SAME
-from ..model.micro_batch import on_device
+from ..model.nested import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 
 MOST_NUMBERS = 2**16

@@ -16,8 +16,8 @@ from training_data import Kind, PadCollator, TrainingData
 from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
 from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationWriter
 from hf_pipetransformer.cache.content_keys import KeyingCollator, RowKey, pop_keys
-from hf_pipetransformer.model.layer_range import tensors_of
 from hf_pipetransformer.model.layer_stack import CarrySlot, LayerStack
+from hf_pipetransformer.model.nested import tensors_of
 
 KIND: Kind = "text-classification"
 CPU = torch.device("cpu")
