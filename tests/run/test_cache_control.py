@@ -39,8 +39,8 @@ from transformers import TrainerCallback
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import activation_cache, sharing
 from hf_pipetransformer.cache.activation_cache import CacheCounts
-from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
+from hf_pipetransformer.cache.file_store import FileReader
 from hf_pipetransformer.planning.cached_layers import most_cached_layers
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan_choice import make_plan
@@ -721,7 +721,7 @@ def test_a_disk_that_is_full_keeps_no_half_file(tmp_path: Path, monkeypatch: pyt
 def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(sharing, "get_worker_info", lambda: "a worker")
-    monkeypatch.setattr(GenerationReader, "prefetch", lambda self, keys: asked.append(self._path.name))
+    monkeypatch.setattr(FileReader, "prefetch", lambda self, keys: asked.append(self._path.name))
     current = tmp_path / "store" / "current-a.json"
     ahead = sharing.ReadAhead(current)
     ahead([bytes(16)])  # before there is anything
