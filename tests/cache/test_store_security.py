@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cached_runs import EPOCH_START, trainer_of
 from distributed import run_ranks_expecting_error
-from test_cache_control import EPOCH_START, trainer_of
 from training_runs import Run
 
 from hf_pipetransformer.cache.file_store import FileStore

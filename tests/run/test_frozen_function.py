@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from cached_runs import hit_rates, trainer_of
 from distributed import run_ranks
 from selection import few, slow
-from test_cache_control import hit_rates, trainer_of
 from torch import nn
 from training_data import PadCollator
 from training_runs import Run, largest_difference, outcome_of, with_cache_changed
