@@ -103,7 +103,8 @@ class ActivationStore(Protocol):
 
         Args:
             num_frozen: f, the number of frozen layers.
-            fingerprint: identifies everything that the activations depend on besides the sample.
+            fingerprint: identifies everything that the activations depend on besides the sample; it may contain
+                letters, digits, `-` and `_`.
             writer: the number of this process, its global rank.
             capacity: expected number of samples; used, like `facts`, only if the generation is created.
             facts: facts to record about the generation, as for JSON.

@@ -69,14 +69,7 @@ _USED = "used-"  # prefix of an empty file for each user; its modification time 
 
 
 class FileReader:
-    """Looks up samples in one generation, which may be created and deleted at any time.
-
-    Anything that cannot be read, for whatever reason, is a miss. A reader works in forked processes, and a pickled
-    copy opens the files again. Not thread-safe.
-
-    Attributes:
-        num_damaged: number of entries that `read_into` found damaged.
-    """
+    """A `GenerationReader`, which works in forked processes; a pickled copy opens the files again. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.num_damaged = 0
@@ -88,19 +81,11 @@ class FileReader:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """Facts about the generation, recorded by the process that created it; None if there is no generation."""
         files = self._current_files()
         return None if files is None else files.meta.facts
 
     def read_into(self, keys: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
-        """Read payloads into buffers.
-
-        Args:
-            keys: 16 bytes each.
-            rows: writable buffers; a payload whose length differs from its buffer's is a miss.
-
-        Returns:
-            For each key whether its buffer now holds the payload. If not, the buffer's bytes are undefined.
+        """Read payloads into buffers: `GenerationReader.read_into`.
 
         Raises:
             ValueError: A key does not have 16 bytes, or the numbers of keys and buffers differ.
@@ -152,13 +137,10 @@ class FileReader:
 
 
 class FileWriter:
-    """Appends samples to a segment of one generation. Created by `FileStore.writer`. Not thread-safe.
-
-    It remains usable after a `StoreFull` or another `OSError`, because there may be space again.
+    """A `GenerationWriter`, which appends to a segment. Created by `FileStore.writer`. Not thread-safe.
 
     Attributes:
         num_entries: number of entries that this object has written.
-        num_present: number of samples given to `put` that were in the store already.
         nbytes: number of bytes that this object has appended, including the entries' headers.
     """
 
@@ -178,7 +160,6 @@ class FileWriter:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about the generation, recorded by the process that created it."""
         return self._files.meta.facts
 
     def __reduce__(self) -> NoReturn:
@@ -321,11 +302,6 @@ class FileStore:
     def reader(self, num_frozen: int, fingerprint: str) -> FileReader:
         """Return a reader of a generation, whether or not the generation exists yet.
 
-        Args:
-            num_frozen: f, the number of frozen layers.
-            fingerprint: identifies everything that the activations depend on besides the sample; it may contain
-                letters, digits, `-` and `_`.
-
         Raises:
             ValueError: The number or the fingerprint is invalid.
         """
@@ -340,16 +316,7 @@ class FileStore:
         capacity: int,
         facts: Mapping[str, Any] | None = None,
     ) -> FileWriter:
-        """Open a generation for appending, and mark it as used. It is created if it is missing or unreadable.
-
-        Args:
-            num_frozen: f, the number of frozen layers.
-            fingerprint: identifies everything that the activations depend on besides the sample; it may contain
-                letters, digits, `-` and `_`.
-            writer: the number of this process, its global rank.
-            capacity: expected number of samples; the table has room for four times as many. It is used, like `facts`,
-                only if the generation is created.
-            facts: facts to record about the generation, as for JSON.
+        """Open a generation for appending: `ActivationStore.writer`. The table has room for four times `capacity`.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -379,7 +346,7 @@ class FileStore:
         raise OSError(errno.ESTALE, "other processes keep deleting the generation", str(path))
 
     def delete(self, num_frozen: int, fingerprint: str) -> None:
-        """Delete a generation, if it exists. Its readers then get misses, and its writers an `OSError`.
+        """Delete a generation: `ActivationStore.delete`.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -391,14 +358,12 @@ class FileStore:
         self._remove_deleted()
 
     def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
-        """Remove this user's mark: the generation is then evicted first, unless other users have marked it."""
         path = self._path(num_frozen, fingerprint)
         with suppress(OSError):
             self._mark_in(path).unlink(missing_ok=True)
             os.utime(path, (0, 0), follow_symlinks=False)
 
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
-        """Mark a generation as needed by this user. One that is missing or not writable is ignored."""
         with suppress(OSError):
             mark = self._mark_in(self._path(num_frozen, fingerprint))
             folder = open_private(mark.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -410,18 +375,7 @@ class FileStore:
                 os.close(folder)
 
     def evict(self, unused_since: float) -> bool:
-        """Delete the least recently used generation, whichever process created it.
-
-        Args:
-            unused_since: seconds since the epoch. A generation that was marked or created later is not deleted, unless
-                its user has removed the mark.
-
-        Returns:
-            Whether space has been freed: a generation was deleted, or another process is deleting one.
-
-        Raises:
-            OSError: The folder cannot be written to.
-        """
+        """Delete the least recently used generation, whichever process created it: `ActivationStore.evict`."""
         if any(entry.name.startswith(_DELETED) for entry in _scan(self.folder)):
             self._remove_deleted()
             return True
@@ -435,7 +389,6 @@ class FileStore:
         return True
 
     def generations(self) -> list[tuple[int, str]]:
-        """`(num_frozen, fingerprint)` of all generations in the folder, including those of other models, sorted."""
         names = [_GENERATION.fullmatch(entry.name) for entry in _scan(self.folder)]
         return sorted((int(name[1]), name[2]) for name in names if name is not None)
 
