@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_pipetransformer
-from hf_pipetransformer.cache.activation_store import ActivationStore
+from hf_pipetransformer.cache.file_store import FileStore
 
 try:
     import lmdb
@@ -98,7 +98,7 @@ class Segments:
     """This library's store."""
 
     def __init__(self, folder: Path, keys: list[bytes], row_bytes: int) -> None:
-        store = ActivationStore(folder, max_bytes=2 * len(keys) * row_bytes)
+        store = FileStore(folder, max_bytes=2 * len(keys) * row_bytes)
         self._writer = store.writer(1, "benchmark", writer=0, capacity=len(keys))
         self._reader = store.reader(1, "benchmark")
 

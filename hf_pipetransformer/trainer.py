@@ -38,8 +38,8 @@ from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
-from .run.agreement import check_same_size
 from .run.checkpointing import CheckpointWrite, PipelineState
+from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
 from .run.metrics_file import RunRecorder
@@ -343,27 +343,26 @@ class PipeTransformerTrainer(Trainer):
         Collective over all processes during training (when a callback calls it), because the weights are gathered
         from the stages. Before and after training the main process may call it alone, as with the stock Trainer.
         """
-        pipeline, write = self._placed, self._checkpoint_write
+        pipeline = self._placed
         if pipeline is None:
             return super().save_model(output_dir, _internal_call)
         pipeline.synchronise_buffers()
-        with (
-            pipeline.weights.gathered(pipeline.holders()),
-            write.keeping_errors() if write is not None else nullcontext(),
-        ):
+        with pipeline.weights.gathered(pipeline.holders()), self._keeping_errors():
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        pipeline, write = self._placed, self._checkpoint_write
+        pipeline = self._placed
         if pipeline is None:
             return super()._save_optimizer_and_scheduler(output_dir)
-        with (
-            pipeline.optimizer_state.gathered(pipeline.holders()),
-            write.keeping_errors() if write is not None else nullcontext(),
-        ):
+        with pipeline.optimizer_state.gathered(pipeline.holders()), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
-        if write is not None:
-            write.gathered()
+        if self._checkpoint_write is not None:
+            self._checkpoint_write.gathered()
+
+    def _keeping_errors(self) -> AbstractContextManager[None]:
+        """In a checkpoint, an error inside is deferred until all processes exchange errors."""
+        write = self._checkpoint_write
+        return write.keeping_errors() if write is not None else nullcontext()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Collective over all processes."""

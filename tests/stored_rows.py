@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter
+from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
 
 FINGERPRINT = "0f" * 16
 SECONDS = 60.0
@@ -25,26 +25,26 @@ def payload_of(number: int, nbytes: int = 200) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def open_writer(store: ActivationStore, writer: int = 0, capacity: int = 64) -> GenerationWriter:
+def open_writer(store: FileStore, writer: int = 0, capacity: int = 64) -> FileWriter:
     return store.writer(3, FINGERPRINT, writer=writer, capacity=capacity)
 
 
-def folder_of(store: ActivationStore) -> Path:
+def folder_of(store: FileStore) -> Path:
     return store.folder / f"003-{FINGERPRINT}"
 
 
-def put(writer: GenerationWriter, numbers: Sequence[int], nbytes: int = 200) -> int:
+def put(writer: FileWriter, numbers: Sequence[int], nbytes: int = 200) -> int:
     return writer.put([key_of(n) for n in numbers], [payload_of(n, nbytes) for n in numbers])
 
 
-def get(reader: GenerationReader, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[bytes | None]:
+def get(reader: FileReader, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[bytes | None]:
     """The payload of each key, None for a miss. The row of a hit has been overwritten completely."""
     rows = [np.full(n, 0xAA, np.uint8) for n in nbytes]
     hits = reader.read_into(keys, rows)
     return [row.tobytes() if hit else None for row, hit in zip(rows, hits, strict=True)]
 
 
-def hits_of(reader: GenerationReader, numbers: Sequence[int], nbytes: int = 200) -> list[int]:
+def hits_of(reader: FileReader, numbers: Sequence[int], nbytes: int = 200) -> list[int]:
     """The numbers whose payloads are hits. Fails if one is wrong."""
     found = get(reader, [key_of(n) for n in numbers], [nbytes] * len(numbers))
     for number, payload in zip(numbers, found, strict=True):

@@ -2,62 +2,65 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils import _pytree as pytree
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Trainer
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+import hf_pipetransformer
 
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("_wrap_model", ["self", "model", "training", "dataloader"]),
-        ("_save_optimizer_and_scheduler", ["self", "output_dir"]),
-        ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
-        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
-        ("_track_num_input_tokens", ["self", "inputs"]),
-        ("_save_checkpoint", ["self", "model", "trial"]),
-        (
-            "_maybe_log_save_evaluate",
-            [
-                "self",
-                "tr_loss",
-                "grad_norm",
-                "model",
-                "trial",
-                "epoch",
-                "ignore_keys_for_eval",
-                "start_time",
-                "learning_rate",
-            ],
-        ),
-        ("_get_output_dir", ["self", "trial"]),
-        ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
-        ("_load_best_model", ["self"]),
-        ("_prepare_inputs", ["self", "inputs"]),
-        # public, and still what the overrides rest on
-        ("create_accelerator_and_postprocess", ["self"]),
-        ("create_optimizer", ["self", "model"]),
-        ("get_train_dataloader", ["self"]),
-        ("get_batch_samples", ["self", "epoch_iterator", "num_batches", "device"]),
-        ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
-        ("prediction_step", ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"]),
-        ("save_model", ["self", "output_dir", "_internal_call"]),
-        ("floating_point_ops", ["self", "inputs"]),
+TRAINER_METHODS: dict[str, list[str]] = {
+    "_wrap_model": ["self", "model", "training", "dataloader"],
+    "_save_optimizer_and_scheduler": ["self", "output_dir"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_track_num_input_tokens": ["self", "inputs"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_maybe_log_save_evaluate": [
+        "self",
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+        "epoch",
+        "ignore_keys_for_eval",
+        "start_time",
+        "learning_rate",
     ],
-)
+    "_get_output_dir": ["self", "trial"],
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_load_best_model": ["self"],
+    "_prepare_inputs": ["self", "inputs"],
+    # public, and still what the overrides rest on
+    "create_accelerator_and_postprocess": ["self"],
+    "create_optimizer": ["self", "model"],
+    "get_train_dataloader": ["self"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+    "save_model": ["self", "output_dir", "_internal_call"],
+    "floating_point_ops": ["self", "inputs"],
+}
+"""The methods of the Trainer that are overridden or called, and their parameters."""
+
+
+@pytest.mark.parametrize(("method", "expected"), TRAINER_METHODS.items())
 def test_trainer_methods(method: str, expected: list[str]) -> None:
     function = getattr(Trainer, method, None)
     assert function is not None, f"transformers {transformers.__version__} has no Trainer.{method} any more"
@@ -114,37 +117,10 @@ def test_backward_of_a_stage() -> None:
     assert parameters(PipelineStage.backward_one_chunk) == expected, f"torch {torch.__version__} changed it"
 
 
-def test_process_groups_are_ended() -> None:
-    """What `resilience/exit.py` needs of them at the interpreter's end."""
-    c10d = torch.distributed.distributed_c10d
-    assert isinstance(c10d._world.pg_map, dict), f"torch {torch.__version__} lists its process groups elsewhere"
-    abort = getattr(c10d, "_abort_process_group", None)
-    assert abort is not None, f"torch {torch.__version__} has no _abort_process_group any more"
-    assert not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
-
-
-def test_pytree() -> None:
-    for name in ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map"):
-        assert hasattr(pytree, name), f"torch {torch.__version__} has no torch.utils._pytree.{name} any more"
-
-
 def test_batch_sampler_of_accelerate() -> None:
     inner = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(8)), 2, False)
     shard = BatchSamplerShard(inner, num_processes=2, process_index=0)
     assert shard.batch_sampler is inner, "accelerate's BatchSamplerShard hides the batch sampler that it divides"
-
-
-def test_names_of_buffers_that_are_not_saved() -> None:
-    module = torch.nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("dropped", torch.zeros(1), persistent=False)
-    assert module._non_persistent_buffers_set == {"dropped"}
-
-
-def test_gradient_checkpointing_can_be_told_to_leave_the_cache_alone() -> None:
-    """Without it, checkpointed layers would be given no keys and values of earlier slices."""
-    flag = getattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache", None)
-    assert flag is False, f"transformers {transformers.__version__} has no _can_checkpoint_with_cache any more"
 
 
 def test_what_a_layer_of_a_cache_must_have() -> None:
@@ -158,8 +134,116 @@ def test_what_a_layer_of_a_cache_must_have() -> None:
     }, f"transformers {transformers.__version__} asks more of a cache's layers"
 
 
-def test_hooks_behind_accumulated_gradients_are_listed_on_the_parameter() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    assert not parameter._post_accumulate_grad_hooks
+# ------------------------------------------------------------------------------------ attributes
+def module_with_all() -> nn.Module:
+    module = nn.Module()
+    module.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("dropped", torch.zeros(1), persistent=False)
+    module.register_module("inside", nn.Module())
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
+def counts_writes() -> bool:
+    tensor = torch.zeros(1)
+    before = tensor._version
+    tensor.add_(1)
+    return tensor._version > before
+
+
+def lists_gradient_hooks() -> bool:
+    """Hooks on a parameter's gradient, and hooks behind its accumulation."""
+    parameter, bare = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    parameter.register_hook(lambda gradient: gradient)
     parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert parameter._post_accumulate_grad_hooks, f"torch {torch.__version__} keeps these hooks elsewhere"
+    has_none = not bare._backward_hooks and not bare._post_accumulate_grad_hooks
+    return has_none and len(parameter._backward_hooks or ()) == len(parameter._post_accumulate_grad_hooks or ()) == 1
+
+
+def aborts_without_arguments() -> bool:
+    abort = torch.distributed.distributed_c10d._abort_process_group
+    return not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
+
+
+GUARDS: dict[str, Callable[[], Any]] = {
+    # torch
+    "_modules": lambda: module_with_all()._modules.keys() == {"inside"},
+    "_parameters": lambda: module_with_all()._parameters.keys() == {"weight"},
+    "_buffers": lambda: module_with_all()._buffers.keys() == {"kept", "dropped"},
+    "_non_persistent_buffers_set": lambda: module_with_all()._non_persistent_buffers_set == {"dropped"},
+    "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
+    "_forward_pre_hooks": lambda: len(module_with_all()._forward_pre_hooks) == 1,
+    "_version": counts_writes,
+    "_backward_hooks": lists_gradient_hooks,
+    "_post_accumulate_grad_hooks": lists_gradient_hooks,
+    "_foreach_norm": lambda: torch._foreach_norm([torch.ones(4)])[0] == 2,
+    "_BatchNorm": lambda: issubclass(nn.BatchNorm2d, nn.modules.batchnorm._BatchNorm),
+    "_NormBase": lambda: issubclass(nn.InstanceNorm2d, nn.modules.batchnorm._NormBase),
+    "_grouped_mm": lambda: torch.ops.aten._grouped_mm.default,
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    ),
+    "_world": lambda: isinstance(torch.distributed.distributed_c10d._world.pg_map, dict),
+    "_abort_process_group": aborts_without_arguments,
+    "_comm_hooks": (
+        lambda: "self._comm_hooks.append((hook, state))" in inspect.getsource(nn.parallel.DistributedDataParallel)
+    ),
+    # transformers
+    "_model_mapping": lambda: LlamaConfig in AutoModelForCausalLM._model_mapping,
+    "_from_config": lambda: LlamaForCausalLM._from_config,
+    "_experts_implementation": lambda: isinstance(PreTrainedConfig._experts_implementation, property),
+    "_attn_implementation": lambda: isinstance(PreTrainedConfig._attn_implementation, property),
+    "_name_or_path": lambda: LlamaConfig(name_or_path="name")._name_or_path == "name",
+    "_can_checkpoint_with_cache": lambda: GradientCheckpointingLayer._can_checkpoint_with_cache is False,
+    "_gradient_checkpointing_func": (
+        lambda: "self._gradient_checkpointing_func(" in inspect.getsource(GradientCheckpointingLayer)
+    ),
+    "_loss_shifts_labels": lambda: "self._loss_shifts_labels = " in inspect.getsource(Trainer),
+    "_train_batch_size": lambda: "self._train_batch_size = " in inspect.getsource(Trainer),
+    "_tr_loss": lambda: "self._tr_loss = " in inspect.getsource(Trainer),
+}
+"""What must hold for each private name of another library that the package reads."""
+
+OF_PYTHON = {"_current_frames", "_exit"}
+"""Documented, in spite of their names."""
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_private_attributes(name: str) -> None:
+    assert GUARDS[name](), f"torch {torch.__version__} or transformers {transformers.__version__} changed {name}"
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Private names of other objects that a module reads: `x._name`, `getattr(x, "_name")`, `vars(x)["_name"]`."""
+    is_own = lambda value: isinstance(value, ast.Name) and value.id in ("self", "cls")  # noqa: E731
+    functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assigned = [
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node.value)
+    ]  # of the module's own classes
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not is_own(node.value) and "super()" not in ast.unparse(node.value):
+            found = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            found = getattr(node.args[1], "value", "")
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).startswith("vars("):
+            found = getattr(node.slice, "value", "")
+        else:
+            continue
+        is_private = isinstance(found, str) and found.startswith("_") and not found.endswith("__")
+        if is_private and found not in (*functions, *assigned):
+            yield found
+
+
+def test_every_private_name_of_another_object_has_a_guard() -> None:
+    """So that nothing of this package's own is read across files, and nothing of another library without a guard."""
+    known = {*GUARDS, *OF_PYTHON, *(name for name in vars(Trainer) if name in TRAINER_METHODS)}
+    files = Path(hf_pipetransformer.__file__).parent.rglob("*.py")
+    unknown = {
+        (path.name, name)
+        for path in files
+        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+        if name not in known
+    }
+    assert not unknown

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from cached_runs import trainer_of
 from distributed import run_ranks
 from model_zoo import MODELS
 from safetensors.torch import load_file
 from selection import few, slow
-from test_cache_control import trainer_of
 from test_store_troubles import train_some as train_some_cached
 from training_data import PadCollator, TrainingData
 from training_runs import (

@@ -36,10 +36,11 @@ from torch import nn
 
 from ..errors import is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_range import Carry, Unit, tensors_of
+from ..model.layer_range import Carry, Unit
 from ..model.layer_stack import CarrySlot, LayerStack, loss_outputs, output_tensors
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch, on_device
+from ..model.micro_batch import Batch
+from ..model.nested import on_device, tensors_of
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
 from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of

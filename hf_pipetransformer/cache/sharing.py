@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -22,9 +20,30 @@ from torch.utils.data import get_worker_info
 
 from .activation_files import open_private
 from .activation_store import ActivationStore, GenerationReader
+from .file_store import FileStore
 
-USABLE_DISK = 0.8
-"""Share of the free disk that the store may fill, where no limit is given."""
+
+def open_store(folder: Path, user: str = "anybody") -> ActivationStore:
+    """Return the store in a folder, which need not exist yet.
+
+    Args:
+        folder: of the store.
+        user: name of the training for its marks; it becomes part of a file name.
+    """
+    return FileStore(folder, user=user)
+
+
+def remove_store(store: ActivationStore, current: Path) -> None:
+    """Delete a store that only this training uses.
+
+    Args:
+        store: the store.
+        current: the file that `current_file` has returned for it.
+    """
+    store.remove()
+    if current.parent.name == node_name():
+        with suppress(OSError):  # succeeds on the last node only
+            current.parent.parent.rmdir()
 
 
 class ReadAhead:
@@ -50,7 +69,7 @@ class ReadAhead:
     def _follow(self) -> None:
         status = os.stat(self._current)
         if self._stamp != (status.st_mtime_ns, status.st_ino):
-            store = ActivationStore(self._current.parent)
+            store = open_store(self._current.parent)
             for reader in self._readers:
                 reader.close()
             with open(open_private(self._current, os.O_RDONLY), encoding="utf-8") as file:
@@ -105,15 +124,3 @@ def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
 def node_name() -> str:
     """Of this process's node: the host, and the launcher's number of it, as several may be one host in a test."""
     return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"
-
-
-def size_limit(store: ActivationStore, max_gib: float | None) -> int:
-    """Bytes that the store may take: as given, and not more than the disk has, where that can be found out."""
-    try:
-        folder = store.folder
-        while not folder.exists():
-            folder = folder.parent
-        most = store.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
-    except OSError:
-        most = sys.maxsize  # who writes will be told what is wrong with the folder
-    return most if max_gib is None else int(min(max_gib * 2**30, most))

@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from ..cache.sharing import USABLE_DISK
+from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from ..token_slices.kv_slices import attention_windows

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.activation_store import ActivationStore
+from ..cache.sharing import open_store
 from ..model.dummy_inputs import dummy_batch
 from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..pipeline.mesh import ProcessMesh
@@ -173,7 +173,7 @@ def _measure(
 
 def _read_speed(folder: Path, row_bytes: int, rows: int) -> float:
     """Bandwidth, in bytes per second, of reading a batch that is in the page cache."""
-    store = ActivationStore(folder)
+    store = open_store(folder)
     keys = [number.to_bytes(16, "little") for number in range(rows)]
     written = [memoryview(bytearray(row_bytes)) for _ in keys]
     writer = store.writer(1, "profile", writer=0, capacity=max(rows, 1024))

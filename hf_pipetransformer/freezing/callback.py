@@ -353,7 +353,7 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
         return policy
     raise ValueError(
         f"{policy!r} is not a freeze policy. Pass a policy name, the arguments of make_policy as a dict, or an"
-        " instance of a FreezePolicy subclass."
+        " object with the members of FreezePolicy."
     )
 
 

@@ -13,16 +13,16 @@ policy: f never decreases, and something stays trainable.
 
 PipeTransformer: He et al., ICML 2021, section 3.1. AutoFreeze: Liu et al. 2021 (arXiv 2102.01386).
 
-This module does not depend on models, process groups or tensors.
+To add one, write a class and enter it in `POLICIES`. This module does not depend on models, process groups or tensors.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -60,7 +60,7 @@ class FreezeDecision:
 
 @runtime_checkable
 class FreezePolicy(Protocol):
-    """Decides how many layers are frozen. Subclass it and define `num_frozen`.
+    """Decides how many layers are frozen: a subclass that defines `num_frozen`, or any object with these members.
 
     A policy must return the same answer on every process: it may use only the decision and its own state.
 
@@ -256,15 +256,16 @@ class SchedulePolicy(FreezePolicy):
         return layers
 
 
-_POLICIES: Mapping[str, type[FreezePolicy]] = {
+POLICIES: Mapping[str, Callable[..., FreezePolicy]] = {
     "none": NeverFreeze,
     "alpha": AlphaPolicy,
     "adaptive": AdaptivePolicy,
     "autofreeze": AutoFreezePolicy,
     "schedule": SchedulePolicy,
 }
+"""The classes by the values of `freeze_policy`. The arguments of each are also its attributes."""
 
-FREEZE_POLICIES: tuple[str, ...] = tuple(_POLICIES)
+FREEZE_POLICIES: tuple[str, ...] = tuple(POLICIES)
 """Names that `make_policy` accepts."""
 
 
@@ -281,28 +282,26 @@ def make_policy(
     Raises:
         ValueError: the name is unknown, or an argument is out of range.
     """
-    match name:
-        case "none":
-            return NeverFreeze()
-        case "alpha":
-            return AlphaPolicy(alpha)
-        case "adaptive":
-            return AdaptivePolicy(alpha)
-        case "autofreeze":
-            return AutoFreezePolicy(percentile)
-        case "schedule":
-            return SchedulePolicy(schedule if schedule is not None else {}, by)
-    raise ValueError(f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, FREEZE_POLICIES))}.")
+    if name not in FREEZE_POLICIES:
+        raise ValueError(
+            f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, FREEZE_POLICIES))}."
+        )
+    given = {"alpha": alpha, "percentile": percentile, "schedule": {} if schedule is None else schedule, "by": by}
+    make = POLICIES[name]
+    return make(**{argument: given[argument] for argument in _arguments_of(make)})
 
 
 def policy_description(policy: FreezePolicy) -> dict[str, Any] | None:
     """The arguments of `make_policy` that recreate this policy, for JSON; None for a user's own policy class."""
-    for name, policy_type in _POLICIES.items():
-        if type(policy) is policy_type:
-            assert dataclasses.is_dataclass(policy)
-            values = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init}
-            return {"name": name, **values}
+    for name, make in POLICIES.items():
+        if type(policy) is make:
+            return {"name": name, **{argument: getattr(policy, argument) for argument in _arguments_of(make)}}
     return None
+
+
+def _arguments_of(make: Callable[..., FreezePolicy]) -> list[str]:
+    parameters = inspect.signature(make).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_layers: int | None = None) -> int:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .layer_range import Carry, Unit, tensors_of
+from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, loss_outputs, output_tensors
+from .nested import tensors_of
 from .placeholders import evaluation_mode, reachable_leaves
 
 

@@ -21,12 +21,13 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 from .frozen_units import FrozenUnits, modules_around
+from .nested import tensors_of
 
 Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
@@ -52,34 +53,26 @@ Observer = Callable[[Unit, Any], None]
 """Called with each unit that has been computed, and with its output."""
 
 
+class _Gap:
+    """The place of a tensor."""
+
+
 @dataclass(frozen=True)
 class _OutputStructure:
-    """Describes how a unit's output is rebuilt from its tensors."""
+    """A unit's output (tensor, tuple or ModelOutput) without its tensors, from which it is rebuilt."""
 
-    spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # the leaves that are not tensors; None in place of each tensor
-    is_tensor: tuple[bool, ...]
+    template: Any  # the output with a `_Gap` in place of each tensor
     is_floating: tuple[bool, ...]  # for each tensor
 
     @classmethod
     def of(cls, output: Any) -> _OutputStructure:
-        leaves, spec = pytree.tree_flatten(output)
-        is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        constants = tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True))
-        is_floating = tuple(leaf.is_floating_point() for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return cls(spec, constants, is_tensor, is_floating)
+        is_floating = tuple(tensor.is_floating_point() for tensor in tensors_of(output))
+        return cls(recursively_apply(lambda _: _Gap(), output), is_floating)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         supply = iter(tensors)
-        leaves = [
-            next(supply) if tensor else leaf for leaf, tensor in zip(self.constants, self.is_tensor, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-def tensors_of(output: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors in a layer's output (tensor, tuple or ModelOutput), in a fixed order."""
-    return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        is_gap = lambda leaf: isinstance(leaf, _Gap)  # noqa: E731
+        return recursively_apply(lambda _: next(supply), self.template, test_type=is_gap)
 
 
 class ForwardOverride:
@@ -402,7 +395,7 @@ class LayerRangeRunner:
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
         """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""
         own = self._structure_of_unit[index]
-        return own if sum(own.is_tensor) == num_tensors else self._structures[unit.stack]
+        return own if len(own.is_floating) == num_tensors else self._structures[unit.stack]
 
     def _check_order(self, index: int, unit: Unit) -> None:
         expected = self.units[index].name if index < len(self.units) else "the end of the forward"

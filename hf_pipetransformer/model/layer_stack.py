@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from .layer_range import Carry, LayerRangeRunner, Unit, tensors_of
+from .layer_range import Carry, LayerRangeRunner, Unit
+from .nested import tensors_of
 from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
@@ -327,7 +327,7 @@ def _noting(
     forward: Callable[..., Any], inputs: list[set[int]], outputs: list[tuple[torch.Tensor, ...]]
 ) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        inputs.append({id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)})
+        inputs.append({id(tensor) for tensor in tensors_of((args, kwargs))})
         output = forward(*args, **kwargs)
         outputs.append(tensors_of(output))
         return output

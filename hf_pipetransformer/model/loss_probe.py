@@ -30,7 +30,7 @@ from torch import nn
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import parts_of_function, seed_all
 from .dropout import WithoutDropout
-from .layer_range import Carry, Unit, tensors_of
+from .layer_range import Carry, Unit
 from .layer_stack import LayerStack
 from .left_as_found import left_as_found, with_parts
 from .loss_scaling import (
@@ -44,6 +44,7 @@ from .loss_scaling import (
     unexamined,
 )
 from .micro_batch import Batch, batch_rows
+from .nested import tensors_of
 from .placeholders import evaluation_mode, placeholder, reachable_leaves
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import PeerFailedError, is_out_of_memory
+from .nested import tensors_of
 
 Batch = dict[str, Any]
 
@@ -26,32 +27,12 @@ def batch_rows(batch: Mapping[str, Any]) -> int:
     Raises:
         ValueError: if the batch contains no tensor that has a dimension.
     """
-    for tensor in tensors_in(batch):
+    for tensor in tensors_of(batch):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
     raise ValueError(
         f"The batch has no tensor with a batch dimension, but only {sorted(batch)}. Check the data collator."
     )
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, including those inside mappings, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(inner)
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to a device, including those inside mappings, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: on_device(value, device) for name, value in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(on_device(value, device) for value in batch)
-    return batch
 
 
 def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
@@ -79,7 +60,7 @@ def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:
         return {key: _cut(inner, rows, part) for key, inner in value.items()}
     if _is_one_per_row(value, rows):
         return part(value)
-    if type(value) in (list, tuple) and any(True for _ in tensors_in(value)):
+    if type(value) in (list, tuple) and tensors_of(value):
         return type(value)(_cut(inner, rows, part) for inner in value)
     return value
 

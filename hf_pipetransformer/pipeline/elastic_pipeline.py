@@ -21,7 +21,8 @@ from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import BatchKeys, named_inputs
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
-from ..model.micro_batch import Batch, on_device
+from ..model.micro_batch import Batch
+from ..model.nested import on_device
 from ..planning.plan import PipelinePlan
 from ..resilience.watchdog import PROGRESS, phase
 from . import prediction

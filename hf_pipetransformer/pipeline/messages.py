@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 
 from ..model.layer_stack import CarrySlot
-from ..model.micro_batch import tensors_in
+from ..model.nested import tensors_of
 from .stage import CarriedTensor
 
 Pending = list[tuple[dist.Work, torch.Tensor]]
@@ -101,7 +101,7 @@ class PipelineMessages:
     def send_tree(self, tree: Any, stage: int) -> Pending:
         """Send nested mappings, lists and tuples of tensors and other values to a stage."""
         self._send_object(recursively_apply(_describe, tree), stage)
-        return [self._send_tensor(tensor, stage) for tensor in tensors_in(tree)]
+        return [self._send_tensor(tensor, stage) for tensor in tensors_of(tree)]
 
     def receive_tree(self, stage: int) -> Any:
         return recursively_apply(

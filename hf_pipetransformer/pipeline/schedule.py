@@ -17,14 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ..model.micro_batch import Batch, batch_rows, split_batch
+from ..planning.schedules import schedule_of_step
 from .stage import ShapeBook, StageModule, StageShapes
-
-TORCH_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""For each name in `planning.schedules.SCHEDULES` its implementation."""
 
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
@@ -79,7 +77,7 @@ class PipelineScheduler:
         self._num_stages = num_stages
         self._group = group
         self._shape_book = shape_book
-        self._kind = schedule
+        self._name = schedule
         self._built: OrderedDict[Any, tuple[_ScheduledStage, PipelineScheduleSingle]] = OrderedDict()
 
     def step(self, batch: Batch, num_microbatches: int, gradients_synchronise: bool) -> None:
@@ -130,9 +128,8 @@ class PipelineScheduler:
             group=self._group,
         )
         stage.computes_gradients = self._stage.is_last or any(carried.requires_grad for carried in outgoing)
-        # with fewer micro-batches than stages, the order of 1F1B is that of GPipe, and torch refuses 1F1B
-        kind = TORCH_SCHEDULES[self._kind if num_microbatches >= self._num_stages else "gpipe"]
-        schedule = kind(stage, num_microbatches, loss_fn=_first_output, scale_grads=False)
+        run_as = schedule_of_step(self._name, self._num_stages, num_microbatches)
+        schedule = get_schedule_class(run_as.name)(stage, num_microbatches, loss_fn=_first_output, scale_grads=False)
         self._built[key] = (stage, schedule)
         if len(self._built) > KEPT_SCHEDULES:
             self._built.popitem(last=False)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ..model.layer_range import Unit, tensors_of
+from ..model.layer_range import Unit
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import batch_rows
+from ..model.nested import tensors_of
 from ..model.placeholders import evaluation_mode
 
 

@@ -10,7 +10,7 @@ has to be communicated: sums are exact (integers) and ties are broken by a fixed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from statistics import pvariance
@@ -115,11 +115,6 @@ def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             stop += 1
         bounds.append(stop)
     return (*bounds, len(costs))
-
-
-Split = Callable[[Sequence[float], int], tuple[int, ...]]
-SPLITS: Mapping[str, Split] = {"min-max": split_min_max, "timed": split_min_max, "greedy": split_greedy}
-"""Ways to split units into stages, by name: exactly by FLOPs, exactly by measured seconds, or as in the paper."""
 
 
 def microbatch_candidates(rows: int, num_stages: int) -> tuple[int, ...]:

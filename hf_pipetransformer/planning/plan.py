@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .partition import choose_num_microbatches, microbatch_candidates
-from .schedules import schedule_named
+from .schedules import schedule_named, schedule_of_step
 from .timeline import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -233,7 +233,8 @@ class PipelinePlan:
         """Return the number of micro-batches whose activations a stage keeps at once."""
         self._checked("stage", stage, self.pipeline_parallel_size)
         _check_num_microbatches(num_microbatches)
-        return schedule_named(self.schedule).warm_up(stage, self.pipeline_parallel_size, num_microbatches)
+        k = self.pipeline_parallel_size
+        return schedule_of_step(self.schedule, k, num_microbatches).warm_up(stage, k, num_microbatches)
 
     def stage_bytes(
         self,

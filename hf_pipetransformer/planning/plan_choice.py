@@ -8,11 +8,11 @@ Both are pure functions: the same arguments give the same plan on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from .partition import SPLITS, choose_num_microbatches
+from .partition import choose_num_microbatches, split_greedy, split_min_max
 from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
 
 if TYPE_CHECKING:
@@ -160,15 +160,11 @@ def largest_stage_bytes(plan: PipelinePlan) -> int:
 def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     """Return the plan with K stages, split anew."""
     check_pipeline_size(plan.world_size, k, plan.num_units)
-    if split == "greedy":
-        costs = _papers_sizes(plan)
-    elif split == "timed":
-        costs = _step_seconds(plan, k)
-    else:
-        costs = step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
+    costs_of, split_at = SPLITS[split]
+    costs = costs_of(plan, k)
     # the first stage holds all cached units; if too few units are left for the others, fewer count as cached
     first = min(plan.num_cached_layers, plan.num_units - k)
-    bounds = SPLITS[split](costs[first:], k)
+    bounds = split_at(costs[first:], k)
     return replace(
         plan,
         pipeline_parallel_size=k,
@@ -176,6 +172,10 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
         stage_bounds=(0, *(first + bound for bound in bounds[1:])),
         num_cached_layers=plan.num_cached_layers if k == 1 else first,
     )
+
+
+def _step_flops(plan: PipelinePlan, k: int) -> list[float]:
+    return step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
 
 
 def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
@@ -201,12 +201,24 @@ def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
     return costs
 
 
-def _papers_sizes(plan: PipelinePlan) -> list[float]:
+def _papers_sizes(plan: PipelinePlan, k: int) -> list[float]:
     """Return the sizes that the paper balances: parameters, of which a frozen layer's count in part."""
     return [
         sum(unit.parameters.values()) * (PAPERS_FROZEN_SHARE if index < plan.num_frozen_layers else 1.0)
         for index, unit in enumerate(plan.unit_costs)
     ]
+
+
+CostsOf = Callable[[PipelinePlan, int], list[float]]
+"""Returns the cost of each unit in a step of K stages."""
+SplitAt = Callable[[Sequence[float], int], tuple[int, ...]]
+"""Returns the bounds of K stages, given the units' costs."""
+SPLITS: Mapping[str, tuple[CostsOf, SplitAt]] = {
+    "min-max": (_step_flops, split_min_max),
+    "timed": (_step_seconds, split_min_max),
+    "greedy": (_papers_sizes, split_greedy),
+}
+"""Ways to split units into stages, by name: exactly by FLOPs, exactly by measured seconds, or as in the paper."""
 
 
 def _lengths(plan: PipelinePlan, longest: int) -> Iterable[int]:

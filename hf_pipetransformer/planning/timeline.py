@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .schedules import schedule_named
+from .schedules import schedule_of_step
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def simulate(
         schedule: name of the schedule.
     """
     k = len(forward)
-    order = schedule_named(schedule)
+    order = schedule_of_step(schedule, k, num_microbatches)
     work = [order.order_of_work(stage, k, num_microbatches) for stage in range(k)]
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * k

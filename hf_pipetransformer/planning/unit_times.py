@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.layer_range import Carry, Unit, tensors_of
+from ..model.layer_range import Carry, Unit
 from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..model.micro_batch import Batch, batch_rows, slice_rows
+from ..model.nested import tensors_of
 from ..model.placeholders import evaluation_mode
 from ..randomness import global_state_kept
 

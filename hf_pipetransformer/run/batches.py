@@ -12,7 +12,8 @@ import torch
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.loss_scaling import LossReduction
-from ..model.micro_batch import Batch, tensors_in
+from ..model.micro_batch import Batch
+from ..model.nested import tensors_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..resilience.watchdog import PROGRESS
 from .job import TrainingJob
@@ -53,7 +54,7 @@ class GlobalBatch:
         self.num_rows = 0
         self.current = BatchSlice(0, 0)
         self.waiting: deque[BatchSlice] = deque()
-        self._latest_tensors: list[torch.Tensor] = []  # on which training_step was last called
+        self._latest_tensors: tuple[torch.Tensor, ...] = ()  # on which training_step was last called
 
     def read(
         self,
@@ -104,7 +105,7 @@ class GlobalBatch:
             ValueError: it is called again on the same batch, or on a batch that was not read. With one stage a batch
                 may be trained again.
         """
-        tensors = list(tensors_in(inputs))
+        tensors = tensors_of(inputs)
         # sharpness-aware minimisation or adversarial weights call it again; a single tensor may be in all batches, so
         # all tensors are compared
         latest = {id(tensor) for tensor in self._latest_tensors}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from transformers import TrainerState
 
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from ..cache.activation_store import ActivationStore
-from ..cache.sharing import node_name, publish
+from ..cache.sharing import node_name, publish, remove_store
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from .frozen_function import FrozenFunction
@@ -480,11 +479,7 @@ class AutoCache:
             with suppress(OSError):
                 self._current.unlink()
         else:
-            folder = self._store.folder
-            shutil.rmtree(folder, ignore_errors=True)
-            if folder.name == node_name():
-                with suppress(OSError):  # succeeds on the last node only
-                    folder.parent.rmdir()
+            remove_store(self._store, self._current)
 
 
 def _is_filled(counts: CacheCounts) -> bool:

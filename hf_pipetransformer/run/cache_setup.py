@@ -12,11 +12,11 @@ import transformers
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
-from ..cache.activation_store import ActivationStore
 from ..cache.cache_probe import probe_boundaries, varied_samples
-from ..cache.sharing import size_limit
+from ..cache.sharing import open_store
 from ..data.numbered_batches import TrainingBatches
-from ..model.micro_batch import Batch, on_device
+from ..model.micro_batch import Batch
+from ..model.nested import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
@@ -74,18 +74,18 @@ def make_cache(
     reasons: dict[int, str | None] = {}
     for reason in mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
         reasons = {f: reasons.get(f) or reason[f] for f in reason}
-    store = ActivationStore(generations.parent, user=generations.stem)
+    store = open_store(generations.parent, user=generations.stem)
     refusal = next(filter(None, mesh.gather_objects(store.why_refused())), None)
     if refusal is not None and args.activation_cache_dir is not None:
         raise ValueError(
-            f"activation_cache_dir: the folder {store.folder} cannot be used for the activation cache: {refusal}."
-            " Set activation_cache_dir to a folder that only you can write to (chmod go-w), or to one that does not"
-            " exist yet."
+            f"activation_cache_dir: the folder {generations.parent} cannot be used for the activation cache:"
+            f" {refusal}. Set activation_cache_dir to a folder that only you can write to (chmod go-w), or to one that"
+            " does not exist yet."
         )
     if refusal is not None:
-        why = f"the folder {store.folder} must be writable by this user only: {refusal}"
+        why = f"the folder {generations.parent} must be writable by this user only: {refusal}"
         reasons = {f: reasons[f] or why for f in reasons}
-    store.max_bytes = size_limit(store, args.activation_cache_max_gib)
+    store.limit(args.activation_cache_max_gib)
     storage_dtype = CACHE_DTYPES[args.activation_cache_dtype]
     cache = ActivationCache(
         pipeline.stack,

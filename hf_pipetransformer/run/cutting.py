@@ -34,7 +34,7 @@ from ..pipeline.state import synchronise_buffers, synchronise_weights
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, seeded
-from .agreement import check_same_everywhere
+from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .samples import SampleCollator
 

@@ -18,7 +18,7 @@ import xxhash
 from torch import nn
 
 from ..cache.cache_probe import SAME
-from ..model.micro_batch import on_device
+from ..model.nested import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 
 MOST_NUMBERS = 2**16
@@ -209,7 +209,7 @@ def _setting(value: Any, is_inside: bool = False) -> Any:
 
 
 def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None)).partition(".")[0] == __package__
+    return str(getattr(hook, "__module__", None)).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _some_numbers(output: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,9 @@ from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
 from ..resilience.watchdog import PROGRESS, watching
 from ..token_slices.token_schedule import Slicing
-from .agreement import check_same_size
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import make_cache
+from .consistency import check_same_size
 from .cutting import CutModel, time_model
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .loss import TrainersLoss

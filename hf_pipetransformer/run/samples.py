@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.micro_batch import Batch, on_device
+from ..model.micro_batch import Batch
+from ..model.nested import on_device
 from ..randomness import generators_kept, seeded
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -81,7 +83,10 @@ class SlicedSequence:
         if self._states is None:
             return {**self._batch, "use_cache": False}  # recomputed layers would append to a cache twice
         start, stop = self.spans[number]
-        part = {name: self._cut(name, value, start, stop) for name, value in self._batch.items()}
+        part = {
+            name: recursively_apply(partial(self._cut, name, start, stop), value)
+            for name, value in self._batch.items()
+        }
         return {**part, "past_key_values": self._states.slice(start, stop), "use_cache": False}
 
     def forget(self) -> None:
@@ -89,11 +94,7 @@ class SlicedSequence:
         if self._states is not None:
             self._states.forget()
 
-    def _cut(self, name: str, value: Any, start: int, stop: int) -> Any:
-        if isinstance(value, dict):
-            return {key: self._cut(name, part, start, stop) for key, part in value.items()}
-        if not isinstance(value, torch.Tensor):
-            return value
+    def _cut(self, name: str, start: int, stop: int, value: torch.Tensor) -> torch.Tensor:
         if name == "attention_mask":  # covers all tokens that the slice can see
             return value[:, :stop] if value.dim() == 2 else value[:, :, start:stop, :stop]
         if value.dim() >= 2 and value.shape[1] == self.length:

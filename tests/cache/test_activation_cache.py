@@ -14,10 +14,10 @@ from model_zoo import MODELS
 from training_data import Kind, PadCollator, TrainingData
 
 from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
-from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationWriter
 from hf_pipetransformer.cache.content_keys import KeyingCollator, RowKey, pop_keys
-from hf_pipetransformer.model.layer_range import tensors_of
+from hf_pipetransformer.cache.file_store import FileStore, FileWriter
 from hf_pipetransformer.model.layer_stack import CarrySlot, LayerStack
+from hf_pipetransformer.model.nested import tensors_of
 
 KIND: Kind = "text-classification"
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class Setup:
         self.stack = LayerStack.discover(model, self.batch(range(2)))
         self.stack.runner.install()
         self.stack.runner.trace(self.batch(range(2)))
-        self.store = ActivationStore(folder, max_bytes=max_bytes)
+        self.store = FileStore(folder, max_bytes=max_bytes)
         self.cache = ActivationCache(self.stack, SLOTS, self.store, 0, 64, dtype, CPU)
         self.cache.write(True)
         self.calls: list[tuple[int, int, int]] = []
@@ -319,7 +319,7 @@ def test_a_generation_that_is_always_gone_stops_the_writing(tmp_path: Path, monk
     def put(*_: Any) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(GenerationWriter, "put", put)
+    monkeypatch.setattr(FileWriter, "put", put)
     setup = Setup(tmp_path)
     setup.cache.advance(2, "weights")
     setup.go(range(3))

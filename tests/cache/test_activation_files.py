@@ -37,22 +37,23 @@ from hf_pipetransformer.cache.activation_files import (
     Record,
     transfer,
 )
-from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
+from hf_pipetransformer.cache.activation_store import StoreFull
+from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ActivationStore:
-    return ActivationStore(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
 
 
 @pytest.fixture
-def reader(store: ActivationStore) -> Iterator[GenerationReader]:
+def reader(store: FileStore) -> Iterator[FileReader]:
     with closing(store.reader(3, FINGERPRINT)) as reader:
         yield reader
 
 
 @pytest.fixture
-def writer(store: ActivationStore) -> Iterator[GenerationWriter]:
+def writer(store: FileStore) -> Iterator[FileWriter]:
     with closing(open_writer(store)) as writer:
         yield writer
 
@@ -75,16 +76,14 @@ def test_transfer_stops_where_the_file_ends() -> None:
     assert transfer(lambda *_: next(answers), 0, [bytearray(3), bytearray(3)], 0) == 4
 
 
-def test_a_batch_larger_than_one_system_call_takes(store: ActivationStore, reader: GenerationReader) -> None:
+def test_a_batch_larger_than_one_system_call_takes(store: FileStore, reader: FileReader) -> None:
     count = os.sysconf("SC_IOV_MAX")  # of buffers; each entry has two
     with closing(open_writer(store, capacity=count)) as writer:
         assert put(writer, range(count), nbytes=10) == count
     assert hits_of(reader, range(count), nbytes=10) == list(range(count))
 
 
-def test_a_damaged_entry_is_stored_again(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter
-) -> None:
+def test_a_damaged_entry_is_stored_again(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
     put(writer, [1, 2])
     with open(folder_of(store) / "segment-0", "r+b") as segment:
         segment.seek(HEADER_BYTES + 100)
@@ -94,7 +93,7 @@ def test_a_damaged_entry_is_stored_again(
     assert hits_of(reader, [1, 2]) == [1, 2]
 
 
-def test_a_new_run_appends_behind_what_it_finds(store: ActivationStore, reader: GenerationReader) -> None:
+def test_a_new_run_appends_behind_what_it_finds(store: FileStore, reader: FileReader) -> None:
     for numbers, tail in (([1, 2], b"garbage"), ([3], b""), ([4], b"")):
         with closing(open_writer(store)) as writer:
             assert put(writer, numbers) == len(numbers)
@@ -137,7 +136,7 @@ def damage(folder: Path, rng: random.Random) -> str:
 @pytest.mark.parametrize("seeds", few([range(first, first + 50) for first in (0, 50, 100, 150)], range(50)))
 def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp_path: Path) -> None:
     numbers = {(3, "a"): range(30), (5, "a"): range(20, 50)}
-    whole = ActivationStore(tmp_path / "whole")
+    whole = FileStore(tmp_path / "whole")
     for generation, mine in numbers.items():
         for rank in (0, 1):
             with closing(whole.writer(*generation, writer=rank, capacity=40)) as writer:
@@ -145,7 +144,7 @@ def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp
     num_hits = 0
     for seed in seeds:
         rng = random.Random(seed)
-        store = ActivationStore(tmp_path / str(seed))
+        store = FileStore(tmp_path / str(seed))
         shutil.copytree(whole.folder, store.folder)
         with ExitStack() as stack:
             readers = {g: stack.enter_context(closing(store.reader(*g))) for g in numbers}
@@ -178,7 +177,7 @@ def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp
     ],
 )
 def test_a_record_that_leads_nowhere_is_a_miss(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter, record: Record
+    store: FileStore, reader: FileReader, writer: FileWriter, record: Record
 ) -> None:
     put(writer, [1, 2])
     files = GenerationFiles(folder_of(store), os.O_RDWR)
@@ -216,7 +215,7 @@ def _meta(**changes: Any) -> str:
     ],
 )
 def test_a_generation_without_sound_meta_is_absent_until_it_is_written_anew(
-    store: ActivationStore, reader: GenerationReader, content: str | None
+    store: FileStore, reader: FileReader, content: str | None
 ) -> None:
     with closing(open_writer(store)) as writer:
         put(writer, [1])
@@ -237,7 +236,7 @@ def test_a_generation_without_sound_meta_is_absent_until_it_is_written_anew(
 
 
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
-    store = ActivationStore(tmp_path)
+    store = FileStore(tmp_path)
     folder_of(store).write_text("somebody's")
     with pytest.raises(NotADirectoryError):
         open_writer(store)
@@ -246,10 +245,10 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
     assert folder_of(store).read_text() == "somebody's"
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        open_writer(ActivationStore(tmp_path / "file"))
+        open_writer(FileStore(tmp_path / "file"))
 
 
-def check_what_a_full_disk_leaves(store: ActivationStore, writer: GenerationWriter) -> int:
+def check_what_a_full_disk_leaves(store: FileStore, writer: FileWriter) -> int:
     """Put batches of four, each twice the size of the last, until there is no space; return how many were stored."""
     with closing(store.reader(3, FINGERPRINT)) as reader:
         stored: list[int] = []
@@ -279,7 +278,7 @@ def check_what_a_full_disk_leaves(store: ActivationStore, writer: GenerationWrit
 def limited_file_size(folder: Path) -> int:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    store = ActivationStore(folder)
+    store = FileStore(folder)
     with closing(open_writer(store)) as writer:
         return check_what_a_full_disk_leaves(store, writer)
 
@@ -289,7 +288,7 @@ def test_limited_file_size(tmp_path: Path) -> None:
         assert child.result() >= 4
 
 
-def test_write_that_fails_half_way(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_that_fails_half_way(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev = os.pwritev
     space = 1 << 20
 
@@ -316,7 +315,7 @@ def test_write_that_fails_half_way(store: ActivationStore, monkeypatch: pytest.M
         assert hits_of(reader, range(4), 300_000) == [0, 1, 2, 3]
 
 
-def test_a_table_that_cannot_be_written(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_cannot_be_written(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(open_writer(store)) as writer, closing(store.reader(3, FINGERPRINT)) as reader:
         put(writer, [1])
         pwrite = os.pwrite
@@ -345,6 +344,6 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 def test_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk"):
-        store = ActivationStore(tmp_path / "disk" / "store")
+        store = FileStore(tmp_path / "disk" / "store")
         with closing(open_writer(store)) as writer:
             assert check_what_a_full_disk_leaves(store, writer) >= 4

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader
 from hf_pipetransformer.cache.content_keys import RowKey
 from hf_pipetransformer.cache.entry_format import EntryFormat
+from hf_pipetransformer.cache.file_store import FileReader, FileStore
 from hf_pipetransformer.cache.reading import Generation, StoreReading, joined
 from hf_pipetransformer.cache.side_stream import SideStream
 
@@ -33,7 +33,7 @@ class Reading(StoreReading):
 
     def __init__(self, folder: Path, samples: dict[int, Sequence[int]], monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(SideStream(torch.device("cpu")))
-        store = ActivationStore(folder)
+        store = FileStore(folder)
         for num_frozen, kept in samples.items():
             writer = store.writer(num_frozen, "w", writer=0, capacity=16, facts=LAYOUT.facts())
             rows = [memoryview(state_of(sample, num_frozen).numpy()).cast("B") for sample in kept]
@@ -41,13 +41,13 @@ class Reading(StoreReading):
             writer.close()
         self.use(Generation(f, "w", store.reader(f, "w")) for f in sorted(samples, reverse=True))
         self.read: list[tuple[str, int]] = []
-        read_into = GenerationReader.read_into
+        read_into = FileReader.read_into
 
-        def noted(reader: GenerationReader, keys: Sequence[bytes], rows: Any) -> list[bool]:
+        def noted(reader: FileReader, keys: Sequence[bytes], rows: Any) -> list[bool]:
             self.read.append((threading.current_thread().name, len(keys)))
             return read_into(reader, keys, rows)
 
-        monkeypatch.setattr(GenerationReader, "read_into", noted)
+        monkeypatch.setattr(FileReader, "read_into", noted)
 
     def ahead(self, samples: Sequence[int]) -> None:
         self.read_ahead([key_of(sample) for sample in samples], TOKENS, UNITS)

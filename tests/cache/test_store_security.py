@@ -7,36 +7,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cached_runs import EPOCH_START, trainer_of
 from distributed import run_ranks_expecting_error
-from test_cache_control import EPOCH_START, trainer_of
 from training_runs import Run
 
-from hf_pipetransformer.cache.activation_store import ActivationStore
+from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.cache.sharing import publish
 
 KEY = bytes(range(16))
 
 
-def put(store: ActivationStore) -> None:
+def put(store: FileStore) -> None:
     with_row = store.writer(3, "abc", writer=0, capacity=4)
     with_row.put([KEY], [np.arange(8, dtype=np.uint8)])
     with_row.close()
 
 
-def find(store: ActivationStore) -> bool:
+def find(store: FileStore) -> bool:
     return store.reader(3, "abc").read_into([KEY], [np.empty(8, dtype=np.uint8)])[0]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ActivationStore:
-    store = ActivationStore(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    store = FileStore(tmp_path / "store")
     put(store)
     assert find(store)
     return store
 
 
 @pytest.mark.parametrize("name", ["segment-0", "table", "meta.json", "used-anybody"])
-def test_a_symbolic_link_in_the_place_of_a_file_is_not_followed(store: ActivationStore, name: str) -> None:
+def test_a_symbolic_link_in_the_place_of_a_file_is_not_followed(store: FileStore, name: str) -> None:
     file = store.folder / "003-abc" / name
     elsewhere = store.folder.parent / "elsewhere"
     file.rename(elsewhere)
@@ -53,7 +53,7 @@ def test_a_symbolic_link_in_the_place_of_a_file_is_not_followed(store: Activatio
     assert (elsewhere.read_bytes(), elsewhere.stat().st_mtime_ns) == before
 
 
-def test_a_symbolic_link_in_the_place_of_a_generation_is_not_followed(store: ActivationStore) -> None:
+def test_a_symbolic_link_in_the_place_of_a_generation_is_not_followed(store: FileStore) -> None:
     elsewhere = store.folder.parent / "elsewhere"
     (store.folder / "003-abc").rename(elsewhere)
     (store.folder / "003-abc").symlink_to(elsewhere)
@@ -63,7 +63,7 @@ def test_a_symbolic_link_in_the_place_of_a_generation_is_not_followed(store: Act
 
 
 @pytest.mark.parametrize("where", [".", "003-abc", "003-abc/segment-0"])
-def test_what_others_may_write_to_is_refused(store: ActivationStore, where: str) -> None:
+def test_what_others_may_write_to_is_refused(store: FileStore, where: str) -> None:
     (store.folder / where).chmod(0o777)
     with pytest.raises(PermissionError, match="other users may write to it"):
         put(store)
@@ -73,14 +73,14 @@ def test_what_others_may_write_to_is_refused(store: ActivationStore, where: str)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("where", [".", "003-abc", "003-abc/segment-0"])
-def test_what_belongs_to_another_user_is_refused(store: ActivationStore, where: str) -> None:
+def test_what_belongs_to_another_user_is_refused(store: FileStore, where: str) -> None:
     os.chown(store.folder / where, 12345, -1)
     with pytest.raises(PermissionError, match="belongs to user 12345"):
         put(store)
     assert where == "." or not find(store)
 
 
-def test_a_pipe_in_the_place_of_a_segment_is_not_waited_for(store: ActivationStore) -> None:
+def test_a_pipe_in_the_place_of_a_segment_is_not_waited_for(store: FileStore) -> None:
     segment = store.folder / "003-abc" / "segment-0"
     segment.unlink()
     os.mkfifo(segment, 0o600)

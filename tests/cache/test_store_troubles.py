@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from cached_runs import EPOCH_START, RUNS, SHRINK, cached, expected_of, hit_rates, trainer_of
 from distributed import run_ranks
 from test_activation_files import small_disk
-from test_cache_control import EPOCH_START, RUNS, SHRINK, augmented, cached, expected_of, hit_rates, trainer_of
+from test_cache_doubts import augmented
 from test_elastic_pipeline import StopAfter
 from torch import nn
 from training_data import LONGEST

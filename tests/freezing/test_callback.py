@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from training_data import PadCollator, TrainingData
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.freezing.callback import LayerFreezeCallback
+from hf_pipetransformer.freezing.callback import OWN_POLICY, LayerFreezeCallback
 from hf_pipetransformer.freezing.plain_trainer import rebuild_reducer
 from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers, FrozenPrefix
@@ -335,6 +335,30 @@ class Asked(FreezePolicy):
     def num_frozen(self, decision: FreezeDecision) -> int:
         self.decisions.append(decision)
         return decision.index
+
+
+class NoSubclass:
+    """A policy that only has the members of one."""
+
+    needs_gradient_norms = False
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        return 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert not state
+
+
+def test_any_object_with_the_members_is_a_policy() -> None:
+    policy = NoSubclass()
+    callback = LayerFreezeCallback(policy)
+    callback.attach(12, 11, TrainerState(epoch=0.0))
+    callback.decide(TrainerState(epoch=0.0), 0.0)
+    assert callback.take_proposal() == 2
+    assert callback.policy is policy and callback.state()["args"]["policy"] == OWN_POLICY
 
 
 def test_decisions_by_epoch() -> None:

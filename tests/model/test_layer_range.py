@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.model.layer_range import LayerRangeRunner, tensors_of
+from hf_pipetransformer.model.layer_range import LayerRangeRunner
+from hf_pipetransformer.model.nested import tensors_of
 
 NAMES = [f"layers.{i}" for i in range(4)]
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import pickle
-import random
-from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -16,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from cached_runs import EPOCH_START, MID_EPOCH, RUNS, SHRINK, cached, expected_of, hit_rates, trainer_of
 from distributed import run_ranks
 from safetensors.torch import load_file
 from selection import few, slow
-from test_elastic_pipeline import StopAfter, reference, stages_by_frozen
-from torch import nn
-from training_data import Kind, TrainingData
 from training_runs import (
     WORLD,
     Outcome,
@@ -30,78 +24,14 @@ from training_runs import (
     at_each_step,
     largest_difference,
     outcome_of,
-    pipeline_trainer,
-    when_it_ends,
     with_cache_changed,
 )
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import activation_cache, sharing
 from hf_pipetransformer.cache.activation_cache import CacheCounts
-from hf_pipetransformer.cache.activation_store import GenerationReader
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
-from hf_pipetransformer.planning.cached_layers import most_cached_layers
-from hf_pipetransformer.planning.costs import UnitCost
-from hf_pipetransformer.planning.plan_choice import make_plan
-from hf_pipetransformer.run import cache_control, cache_setup
-from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS, digest_of
-from hf_pipetransformer.run.run import PipelineRun, watch_steps
-
-EPOCH_START = {3: 1, 6: 2, 9: 3}
-"""Steps done -> frozen layers. An epoch has three steps."""
-MID_EPOCH = {2: 1, 7: 2}
-SHRINK = {0: 4, 1: 2, 2: 2, 3: 1}
-"""Frozen layers -> stages."""
-RUNS = {
-    "bert": Run(epochs=6),
-    "llama": Run("causal-lm", model="llama", epochs=6),
-    "gpt2-tied": Run("causal-lm", model="gpt2", epochs=6),
-    "vit": Run("image-classification", epochs=6),
-    "streamed": Run(epochs=6, streamed=True).with_options(max_steps=18),
-}
-
-
-def trainer_of(
-    run: Run, stages: dict[int, int], table: dict[int, int], folder: str = "cached", **options: Any
-) -> PipeTransformerTrainer:
-    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine, so rows can be counted
-    trainer = pipeline_trainer(
-        run,
-        stages[0],
-        folder,
-        freeze_policy="schedule",
-        freeze_strategy="steps",
-        freeze_steps=1,
-        freeze_schedule=table,
-        **{"activation_cache": "on", **options},
-    )
-    stages_by_frozen(trainer, stages)
-    return trainer
-
-
-def cached(
-    rank: int, world_size: int, run: Run, stages: dict[int, int], table: dict[int, int], **options: Any
-) -> tuple[Outcome, list[dict[str, Any]]]:
-    trainer = trainer_of(run, stages, table, **options)
-    outcome = outcome_of(trainer)
-    return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
-
-
-_expected: dict[bytes, Outcome] = {}
-
-
-def expected_of(run: Run, table: dict[int, int]) -> Outcome:
-    """One process with the same freeze points. Many tests ask for the same."""
-    key = pickle.dumps((run, table))
-    if key not in _expected:
-        (_expected[key],) = run_ranks(reference, 1, run, table)
-    return _expected[key]
-
-
-def hit_rates(epochs: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """To a twentieth: a process that loses a race for a place in the store's table loses a row, for one epoch."""
-    return [(round(e["cache_hit_rate"] * 20) / 20, round(e["cache_older_hit_rate"] * 20) / 20) for e in epochs]
+from hf_pipetransformer.run import cache_control
+from hf_pipetransformer.run.run import PipelineRun
 
 
 @pytest.mark.parametrize("stages", [SHRINK, *slow({0: 1, 1: 1, 2: 1, 3: 1})], ids=["shrink", "replicas"])
@@ -210,138 +140,6 @@ def with_workers(
     return cached(rank, world_size, run, {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START, **options)
 
 
-# ------------------------------------------------------------------------------------------ right or absent
-class NoisyImages(TrainingData):
-    """Other pixels each time they are read, drawn from what the loader has seeded."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = super().__getitem__(index)
-        noise = random.random() + float(torch.rand(()))
-        return {**sample, "pixel_values": (torch.tensor(sample["pixel_values"]) + noise).tolist()}
-
-
-class WithNoise:
-    """A Trainer's mixin."""
-
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        keywords["train_dataset"] = NoisyImages("image-classification", 83)
-        super().__init__(*positional, **keywords)
-
-
-def augmented(
-    rank: int, world_size: int, mode: str, options: dict[str, Any]
-) -> tuple[Outcome, list[dict[str, Any]], str | None]:
-    reasons: list[str | None] = []
-
-    class Watching(WithNoise):
-        def get_batch_samples(self, *positional: Any) -> Any:
-            batches = super().get_batch_samples(*positional)  # type: ignore[misc]
-            cache = self._pipeline_run.cache  # type: ignore[attr-defined]
-            reasons.append(cache and cache.reason_off)
-            return batches
-
-    run = Run("image-classification", epochs=5, trainer=Watching).with_options(**options)
-    outcome, epochs = cached(rank, world_size, run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
-    return outcome, epochs, reasons[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}], ids=["training", "evaluated"])
-def test_augmented_images_miss_and_the_cache_goes_off(options: dict[str, Any]) -> None:
-    """An evaluation's images are the same each time: that they are found must not hide it."""
-    with_cache = run_ranks(augmented, WORLD, "on", options)
-    without = run_ranks(augmented, WORLD, "off", options)
-    assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
-    assert [e["cache_hit_rate"] for e in with_cache[0][1]] == [0, 0]  # filled, then read in vain
-    assert all("0 were found" in str(reason) for *_, reason in with_cache)
-
-
-class Mirrored:
-    """A Trainer's mixin whose loss is of other inputs than the collator gave."""
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
-
-
-class Prepared:
-    """Likewise."""
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-
-
-class MirroredInTraining:
-    """Likewise, in training alone: the examination, which builds no graph, sees nothing of it."""
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled():
-            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
-
-
-class MirroredNowAndThen:
-    calls = 0
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        self.calls += torch.is_grad_enabled()
-        if self.calls % 5 == 4:
-            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
-
-
-class PreparedInTraining:
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        if self.model.training:  # type: ignore[attr-defined]
-            inputs["pixel_values"].neg_()  # in place
-        return inputs
-
-
-class Stepped:
-    def training_step(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().training_step(model, inputs, *positional, **keywords)  # type: ignore[misc]
-
-
-def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int = 1) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, {0: num_stages, 1: num_stages}, {3: 1}, activation_cache=mode)
-    reasons: list[str | None] = []
-    at_each_step(trainer, after=lambda run: reasons.append(run.cache and run.cache.reason_off))
-    return outcome_of(trainer), reasons[-1]
-
-
-@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
-@pytest.mark.slow
-def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
-    run = Run("image-classification", epochs=4, trainer=mixin)
-    with_cache = run_ranks(reason_of, 2, run, "on")
-    without = run_ranks(reason_of, 2, run, "off")
-    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixin", "num_stages"),
-    [
-        (MirroredInTraining, 1),
-        (MirroredNowAndThen, 1),
-        (PreparedInTraining, 1),
-        (PreparedInTraining, 2),
-        (Stepped, 1),
-        (Stepped, 2),
-    ],
-)
-def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixin: type, num_stages: int) -> None:
-    run = Run("image-classification", epochs=4, trainer=mixin)
-    with_cache = run_ranks(reason_of, 2, run, "on", num_stages)
-    without = run_ranks(reason_of, 2, run, "off", num_stages)
-    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
-
-
 def test_one_process() -> None:
     """Freezing and the cache need no other process."""
     run = Run(epochs=5, per_device=4 * WORLD)
@@ -392,175 +190,6 @@ def test_storage_of_another_precision_is_not_believed(tmp_path: Path) -> None:
     assert_same_training([outcome for outcome, _ in results], expected)
 
 
-class Averaged(TrainerCallback):
-    """Evaluates with other weights, as an exponential average does, and puts the trained ones back."""
-
-    def __init__(self) -> None:
-        self.trainer: PipeTransformerTrainer | None = None
-        self.losses: list[float] = []
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        assert self.trainer is not None
-        for factor in (0.5, 2.0):
-            for parameter in model.parameters():
-                parameter.data.mul_(factor)
-            if factor == 0.5:
-                self.losses.append(self.trainer.evaluate()["eval_loss"])
-
-
-def offloading(trainer: PipeTransformerTrainer) -> None:
-    """As on a GPU: weights of cached layers leave the device."""
-    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
-
-
-def averaging(
-    rank: int, world_size: int, mode: str, offloads: bool
-) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
-    callback = Averaged()
-    run = Run(epochs=5)
-    trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
-    trainer.add_callback(callback)
-    if offloads:
-        offloading(trainer)
-    callback.trainer = trainer
-    outcome = outcome_of(trainer)
-    return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
-
-
-@pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.slow
-def test_other_weights_are_not_evaluated_from_the_cache(offloads: bool) -> None:
-    with_cache, without = (run_ranks(averaging, 2, mode, offloads) for mode in ("on", "off"))
-    torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
-    assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
-    assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
-
-
-class RunningAverage(TrainerCallback):
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def test_weights_stay_where_a_callback_reads_them_in_each_step() -> None:
-    assert watch_steps([RunningAverage()])
-    assert not watch_steps([Averaged()])
-
-
-def scaler(step: int, event: str = "on_step_end", factor: float = 1.5) -> TrainerCallback:
-    """Puts other weights into the first layer, once, behind a step."""
-
-    def scale(_: Any, args: Any, state: Any, control: Any, model: Any, **__: Any) -> None:
-        if state.global_step == step:
-            for name, parameter in model.named_parameters():
-                if "layer.0." in name or "layers.0." in name:
-                    parameter.data = parameter.data * factor  # also where a stage has none
-
-    callback: TrainerCallback = type("Scaler", (TrainerCallback,), {event: scale})()
-    return callback
-
-
-def scaled(
-    rank: int,
-    world_size: int,
-    run: Run,
-    table: dict[int, int],
-    step: int | None,
-    mode: str,
-    stops_after: int | None = None,
-    event: str = "on_step_end",
-    factor: float = 1.5,
-    num_stages: int = 1,
-) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, dict.fromkeys(range(3), num_stages), table, activation_cache=mode)
-    if step is not None:
-        trainer.add_callback(scaler(step, event, factor))
-    if stops_after is not None:
-        trainer.add_callback(StopAfter(stops_after))
-    reasons: list[str | None] = []
-    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
-    return outcome_of(trainer), reasons[-1]
-
-
-@pytest.mark.parametrize("stops_after", [5, None], ids=["in the same epoch", "later"])
-@pytest.mark.slow
-def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int | None, tmp_path: Path) -> None:
-    """They were put under the name of the earlier weights, which another training may have."""
-    run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
-    ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after)
-    assert reason == OTHER_WEIGHTS
-    assert list((tmp_path / "cache").glob("0*-*")) == []
-    whole = Run(epochs=4, per_device=4 * WORLD)
-    shared = whole.with_options(activation_cache_dir=str(tmp_path / "cache"))
-    ((outcome, reason),) = run_ranks(scaled, 1, shared, {3: 1}, None, "on")
-    ((expected, _),) = run_ranks(scaled, 1, whole, {3: 1}, None, "off")
-    assert reason is None
-    assert_same_training([outcome], expected)
-
-
-@pytest.mark.parametrize(
-    ("world", "num_stages", "event", "factor"),
-    [
-        (1, 1, "on_step_end", 1.5),
-        *slow((2, 1, "on_step_end", -1.0)),  # of the same norms
-        *slow((2, 1, "on_evaluate", 1.5)),
-        *slow((2, 2, "on_step_end", 1.5)),  # which the second stage cannot see
-    ],
-)
-def test_weights_that_change_while_they_are_read_are_noticed_at_once(
-    world: int, num_stages: int, event: str, factor: float
-) -> None:
-    """The third epoch reads; the first of its steps, the seventh of all, is followed by other weights."""
-    # images are of one shape: of text each batch has another one, and then stages tell one another anyway
-    kind: Kind = "image-classification" if num_stages > 1 else "text-classification"
-    run = Run(kind, epochs=4, per_device=4 * WORLD // world)
-    if event == "on_evaluate":
-        run = run.with_options(eval_strategy="steps", eval_steps=7)
-    changed = run_ranks(scaled, world, run, {3: 1}, 7, "on", event=event, factor=factor, num_stages=num_stages)
-    without = run_ranks(scaled, world, run, {3: 1}, 7, "off", event=event, factor=factor, num_stages=num_stages)
-    assert_same_training([outcome for outcome, _ in changed], without[0][0])
-    assert {reason for _, reason in changed} == {OTHER_WEIGHTS}
-
-
-@pytest.mark.slow
-def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
-    """In one epoch: at its end they would be taken for what they were all the time."""
-    run, table = Run(epochs=4, per_device=4 * WORLD), {3: 1, 5: 2}
-    ((outcome, reason),) = run_ranks(scaled, 1, run, table, 4, "on")
-    ((expected, _),) = run_ranks(scaled, 1, run, table, 4, "off")
-    assert_same_training([outcome], expected)
-    assert reason == OTHER_WEIGHTS
-
-
-def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
-    """Are the store's names of the weights those of the weights?"""
-    trainer = trainer_of(Run(epochs=6, per_device=4 * WORLD), {0: 1, 1: 1, 2: 1}, {3: 1, 12: 2})
-    trainer.add_callback(scaler(10))
-    found: list[dict[str, bool]] = []
-
-    def turn_off(run: PipelineRun) -> None:
-        assert run.cache is not None
-        if trainer.state.global_step == 9:
-            run.cache._turn_off("loading takes long", may_pay_later=True)
-
-    def look(run: PipelineRun) -> None:
-        assert run.cache is not None
-        run.pipeline.weights.onload()
-        table = run.pipeline.stack.table
-        digests = run.cache._function._digests
-        found.append({name: digest == digest_of(table[name]) for name, digest in digests.items()})
-
-    at_each_step(trainer, turn_off, look)
-    trainer.train()
-    return found
-
-
-@pytest.mark.slow
-def test_weights_that_changed_while_it_was_off_get_another_name() -> None:
-    (found,) = run_ranks(changed_while_off, 1)
-    assert found[9] and not all(found[11].values())  # changed, and nobody has looked yet
-    assert found[-1] and all(found[-1].values())
-
-
 def slow_to_load(
     rank: int, world_size: int, table: dict[int, int]
 ) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
@@ -606,23 +235,6 @@ def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list
     return cached(rank, world_size, Run(epochs=6), {0: 2, 1: 2, 2: 1}, {3: 1, 6: 2}, **options)
 
 
-@pytest.mark.parametrize(
-    ("stages", "nodes", "highest"),
-    [
-        (1, "aaaa", 8),
-        (2, "aaaa", 7),
-        (4, "aaaa", 5),  # three stages follow the first one
-        (2, "aabb", 7),
-        (4, "aabb", 4),  # the third stage is on another node than the first
-        (4, "abbb", 2),
-    ],
-)
-def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest: int) -> None:
-    units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
-    plan = make_plan(units, 4, stages, rows_per_device=4, memory_budget_bytes=None)
-    assert most_cached_layers(plan, 8, nodes) == highest
-
-
 @pytest.mark.slow
 def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:
     """With four stages of four layers that is one layer, also where three are frozen."""
@@ -646,7 +258,6 @@ def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
     assert first == 0 and last > 0.85
 
 
-# ------------------------------------------------------------------------------------------ evaluation, traces
 class PassesOn:
     """A Trainer's mixin that calls the model on what an evaluation's loader gives, as for generation."""
 
@@ -713,38 +324,6 @@ def test_nothing_is_left_on_several_nodes(tmp_path: Path) -> None:
     assert not (tmp_path / "_activation_cache").exists()
 
 
-def test_a_disk_that_is_full_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace_nothing(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "replace", replace_nothing)
-    with suppress(OSError):
-        sharing.publish(tmp_path / "current-a.json", [(2, "b")])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_workers_read_ahead_in_the_generations_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(sharing, "get_worker_info", lambda: "a worker")
-    monkeypatch.setattr(GenerationReader, "prefetch", lambda self, keys: asked.append(self._path.name))
-    current = tmp_path / "store" / "current-a.json"
-    ahead = sharing.ReadAhead(current)
-    ahead([bytes(16)])  # before there is anything
-    assert asked == []
-    sharing.publish(current, [(2, "b"), (1, "a")])
-    ahead([bytes(16)])
-    sharing.publish(current, [(3, "c")])
-    ahead([bytes(16)])
-    assert asked == ["002-b", "001-a", "003-c"]
-    for damaged in ("", "[3]", "{}"):
-        current.write_text(damaged)
-        ahead([bytes(16)])  # the step reads for itself
-    monkeypatch.setattr(sharing, "get_worker_info", lambda: None)
-    sharing.publish(current, [(4, "d")])
-    ahead([bytes(16)])
-    assert "004-d" not in asked
-
-
 @pytest.mark.slow
 def test_events_say_what_is_cached(tmp_path: Path) -> None:
     run_ranks(recorded, WORLD, str(tmp_path))
@@ -791,28 +370,3 @@ def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_p
         for name, weight in saved.items():
             if ".layer.0." in name or ".embeddings." in name:
                 assert torch.equal(weight, outcome.weights[name])
-
-
-def test_what_a_model_depends_on_is_described_whatever_its_configuration_is() -> None:
-    model = nn.Linear(2, 2)
-    plain = cache_setup.describe_model(model, "no")
-    model.config = {"width": 2}  # type: ignore[assignment]
-    assert cache_setup.describe_model(model, "no") != plain
-    assert cache_setup.describe_model(model, "no") != cache_setup.describe_model(model, "bf16")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "shares"),
-    [
-        (["a-0"] * 4, (4,)),
-        (["a-0", "a-0", "b-0", "b-0"], (2, 2)),
-        (["a-0", "b-0", "a-0", "b-0"], (4,)),  # their ranks alternate
-        (["a-0", "a-0", "a-0", "b-0"], (4,)),
-    ],
-)
-def test_nodes_are_told_by_their_names(
-    nodes: list[str], shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as launchers give it, or leave it, that start one process each
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert sharing.node_shares(nodes) == shares

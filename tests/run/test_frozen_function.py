@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from cached_runs import hit_rates, trainer_of
 from distributed import run_ranks
 from selection import few, slow
-from test_cache_control import hit_rates, trainer_of
 from torch import nn
 from training_data import PadCollator
 from training_runs import Run, largest_difference, outcome_of, with_cache_changed
@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.errors import UnsupportedModelError
+from hf_pipetransformer.run import frozen_function
 
 RUN = Run(samples=24, epochs=4, accumulation=1)
 """Three steps an epoch."""
@@ -179,6 +180,16 @@ def test_a_callback_that_changes_the_function_turns_the_cache_off(stages: int, e
     assert cached.reason is not None
     assert ("buffers have been changed" if change is another_mask else "different outputs") in cached.reason
     assert difference(cached, uncached) < 1e-5
+
+
+def test_hooks_of_this_package_are_no_setting_of_a_module() -> None:
+    """The cache registers one on the model for each pass; with it, the weights would seem to have been changed."""
+    module = nn.Linear(2, 2)
+    before = frozen_function._setting(module._forward_pre_hooks)
+    module.register_forward_pre_hook(frozen_function.digest_of)
+    assert frozen_function._setting(module._forward_pre_hooks) == before
+    module.register_forward_pre_hook(lambda module, args: None)
+    assert frozen_function._setting(module._forward_pre_hooks) != before
 
 
 # ------------------------------------------------------------------------------------ inputs that a hook changes

@@ -37,27 +37,28 @@ from stored_rows import (
 )
 
 from hf_pipetransformer.cache.activation_files import HEADER_BYTES, RECORDS_PER_BUCKET
-from hf_pipetransformer.cache.activation_store import ActivationStore, GenerationReader, GenerationWriter, StoreFull
+from hf_pipetransformer.cache.activation_store import StoreFull
+from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ActivationStore:
-    return ActivationStore(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
 
 
 @pytest.fixture
-def reader(store: ActivationStore) -> Iterator[GenerationReader]:
+def reader(store: FileStore) -> Iterator[FileReader]:
     with closing(store.reader(3, FINGERPRINT)) as reader:
         yield reader
 
 
 @pytest.fixture
-def writer(store: ActivationStore) -> Iterator[GenerationWriter]:
+def writer(store: FileStore) -> Iterator[FileWriter]:
     with closing(open_writer(store)) as writer:
         yield writer
 
 
-def test_round_trip(store: ActivationStore, reader: GenerationReader) -> None:
+def test_round_trip(store: FileStore, reader: FileReader) -> None:
     lengths = [1, 7, 4096, 73_728]
     keys = [key_of(n) for n in range(4)]
     rows = [payload_of(n, nbytes) for n, nbytes in enumerate(lengths)]
@@ -73,7 +74,7 @@ def test_round_trip(store: ActivationStore, reader: GenerationReader) -> None:
     assert square.tobytes() == rows[2].tobytes()
 
 
-def test_what_was_not_put_is_a_miss(store: ActivationStore, writer: GenerationWriter) -> None:
+def test_what_was_not_put_is_a_miss(store: FileStore, writer: FileWriter) -> None:
     put(writer, [1])
     with closing(store.reader(3, FINGERPRINT)) as reader:
         assert hits_of(reader, [1, 2]) == [1]
@@ -85,7 +86,7 @@ def test_what_was_not_put_is_a_miss(store: ActivationStore, writer: GenerationWr
             assert other.contains([key_of(1)]) == [False]
 
 
-def test_a_reader_may_be_there_before_the_generation(store: ActivationStore, reader: GenerationReader) -> None:
+def test_a_reader_may_be_there_before_the_generation(store: FileStore, reader: FileReader) -> None:
     assert hits_of(reader, [1]) == []
     assert reader.facts is None
     with closing(open_writer(store)) as writer:
@@ -93,7 +94,7 @@ def test_a_reader_may_be_there_before_the_generation(store: ActivationStore, rea
     assert hits_of(reader, [1]) == [1]
 
 
-def test_what_is_there_is_not_written_again(store: ActivationStore, writer: GenerationWriter) -> None:
+def test_what_is_there_is_not_written_again(store: FileStore, writer: FileWriter) -> None:
     assert put(writer, [1, 2, 1]) == 2
     nbytes = store.nbytes()
     with closing(open_writer(store, writer=1)) as other:
@@ -104,7 +105,7 @@ def test_what_is_there_is_not_written_again(store: ActivationStore, writer: Gene
         assert other.num_entries == 1 and other.num_present == 3
 
 
-def test_what_a_killed_process_was_making_is_removed_later(store: ActivationStore) -> None:
+def test_what_a_killed_process_was_making_is_removed_later(store: FileStore) -> None:
     put(open_writer(store), [1])
     new, old = store.folder / ".new-fresh", store.folder / ".doubtful-old"
     for folder in (new, old):
@@ -115,7 +116,7 @@ def test_what_a_killed_process_was_making_is_removed_later(store: ActivationStor
     assert new.is_dir() and not old.exists()
 
 
-def test_a_superseded_generation_is_evicted_first_unless_somebody_uses_it(store: ActivationStore) -> None:
+def test_a_superseded_generation_is_evicted_first_unless_somebody_uses_it(store: FileStore) -> None:
     now = time.time()
     for number in (3, 4):
         store.writer(number, FINGERPRINT, writer=0, capacity=4).close()
@@ -129,7 +130,7 @@ def test_a_superseded_generation_is_evicted_first_unless_somebody_uses_it(store:
 def test_what_another_training_marks_is_not_evicted_when_one_needs_it_no_more(tmp_path: Path) -> None:
     """Though the other one marks seldom, and has done so before."""
     now = time.time()
-    ours, theirs = (ActivationStore(tmp_path / "store", user=user) for user in ("ours", "theirs"))
+    ours, theirs = (FileStore(tmp_path / "store", user=user) for user in ("ours", "theirs"))
     for store in (theirs, ours):
         store.writer(3, FINGERPRINT, writer=0, capacity=4).close()
     ours.mark_superseded(3, FINGERPRINT)
@@ -138,7 +139,7 @@ def test_what_another_training_marks_is_not_evicted_when_one_needs_it_no_more(tm
     assert ours.evict(now - 60)
 
 
-def test_marks_of_a_training_that_is_long_over_keep_nothing(store: ActivationStore) -> None:
+def test_marks_of_a_training_that_is_long_over_keep_nothing(store: FileStore) -> None:
     store.writer(3, FINGERPRINT, writer=0, capacity=4).close()
     folder = store.folder / f"003-{FINGERPRINT}"
     for path in (*folder.glob("used-*"), folder):
@@ -146,7 +147,7 @@ def test_marks_of_a_training_that_is_long_over_keep_nothing(store: ActivationSto
     assert store.evict(time.time() - 60)
 
 
-def test_a_full_table_turns_rows_away_and_keeps_what_it_has(store: ActivationStore, reader: GenerationReader) -> None:
+def test_a_full_table_turns_rows_away_and_keeps_what_it_has(store: FileStore, reader: FileReader) -> None:
     with closing(open_writer(store, capacity=1)) as writer:
         room = RECORDS_PER_BUCKET
         assert put(writer, range(room - 1)) == room - 1
@@ -160,7 +161,7 @@ def test_a_full_table_turns_rows_away_and_keeps_what_it_has(store: ActivationSto
 def test_modes(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        store = ActivationStore(tmp_path / "a" / "store")
+        store = FileStore(tmp_path / "a" / "store")
         with closing(open_writer(store)) as writer:
             put(writer, [1])
     finally:
@@ -170,7 +171,7 @@ def test_modes(tmp_path: Path) -> None:
     assert modes == {"store": 0o700, f"003-{FINGERPRINT}": 0o700, **dict.fromkeys(files, 0o600)}
 
 
-def test_the_first_writer_decides_about_a_generation(store: ActivationStore, reader: GenerationReader) -> None:
+def test_the_first_writer_decides_about_a_generation(store: FileStore, reader: FileReader) -> None:
     with (
         closing(store.writer(3, FINGERPRINT, writer=0, capacity=1000, facts={"dtype": "float32"})) as first,
         closing(store.writer(3, FINGERPRINT, writer=1, capacity=1, facts={"dtype": "bfloat16"})) as second,
@@ -180,7 +181,7 @@ def test_the_first_writer_decides_about_a_generation(store: ActivationStore, rea
     assert reader.facts == {"dtype": "float32"}
 
 
-def test_generations(store: ActivationStore) -> None:
+def test_generations(store: FileStore) -> None:
     assert store.generations() == []
     assert store.nbytes() == 0
     store.folder.mkdir()
@@ -211,27 +212,27 @@ def test_generations(store: ActivationStore) -> None:
         (lambda store: store.reader(1, "a").contains([b"short"]), "5 bytes"),
         (lambda store: store.reader(1, "a").read_into([bytes(16)], []), "1 keys and 0 samples"),
         (lambda store: store.writer(1, "a", writer=0, capacity=1).put([bytes(17)], [np.zeros(1)]), "17 bytes"),
-        (lambda store: ActivationStore("a", max_bytes=-1), "max_bytes is -1"),
+        (lambda store: FileStore("a", max_bytes=-1), "max_bytes is -1"),
     ],
 )
-def test_mistakes_are_told(store: ActivationStore, call: Callable[[ActivationStore], Any], message: str) -> None:
+def test_mistakes_are_told(store: FileStore, call: Callable[[FileStore], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         call(store)
 
 
-def test_a_row_may_be_too_large(writer: GenerationWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_pipetransformer.cache.activation_store.MAX_PAYLOAD_BYTES", 199)
+def test_a_row_may_be_too_large(writer: FileWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_pipetransformer.cache.file_store.MAX_PAYLOAD_BYTES", 199)
     with pytest.raises(ValueError, match="200 bytes, but at most 199"):
         put(writer, [1])
 
 
-def open_files(store: ActivationStore) -> list[str]:
+def open_files(store: FileStore) -> list[str]:
     descriptors = Path("/proc/self/fd").iterdir()
     targets = [os.readlink(path) for path in descriptors if path.is_symlink()]
     return sorted(target for target in targets if target.startswith(str(store.folder)))
 
 
-def test_descriptors_are_closed(store: ActivationStore) -> None:
+def test_descriptors_are_closed(store: FileStore) -> None:
     folder = str(folder_of(store))
     with closing(open_writer(store)) as writer, closing(store.reader(3, FINGERPRINT)) as reader:
         put(writer, [1])
@@ -246,7 +247,7 @@ def test_descriptors_are_closed(store: ActivationStore) -> None:
         assert open_files(store) == []
 
 
-def test_a_closed_writer_writes_nowhere(store: ActivationStore, tmp_path: Path) -> None:
+def test_a_closed_writer_writes_nowhere(store: FileStore, tmp_path: Path) -> None:
     writer = open_writer(store)
     put(writer, [1])
     writer.close()
@@ -258,7 +259,7 @@ def test_a_closed_writer_writes_nowhere(store: ActivationStore, tmp_path: Path) 
         assert all((tmp_path / str(n)).stat().st_size == 0 for n in range(10))
 
 
-def test_only_readers_and_stores_may_be_pickled(store: ActivationStore, writer: GenerationWriter) -> None:
+def test_only_readers_and_stores_may_be_pickled(store: FileStore, writer: FileWriter) -> None:
     put(writer, [1])
     with closing(store.reader(3, FINGERPRINT)) as reader:
         assert hits_of(reader, [1]) == [1]
@@ -270,9 +271,7 @@ def test_only_readers_and_stores_may_be_pickled(store: ActivationStore, writer: 
         pickle.dumps(writer)
 
 
-def test_prefetch(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetch(store: FileStore, reader: FileReader, writer: FileWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, *what: asked.append(what))
     put(writer, [1, 2])
@@ -293,10 +292,10 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.mkdtemp()
-        self.store = ActivationStore(self.folder)
+        self.store = FileStore(self.folder)
         self.contents: dict[tuple[int, str], dict[bytes, bytes]] = {g: {} for g in ((1, "a"), (2, "a"), (1, "b"))}
         self.readers = {g: self.store.reader(*g) for g in self.contents}
-        self.writers: dict[tuple[tuple[int, str], int], GenerationWriter] = {}
+        self.writers: dict[tuple[tuple[int, str], int], FileWriter] = {}
         self.outdated: set[tuple[tuple[int, str], int]] = set()
 
     generations = st.sampled_from([(1, "a"), (2, "a"), (1, "b")])
@@ -359,9 +358,7 @@ TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
 
 
-def test_deletion_under_readers_and_writers(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter
-) -> None:
+def test_deletion_under_readers_and_writers(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
     put(writer, [1])
     assert hits_of(reader, [1]) == [1]
     store.delete(3, FINGERPRINT)
@@ -379,7 +376,7 @@ def test_deletion_under_readers_and_writers(
         put(writer, [1])
 
 
-def test_a_writer_notices_that_its_segment_is_gone(store: ActivationStore, writer: GenerationWriter) -> None:
+def test_a_writer_notices_that_its_segment_is_gone(store: FileStore, writer: FileWriter) -> None:
     put(writer, [1])
     (folder_of(store) / "segment-0").unlink()
     with pytest.raises(OSError, match="deleted"):
@@ -387,7 +384,7 @@ def test_a_writer_notices_that_its_segment_is_gone(store: ActivationStore, write
 
 
 def test_a_reader_gets_misses_when_everything_is_gone(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter
+    store: FileStore, reader: FileReader, writer: FileWriter
 ) -> None:
     put(writer, [1])
     assert hits_of(reader, [1]) == [1]
@@ -395,7 +392,7 @@ def test_a_reader_gets_misses_when_everything_is_gone(
     assert hits_of(reader, [1]) == []
 
 
-def test_what_a_killed_process_had_not_finished_deleting(store: ActivationStore, writer: GenerationWriter) -> None:
+def test_what_a_killed_process_had_not_finished_deleting(store: FileStore, writer: FileWriter) -> None:
     put(writer, [1])
     size = store.nbytes()
     folder_of(store).rename(store.folder / ".deleted-0")
@@ -406,9 +403,7 @@ def test_what_a_killed_process_had_not_finished_deleting(store: ActivationStore,
     assert [path.name for path in store.folder.iterdir()] == ["005-a"]
 
 
-def test_a_sound_generation_is_not_discarded(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter
-) -> None:
+def test_a_sound_generation_is_not_discarded(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
     put(writer, [1])
     store._discard_damaged(folder_of(store))  # found it damaged, but another process has been quicker
     assert put(writer, [2]) == 1
@@ -418,7 +413,7 @@ def test_a_sound_generation_is_not_discarded(
 
 def test_size_limit(tmp_path: Path) -> None:
     entry = 200 + HEADER_BYTES
-    store = ActivationStore(tmp_path / "store", max_bytes=10 * entry)
+    store = FileStore(tmp_path / "store", max_bytes=10 * entry)
     with (
         closing(store.writer(1, "a", writer=0, capacity=64)) as first,
         closing(store.writer(2, "a", writer=0, capacity=64)) as second,
@@ -448,7 +443,7 @@ def use_as_nobody(folder: Path) -> tuple[list[int], list[str]]:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-    store = ActivationStore("store")
+    store = FileStore("store")
     errors = []
     for num_frozen in (3, 4):
         try:
@@ -463,7 +458,7 @@ def use_as_nobody(folder: Path) -> tuple[list[int], list[str]]:
         return hits_of(reader, [1, 2]), errors
 
 
-def test_read_only_folder(store: ActivationStore) -> None:
+def test_read_only_folder(store: FileStore) -> None:
     with closing(open_writer(store)) as writer:
         put(writer, [1])
     paths = [store.folder.parent, store.folder, *store.folder.rglob("*")]
@@ -479,13 +474,13 @@ def test_read_only_folder(store: ActivationStore) -> None:
             path.chmod(0o700)
 
 
-def read_all(reader: GenerationReader, numbers: Sequence[int]) -> list[int]:
+def read_all(reader: FileReader, numbers: Sequence[int]) -> list[int]:
     return hits_of(reader, numbers)
 
 
 @pytest.mark.slow
 def test_readers_that_were_opened_before_processes_were_started(
-    store: ActivationStore, reader: GenerationReader, writer: GenerationWriter
+    store: FileStore, reader: FileReader, writer: FileWriter
 ) -> None:
     put(writer, range(20))
     assert hits_of(reader, range(30)) == list(range(20))
@@ -496,7 +491,7 @@ def test_readers_that_were_opened_before_processes_were_started(
 
 
 def write_until_killed(folder: Path, moment: str) -> None:
-    store = ActivationStore(folder)
+    store = FileStore(folder)
     writer = open_writer(store, capacity=10_000)
     put(writer, range(10), nbytes=20_000)
     pwritev = os.pwritev
@@ -518,7 +513,7 @@ def write_until_killed(folder: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["in the entries", "before the records", "any", "any"])
-def test_killed_writer(store: ActivationStore, reader: GenerationReader, moment: str) -> None:
+def test_killed_writer(store: FileStore, reader: FileReader, moment: str) -> None:
     with Child(write_until_killed, store.folder, moment) as child:
         if moment == "any":
             deadline = time.monotonic() + SECONDS
@@ -542,7 +537,7 @@ def test_killed_writer(store: ActivationStore, reader: GenerationReader, moment:
 def write_everything(folder: Path, rank: int, seed: int, barrier: Any) -> int:
     order = list(range(300))
     random.Random(seed).shuffle(order)
-    with closing(open_writer(ActivationStore(folder), writer=rank, capacity=300)) as writer:
+    with closing(open_writer(FileStore(folder), writer=rank, capacity=300)) as writer:
         barrier.wait(SECONDS)
         for start in range(0, 300, 5):
             put(writer, order[start : start + 5])
@@ -550,7 +545,7 @@ def write_everything(folder: Path, rank: int, seed: int, barrier: Any) -> int:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3), (0, 0)], ids=["two", "four", "of two jobs"])
-def test_writers_at_the_same_time(store: ActivationStore, reader: GenerationReader, ranks: tuple[int, ...]) -> None:
+def test_writers_at_the_same_time(store: FileStore, reader: FileReader, ranks: tuple[int, ...]) -> None:
     barrier = multiprocessing.get_context("fork").Barrier(len(ranks))
     with ExitStack() as stack:
         writers = [
@@ -570,12 +565,12 @@ def test_writers_at_the_same_time(store: ActivationStore, reader: GenerationRead
 
 def open_and_put(folder: Path, rank: int, barrier: Any) -> None:
     barrier.wait(SECONDS)
-    with closing(open_writer(ActivationStore(folder), writer=rank, capacity=1000 * (1 + rank))) as writer:
+    with closing(open_writer(FileStore(folder), writer=rank, capacity=1000 * (1 + rank))) as writer:
         barrier.wait(SECONDS)
         with suppress(OSError):  # who opened what another then replaced, is told so
             put(writer, [rank])
             return
-    with closing(open_writer(ActivationStore(folder), writer=rank)) as writer:
+    with closing(open_writer(FileStore(folder), writer=rank)) as writer:
         put(writer, [rank])
 
 
@@ -583,7 +578,7 @@ def open_and_put(folder: Path, rank: int, barrier: Any) -> None:
 def test_writers_that_make_a_generation_at_the_same_time(tmp_path: Path, before: str) -> None:
     barrier = multiprocessing.get_context("fork").Barrier(4)
     for attempt in range(10):
-        store = ActivationStore(tmp_path / str(attempt))
+        store = FileStore(tmp_path / str(attempt))
         if before == "another version":
             open_writer(store).close()
             (folder_of(store) / "meta.json").write_text(json.dumps({"version": 0}))
@@ -596,7 +591,7 @@ def test_writers_that_make_a_generation_at_the_same_time(tmp_path: Path, before:
 
 
 def write_and_delete(folder: Path, rank: int) -> int:
-    store = ActivationStore(folder)
+    store = FileStore(folder)
     written = 0
     for _ in range(100):
         with closing(open_writer(store, writer=rank, capacity=300)) as writer:
@@ -608,7 +603,7 @@ def write_and_delete(folder: Path, rank: int) -> int:
     return written
 
 
-def test_reading_while_others_write_and_delete(store: ActivationStore, reader: GenerationReader) -> None:
+def test_reading_while_others_write_and_delete(store: FileStore, reader: FileReader) -> None:
     hits = 0
     with Child(write_and_delete, store.folder, 0) as first, Child(write_and_delete, store.folder, 1) as second:
         while first.process.is_alive() or second.process.is_alive():
@@ -619,7 +614,7 @@ def test_reading_while_others_write_and_delete(store: ActivationStore, reader: G
     assert list(store.folder.iterdir()) == []
 
 
-def test_what_has_not_been_used_for_longest_is_evicted_first(store: ActivationStore) -> None:
+def test_what_has_not_been_used_for_longest_is_evicted_first(store: FileStore) -> None:
     names = [(2, "old"), (3, "older"), (4, "marked"), (5, "new")]
     for name in names:
         store.writer(*name, writer=0, capacity=8).close()

@@ -12,7 +12,7 @@ from model_zoo import MODELS
 from training_data import PadCollator, TrainingData
 
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.run.agreement import check_same_everywhere, check_same_size
+from hf_pipetransformer.run.consistency import check_same_everywhere, check_same_size
 
 ODD_ONE = 2  # the rank that is given something else
 
