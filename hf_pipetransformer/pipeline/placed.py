@@ -196,13 +196,9 @@ class PlacedPipeline:
 
     def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:
         stage, wrapped = self.stage, self.wrapped
-        stage.micro_batches = (batch,)
-        if wrapped is None:
-            stage(index=FIRST).backward()
-        else:
-            with nullcontext() if gradients_synchronise else wrapped.no_sync():
-                wrapped(index=FIRST).backward()
-        stage.micro_batches = ()
+        unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
+        with stage.holding((batch,)), unreduced:
+            (wrapped if wrapped is not None else stage)(index=FIRST).backward()
 
     def losses_of_parts_and_whole(
         self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
@@ -221,14 +217,11 @@ class PlacedPipeline:
         inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
         together = [inputs], [self._scheduler.joined(batch, received)]
         losses = []
-        try:
-            for batches, values in ((split_batch(inputs, len(received)), received), together):
-                stage.micro_batches = batches
+        for batches, values in ((split_batch(inputs, len(received)), received), together):
+            with stage.holding(batches):
                 for rows, arrived in zip(batches, values, strict=True):
                     with stage.running_to_the_end(arrived, rows) as mine:
                         losses.append(part_of_loss(stage.stack.model, mine))
-        finally:
-            stage.micro_batches = ()
         return losses
 
 

@@ -91,14 +91,10 @@ class PipelineScheduler:
         shapes = self._shape_book.shapes(batch, batch_rows(batch) // num_microbatches)
         stage, schedule = self._for(shapes, num_microbatches)
         stage.gradients_synchronise = gradients_synchronise
-        self._stage.shapes = shapes
-        self._stage.micro_batches = split_batch(batch, num_microbatches)
         index = torch.arange(num_microbatches)  # the argument that torch splits into micro-batches
         target = index if self._stage.is_last else None
-        try:
+        with self._stage.holding(split_batch(batch, num_microbatches), shapes):
             schedule.step(index=index, target=target, return_outputs=False)
-        finally:
-            self._stage.micro_batches = ()
 
     def joined(self, batch: Batch, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """What the stage would have received for the whole batch, from what it received for its micro-batches."""

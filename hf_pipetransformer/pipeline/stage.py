@@ -53,8 +53,8 @@ class StageModule(nn.Module):
     """Units [start, stop) of the model as a module of their own.
 
     Its parameters are exactly those that the units need, so DDP, the optimizer and `zero_grad` see only this stage;
-    the model itself is referenced, not registered. `forward` runs a micro-batch that was stored in `micro_batches`
-    beforehand, because torch's schedules split tensors only and a batch may hold values of any type.
+    the model itself is referenced, not registered. `forward` runs a micro-batch that it was given beforehand
+    (`holding`), because torch's schedules split tensors only and a batch may hold values of any type.
 
     Args:
         stack: the model's units.
@@ -76,10 +76,13 @@ class StageModule(nn.Module):
         self.device = device
         self._loss_of = loss_of
         self.cache: ActivationCache | None = None
+        """The cache in use, of which the `ElasticPipeline` decides."""
         self.micro_batches: Sequence[Batch] = ()
+        """The micro-batches of the pass that runs; empty between passes."""
         self.received: dict[int, Sequence[torch.Tensor]] | None = None
-        """The tensors that the last stage has received in a step, by micro-batch index; None if they are not kept."""
-        self.shapes = StageShapes((), ())
+        """The tensors that the last stage has received in a step, by micro-batch index; None if `PlacedPipeline.step`
+        does not keep them."""
+        self._shapes = StageShapes((), ())
         owned = stack.owned(start, stop)
         self.names = tuple(name for name in stack.table.names if name in owned)
         for index, name in enumerate(self.names):
@@ -104,6 +107,20 @@ class StageModule(nn.Module):
     def slots_out(self) -> tuple[CarrySlot, ...]:
         return () if self.is_last else self.stack.boundaries[self.stop]
 
+    @contextmanager
+    def holding(self, micro_batches: Sequence[Batch], shapes: StageShapes | None = None) -> Iterator[None]:
+        """Inside, `forward` runs these micro-batches.
+
+        Args:
+            micro_batches: the micro-batches, by index.
+            shapes: the tensors of each of them at the stage's boundaries; None if this is the only stage.
+        """
+        self.micro_batches, self._shapes = micro_batches, shapes or StageShapes((), ())
+        try:
+            yield
+        finally:
+            self.micro_batches = ()
+
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the micro-batch number `index`.
 
@@ -119,7 +136,7 @@ class StageModule(nn.Module):
         supply = iter(received)
         values = [
             next(supply) if slot.is_used else carried.zeros(self.device)
-            for slot, carried in zip(self.slots_in, self.shapes.incoming, strict=True)
+            for slot, carried in zip(self.slots_in, self._shapes.incoming, strict=True)
         ]
         if self.is_last:
             if self.received is not None:
@@ -128,7 +145,7 @@ class StageModule(nn.Module):
             with self.running_to_the_end(values, batch) as inputs:
                 return self._loss_of(self.stack.model, inputs).reshape(1)
         outputs = self.carry_on(values, batch)
-        for slot, tensor, expected in zip(self.slots_out, outputs, self.shapes.outgoing, strict=True):
+        for slot, tensor, expected in zip(self.slots_out, outputs, self._shapes.outgoing, strict=True):
             if slot.is_used and (tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype):
                 raise RuntimeError(
                     f"layer {self.stack.units[self.stop - 1].name!r} returned {tuple(tensor.shape)} {tensor.dtype} in"
@@ -137,7 +154,7 @@ class StageModule(nn.Module):
                 )
         return tuple(
             (tensor if carried.requires_grad else tensor.detach()).contiguous()
-            for slot, tensor, carried in zip(self.slots_out, outputs, self.shapes.outgoing, strict=True)
+            for slot, tensor, carried in zip(self.slots_out, outputs, self._shapes.outgoing, strict=True)
             if slot.is_used
         )
 

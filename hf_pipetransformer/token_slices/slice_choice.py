@@ -357,8 +357,7 @@ def _run_slice(
     ]
     # the context's keys and values are zeros, because their values do not affect the time
     sliced = SlicedSequence(stage.stack.model, part, lengths, windows).slice(len(lengths) - 1)
-    stage.shapes, stage.micro_batches = shapes, (sliced,)
-    try:
+    with stage.holding((sliced,), shapes):
         _synchronise(stage.device)
         began = time.perf_counter()
         output = stage(*inputs, index=FIRST)
@@ -370,8 +369,6 @@ def _run_slice(
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
         _synchronise(stage.device)
         return middle - began, time.perf_counter() - middle
-    finally:
-        stage.micro_batches = ()
 
 
 def _synchronise(device: torch.device) -> None:

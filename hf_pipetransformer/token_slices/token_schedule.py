@@ -167,11 +167,8 @@ class _Step:
             for tensor, carried in zip(received, _used(stage.slots_in, shapes.incoming), strict=True)
         ]
         batch = part.sequence.slice(task.slice)
-        stage.shapes, stage.micro_batches = shapes, (batch,)
-        try:
+        with stage.holding((batch,), shapes):
             output = stage(*inputs, index=FIRST)
-        finally:
-            stage.micro_batches = ()
         if "past_key_values" in batch and len(part.shapes) > 1:
             check_updates(stage.stack.model, batch["past_key_values"], stage.stop - stage.start)
         outputs = [output] if isinstance(output, torch.Tensor) else list(output)

@@ -47,8 +47,8 @@ class Stages:
         """What each stage returns, in order, each working on what the one before has handed on."""
         returned, received = [], ()
         for stage, its_shapes in zip(self.stages, shapes, strict=True):
-            stage.shapes, stage.micro_batches = its_shapes, (micro_batch,)
-            output = stage(*received, index=INDEX)
+            with stage.holding((micro_batch,), its_shapes):
+                output = stage(*received, index=INDEX)
             returned.append(output if isinstance(output, tuple) else (output,))
             received = tuple(t.detach().requires_grad_(t.requires_grad) for t in returned[-1])
         return returned
