@@ -114,9 +114,9 @@ def train_alone(trainer: Trainer) -> None:
     """Train, with nothing left to do of an earlier training. Collective over all processes."""
     trainer.remove_callback(PrinterCallback)
     gc.collect()  # an earlier Trainer, a circle of references, shall not be collected during the steps
-    dist.barrier()
+    PartialState().wait_for_everyone()
     trainer.train()
-    dist.barrier()  # the folder is needed until all are done
+    PartialState().wait_for_everyone()  # the folder is needed until all are done
 
 
 def summary_of(rounds: list[dict[str, list[float]]], frozen: list[int]) -> dict[int, dict[str, float]]:
@@ -180,7 +180,8 @@ def main() -> None:
             "options": {key: str(value) for key, value in vars(arguments).items() if key not in ("model", "output")},
         }
         arguments.output.write_text(json.dumps({**facts, "summary": summary, "rounds": rounds}, indent=2))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -349,3 +351,20 @@ def test_memory_is_predicted_for_long_rows_where_the_first_are_short() -> None:
     """Two short rows made the first layout seem small, so that no shorter pipeline ever fitted into its memory."""
     short, long = (run_ranks(activation_bytes, 2, order)[0] for order in ("shortest first", "longest first"))
     assert short == long
+
+
+# ------------------------------------------------------------------------------------------ behind a training
+def parameters_left(rank: int, world_size: int) -> int:
+    freezing = {"freeze_policy": "schedule", "freeze_schedule": {0: 1}}
+    trainer = pipeline_trainer(RUN, world_size, **freezing)
+    trainer.train()
+    parameters = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
+    del trainer
+    gc.collect()
+    return sum(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("stages", [1, *slow(2)])
+def test_a_trained_model_is_freed(stages: int) -> None:
+    """Counting what its layers save for the backward had made a circle in C++, which no garbage collector sees."""
+    assert run_ranks(parameters_left, stages) == [0] * stages

@@ -168,4 +168,6 @@ class _Meter:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._weights:
             self._saved[storage.data_ptr()] = storage.nbytes()  # a storage that is saved twice occupies memory once
-        return tensor
+        # An operation that saves its own result would be kept by it, and the graph and the model with it, for ever:
+        # Python's garbage collector does not see what is saved in C++.
+        return tensor.detach()
