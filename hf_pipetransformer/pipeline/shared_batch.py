@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .mesh import as_bytes
+from .chunks import as_bytes
 
 FIRST_CAPACITY = 4096
 """Length of the first message in bytes; a longer batch is sent in two parts, and makes later messages as long."""
