@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from transformers import Trainer
 from transformers.cache_utils import CacheLayerMixin
@@ -121,6 +122,12 @@ def test_process_groups_are_ended() -> None:
     abort = getattr(c10d, "_abort_process_group", None)
     assert abort is not None, f"torch {torch.__version__} has no _abort_process_group any more"
     assert not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
+
+
+def test_where_ddp_keeps_its_buckets() -> None:
+    source = inspect.getsource(DistributedDataParallel)
+    for holder in ("self.reducer = dist.Reducer(", "self.logger = dist.Logger(self.reducer)"):
+        assert holder in source, f"torch {torch.__version__}: DistributedDataParallel has no {holder!r} any more"
 
 
 def test_pytree() -> None:

@@ -31,6 +31,10 @@ WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataP
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may end without a gradient."""
 
 
+DDP_PARTS = ("reducer", "logger")
+"""Attributes of DDP's wrapper that hold its buckets."""
+
+
 class SliceSchedule(Protocol):
     """Runs the steps of a plan on slices of sequences."""
 
@@ -134,9 +138,14 @@ class PlacedPipeline:
         )
 
     def close(self) -> None:
-        """Undo the changes that this plan made to the model's modules."""
+        """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
+        if self.wrapped is not None:
+            # The buckets are as large as all gradients here. Whoever still refers to the wrapper (a callback, or a
+            # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
+            for part in DDP_PARTS:
+                vars(self.wrapped).pop(part, None)
 
     @property
     def settled_microbatches(self) -> dict[tuple[int, int], int]:
