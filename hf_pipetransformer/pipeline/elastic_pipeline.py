@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -369,9 +368,8 @@ class ElasticPipeline(nn.Module):
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_placed and self.num_stages > 1:
             if not is_trained:
-                inputs = dict(named_inputs(self.model, positional, batch))
-                to_device = partial(on_device, device=self.device)
-                return self.predict(inputs, to_device, lambda rows: self.model(**rows))
+                inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
+                return self.predict(inputs, lambda rows: self.model(**rows))
             raise ValueError(
                 "The model is split over several stages, and during training a single stage has no model output. In"
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
@@ -388,12 +386,13 @@ class ElasticPipeline(nn.Module):
         with self.stack.runner.to_the_end(0, None):
             return self.model(*positional, **batch)
 
-    def predict(self, batch: Batch, prepare: Callable[[Batch], Batch], head: Callable[[Batch], Any]) -> Any:
-        """The last stage's outputs for this process's own batch: `prediction.predict`.
+    def predict(self, batch: Batch, head: Callable[[Batch], Any]) -> Any:
+        """The last stage's outputs for this process's own batch, prepared: `prediction.predict`.
 
         Collective over the pipeline.
         """
-        return prediction.predict(self._current.stage, self._current.messages, batch, prepare, head)
+        placed = self._current
+        return prediction.predict(placed.stage, placed.messages, placed.of_each_stage(batch), head)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

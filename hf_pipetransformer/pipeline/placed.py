@@ -106,14 +106,16 @@ class PlacedPipeline:
         elif groups.replicas is not None and trainable:
             self.wrapped = wrap_replicas(stage, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
-        self._channel: BatchChannel | None = None
+        self._channels: tuple[BatchChannel, ...] = ()  # one from each stage to the others
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
         if groups.pipeline is None:
             return
-        self._channel = BatchChannel(ranks[0], groups.pipeline_control, groups.pipeline, stage.device)
+        self._channels = tuple(
+            BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
+        )
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
         shape_book = ShapeBook(stage, self.messages.receive_shapes, self.messages.send_shapes)
@@ -160,7 +162,11 @@ class PlacedPipeline:
     # ------------------------------------------------------------------------------------ steps
     def share(self, mine: Any) -> Any:
         """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
-        return mine if self._channel is None else self._channel.share(mine)
+        return self._channels[0].share(mine) if self._channels else mine
+
+    def of_each_stage(self, mine: Any) -> list[Any]:
+        """Return every stage's own value, on all stages, as `share` sends it. Collective over the pipeline."""
+        return [channel.share(mine) for channel in self._channels] or [mine]
 
     def prepare(self, batch: Batch) -> None:
         """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
