@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from .devices import synchronise
+
 CHUNK_BYTES = 2**26
 """Upper bound, in bytes, for one message of weights or optimizer state, and so for the buffer that it needs."""
 
@@ -67,8 +69,7 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         parts = cut(tensors, start, stop)
         for place, part in zip(buffer.split([part.numel() for part in parts]), parts, strict=True):
             place.copy_(part, non_blocking=True)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # once a chunk
+        synchronise(device)
         yield buffer
 
 

@@ -17,6 +17,12 @@ def name_of_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def memory_budget(device: torch.device, processes: int) -> int | None:
     """Number of bytes that a stage may use on a device; None if it is not known.
 

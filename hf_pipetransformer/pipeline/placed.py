@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KEYS_NAME
 from ..model.micro_batch import Batch, split_batch
 from ..planning.plan import PipelinePlan
+from .devices import synchronise
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
@@ -136,7 +137,7 @@ class PlacedPipeline:
         self._trials = MicrobatchTrials(
             partial(plan.promising_microbatches, within=WORTH_A_TRIAL),
             self.messages.largest,
-            partial(_synchronise, stage.device),
+            partial(synchronise, stage.device),
         )
 
     def close(self) -> None:
@@ -262,8 +263,3 @@ def _shared_parameters(
         )
         for stages, names in by_stages.items()
     ]
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
