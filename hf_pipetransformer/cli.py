@@ -94,7 +94,7 @@ def plan(
     epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at each one's begin.")],
     samples: Annotated[int | None, typer.Option(help="Samples of an epoch.")] = None,
     profile: Annotated[
-        str, typer.Option(help="analytic: by --device; cpu, cuda: time the model's parts on this machine.")
+        str, typer.Option(help=f"analytic: by --device; {', '.join(command.PROFILES[1:])}: time the parts here.")
     ] = "analytic",
     device: Annotated[
         str | None,

@@ -14,6 +14,7 @@ import transformers
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Trainer
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -115,6 +116,21 @@ def test_pipeline_stage_methods(method: str) -> None:
 def test_backward_of_a_stage() -> None:
     expected = ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
     assert parameters(PipelineStage.backward_one_chunk) == expected, f"torch {torch.__version__} changed it"
+
+
+def test_process_groups_are_ended() -> None:
+    """What `resilience/exit.py` needs of them at the interpreter's end."""
+    c10d = torch.distributed.distributed_c10d
+    assert isinstance(c10d._world.pg_map, dict), f"torch {torch.__version__} lists its process groups elsewhere"
+    abort = getattr(c10d, "_abort_process_group", None)
+    assert abort is not None, f"torch {torch.__version__} has no _abort_process_group any more"
+    assert not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
+
+
+def test_where_ddp_keeps_its_buckets() -> None:
+    source = inspect.getsource(DistributedDataParallel)
+    for holder in ("self.reducer = dist.Reducer(", "self.logger = dist.Logger(self.reducer)"):
+        assert holder in source, f"torch {torch.__version__}: DistributedDataParallel has no {holder!r} any more"
 
 
 def test_batch_sampler_of_accelerate() -> None:

@@ -24,12 +24,12 @@ from ..token_slices.kv_slices import attention_windows
 from . import inspection
 from .device_table import GIB, CacheHost, device_named
 from .forecast import Forecast, Job, Machine, forecast
-from .local_profile import profile_here, refuse_too_large
+from .local_profile import accelerator_type, profile_here, refuse_too_large
 from .workload import Workload, measure_pair_shares, measure_workload
 
-PROFILES = ("analytic", "cpu", "cuda")
+PROFILES = ("analytic", "cpu", accelerator_type())
 TOKEN_SLICES = ("off", "auto")
-FLAT_TOKENS = {"cpu": 16, "cuda": 256}
+FLAT_TOKENS = {"cpu": 16, accelerator_type(): 256}
 """For devices of which only whole samples are timed: slices of fewer tokens than this are assumed to take as long."""
 ROWS_TO_TIME = 8
 """Number of samples that are timed, as in the trainer."""
@@ -231,7 +231,7 @@ def _from_table(request: Request, job: Job, workload: Workload) -> tuple[Machine
 def _measured_here(
     request: Request, job: Job, workload: Workload, config: Any, cls: type
 ) -> tuple[Machine, tuple[str, ...]]:
-    kind: Literal["cpu", "cuda"] = "cpu" if request.profile == "cpu" else "cuda"
+    kind = request.profile
     refuse_too_large(workload.weight_bytes, kind, job.num_devices)
     rows = min(job.rows_per_device, ROWS_TO_TIME)
     row_bytes = max(unit.boundary_bytes for unit in workload.unit_costs) or 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.sharing import open_store
 from ..model.dummy_inputs import dummy_batch
 from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
+from ..pipeline.devices import free_and_total
 from ..pipeline.mesh import ProcessMesh
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 
@@ -50,16 +51,22 @@ class LocalProfile:
     processes: int
 
 
-def processes_here(device_type: Literal["cpu", "cuda"], num_devices: int) -> int:
+def accelerator_type() -> str:
+    """The type of this machine's accelerator; "cuda" if torch is built for none."""
+    kind = torch.accelerator.current_accelerator()
+    return kind.type if kind is not None else "cuda"
+
+
+def processes_here(device_type: str, num_devices: int) -> int:
     """Number of the training's processes that this machine can run."""
-    here = os.cpu_count() or 1 if device_type == "cpu" else torch.cuda.device_count()
+    here = os.cpu_count() or 1 if device_type == "cpu" else torch.accelerator.device_count()
     return min(num_devices, here)
 
 
 def profile_here(
     config: PreTrainedConfig,
     model_class: type,
-    device_type: Literal["cpu", "cuda"],
+    device_type: str,
     num_devices: int,
     rows: int,
     tokens: int,
@@ -70,7 +77,7 @@ def profile_here(
     Args:
         config: configuration of the model.
         model_class: a class or Auto class of transformers.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", or `accelerator_type()`.
         num_devices: number of processes of the training; no more are started than there are cores, or devices.
         rows: number of samples with which the parts are timed.
         tokens: number of tokens per sample.
@@ -79,8 +86,11 @@ def profile_here(
     Raises:
         ValueError: there is no such device, or the processes' weights do not fit into this machine's memory.
     """
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("profile is 'cuda', but no CUDA device is available. Set profile='analytic' and device.")
+    if device_type != "cpu" and not torch.accelerator.is_available():
+        raise ValueError(
+            f"profile is {device_type!r}, but no {device_type.upper()} device is available. Set profile='analytic' and"
+            " device."
+        )
     processes = processes_here(device_type, num_devices)
     with tempfile.TemporaryDirectory() as folder:
         threads = int(os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // processes, 1)))
@@ -90,14 +100,14 @@ def profile_here(
     return LocalProfile(times, speed, processes)
 
 
-def refuse_too_large(weight_bytes: int, device_type: Literal["cpu", "cuda"], num_devices: int) -> None:
+def refuse_too_large(weight_bytes: int, device_type: str, num_devices: int) -> None:
     """Refuse a model whose weights do not fit into this machine's memory, with one copy for each process.
 
     Raises:
         ValueError: the weights do not fit; the message names the memory that is needed and that is free.
     """
-    if device_type == "cuda" and torch.cuda.is_available():
-        copies, free = 1, torch.cuda.mem_get_info()[0]
+    if device_type != "cpu" and (memory := free_and_total(torch.device(device_type))) is not None:
+        copies, free = 1, memory[0]
     else:
         copies, free = processes_here("cpu", num_devices), psutil.virtual_memory().available
     if copies * weight_bytes > free * MEMORY_FOR_WEIGHTS:
@@ -144,11 +154,12 @@ def _measure(
 ) -> None:
     """Measure in one process. Collective over all of them."""
     torch.set_num_threads(threads)
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
+    backend = "cpu:gloo"
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(rank)
+        backend += f",{device.type}:{dist.get_default_backend_for_device(device)}"
     if processes > 1:
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=processes, timeout=TIMEOUT
         )

@@ -25,6 +25,7 @@ from ..errors import UnsupportedModelError
 from ..model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import slice_rows
+from ..randomness import global_state_kept
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class PlainTrainer:
         sample = slice_rows(batch, 0, SAMPLE_ROWS)
         self._is_looking = True
         try:
-            with torch.random.fork_rng(devices=[]):
+            with global_state_kept():
                 self._stack = LayerStack.discover(self._model, sample)
                 layers = FreezableLayers.of(self._stack, sample)
         except UnsupportedModelError as error:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..randomness import parts_of_function, seed_all
+from ..randomness import global_state_kept, parts_of_function, seed_all
 from .dropout import WithoutDropout
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack
@@ -114,7 +114,7 @@ def probe_loss(
     """
     first = batches[0]
     study = _Probe(stack, compute_loss, tuple(others), items_passed(first, shifts_labels, passes_items))
-    with left_as_found(stack.model, *others), torch.random.fork_rng(devices=[]):
+    with left_as_found(stack.model, *others), global_state_kept():
         with study.mode(evaluates=False):
             reached = study.reached(first)
         try:

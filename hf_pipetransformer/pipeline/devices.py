@@ -1,9 +1,10 @@
-"""Which device this process has, and how much memory it may use."""
+"""Which device this process has, and how much memory it may use. Any accelerator that torch knows, or the CPU."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -14,7 +15,16 @@ USABLE_MEMORY = 0.9
 
 def name_of_device(device: torch.device) -> str:
     """The kind of device, to show to people and to compare."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+    named: Callable[[torch.device], str] | None = None
+    if device.type != "cpu":
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return named(device) if named is not None else f"{device.type} ({platform.machine()})"
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def memory_budget(device: torch.device, processes: int) -> int | None:
@@ -24,17 +34,36 @@ def memory_budget(device: torch.device, processes: int) -> int | None:
         device: the device of this process.
         processes: number of processes that share the host, used if the launcher does not set LOCAL_WORLD_SIZE.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory * USABLE_MEMORY)
     if device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         return int(psutil.virtual_memory().available / here * USABLE_MEMORY)
-    return None
+    memory = free_and_total(device)
+    return int(memory[1] * USABLE_MEMORY) if memory is not None else None
 
 
 def fits(size: int, device: torch.device) -> bool:
-    """Whether `size` bytes are free on a device; always True on the CPU, where the model was created."""
-    if device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(device)
-    return size < free * USABLE_MEMORY
+    """Whether `size` bytes are free on a device; always True on the CPU, where the model was created.
+
+    Also True if a device does not tell.
+    """
+    memory = free_and_total(device) if device.type != "cpu" else None
+    return memory is None or size < memory[0] * USABLE_MEMORY
+
+
+def free_and_total(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of an accelerator's memory that are free, and that there are; None if its backend does not tell."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except RuntimeError:  # no such device, or, as a NotImplementedError, no such function
+        return None
+    return free, total
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors have taken on an accelerator so far; None on the CPU, or if nobody counts."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.max_memory_allocated(device))
+    except RuntimeError:
+        return None

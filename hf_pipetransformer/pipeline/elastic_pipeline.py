@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
 from .holders import holders_under, source_of_buffers
 from .mesh import ProcessMesh
+from .moves import exchange
 from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
 from .stage import LossFunction, StageModule
-from .state import Holders, OptimizerState, WeightState, WholeParameter, exchange, moves_between, synchronise_buffers
+from .state import Holders, OptimizerState, WeightState, WholeParameter, synchronise_buffers
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,16 @@ class ElasticPipeline(nn.Module):
     def _bring_optimizer_state(self, optimizer: OptimizerState, holders: Holders) -> None:
         """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
         before = optimizer.holders()
-        moves = moves_between(before, {name: holders[name] for name in before})
-        exchange(moves, self.stack.table, self.weights, optimizer, self.mesh, self.device)
+        after = {name: holders[name] for name in before}
+        exchange(before, after, self.stack.table, self.weights, optimizer, self.mesh, self.device)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
         """Change to another plan, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
-        2. Move: parameters and their optimizer state go to the ranks that hold them under the new plan.
-        3. Drop: parameters that this process no longer holds become placeholders.
+        2. Move: parameters and their optimizer state go to the ranks that hold them under the new plan. What a process
+           no longer holds is freed meanwhile, so that the memory needed has a bound (`moves`).
+        3. Drop: parameters that this process no longer holds are placeholders; buffers are on the device.
         4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay; the parameters in them change.
 
         The Trainer's loop, the learning rate schedule and the gradient scaler are not affected.
@@ -194,8 +195,8 @@ class ElasticPipeline(nn.Module):
                 self._optimizer.keep_what_is_here()
             self._close()
         with _timed_phase("move", seconds):
-            moves = moves_between(self.holders(), holders_under(plan, self.stack))
-            moved = exchange(moves, self.stack.table, self.weights, self._optimizer, self.mesh, self.device)
+            after, table = holders_under(plan, self.stack), self.stack.table
+            moved = exchange(self.holders(), after, table, self.weights, self._optimizer, self.mesh, self.device)
         self.plan = plan
         with _timed_phase("drop", seconds):
             self.weights.keep_only(self._names_here(), self.device)
@@ -368,9 +369,8 @@ class ElasticPipeline(nn.Module):
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_placed and self.num_stages > 1:
             if not is_trained:
-                inputs = dict(named_inputs(self.model, positional, batch))
-                to_device = partial(on_device, device=self.device)
-                return self.predict(inputs, to_device, lambda rows: self.model(**rows))
+                inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
+                return self.predict(inputs, lambda rows: self.model(**rows))
             raise ValueError(
                 "The model is split over several stages, and during training a single stage has no model output. In"
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
@@ -387,12 +387,13 @@ class ElasticPipeline(nn.Module):
         with self.stack.runner.to_the_end(0, None):
             return self.model(*positional, **batch)
 
-    def predict(self, batch: Batch, prepare: Callable[[Batch], Batch], head: Callable[[Batch], Any]) -> Any:
-        """The last stage's outputs for this process's own batch: `prediction.predict`.
+    def predict(self, batch: Batch, head: Callable[[Batch], Any]) -> Any:
+        """The last stage's outputs for this process's own batch, prepared: `prediction.predict`.
 
         Collective over the pipeline.
         """
-        return prediction.predict(self._current.stage, self._current.messages, batch, prepare, head)
+        placed = self._current
+        return prediction.predict(placed.stage, placed.messages, placed.of_each_stage(batch), head)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

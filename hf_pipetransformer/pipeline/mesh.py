@@ -8,7 +8,7 @@ world of 8, K = 4, R = 2        stage 0   1   2   3
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from .chunks import as_bytes, packed, unpacked
 
 T = TypeVar("T")
 
@@ -57,6 +59,9 @@ class ProcessMesh:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if is_distributed else 1
         self.rank = dist.get_rank() if is_distributed else 0
+        # Kept until the process ends, although a transformation leaves some of them: the same numbers of stages come
+        # back (an evaluation, another training), creating a group is collective and takes NCCL up to seconds, and
+        # there are few of them, as K divides the number of processes.
         self._layouts: dict[int, PipelineGroups] = {}
         self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
@@ -178,19 +183,30 @@ class ProcessMesh:
             dist.broadcast(as_bytes(tensor), src=source, group=self.control)
         return tensor
 
+    # ------------------------------------------------------------------------------------ many tensors, in chunks
     def send_to(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
         """Send tensors, whose shapes the receiver must know, through the CPU."""
-        for tensor in tensors:
-            dist.send(as_bytes(tensor.detach().cpu().contiguous()), destination, group=self.control)
+        _send(tensors, lambda chunk: dist.isend(chunk, destination, group=self.control))
 
     def receive_from(self, like: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
         """Receive what `send_to` sent, as CPU tensors in the shapes and dtypes of `like` (meta tensors suffice)."""
-        received = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in like]
-        for tensor in received:
-            dist.recv(as_bytes(tensor), source, group=self.control)
-        return received
+        return list(unpacked(like, lambda chunk: dist.recv(chunk, source, group=self.control)))
+
+    def send_to_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send tensors to all other processes, which call `receive_from_one`. Collective over all processes."""
+        _send(tensors, lambda chunk: dist.broadcast(chunk, self.rank, group=self.control, async_op=True))
+
+    def receive_from_one(self, like: Sequence[torch.Tensor], source: int) -> Iterator[torch.Tensor]:
+        """Yield what `send_to_all` sends, as `receive_from` does. Collective over all processes, so read all of it."""
+        return unpacked(like, lambda chunk: dist.broadcast(chunk, source, group=self.control))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of a contiguous tensor's bytes, because gloo does not support every dtype."""
-    return tensor.view(-1).view(torch.uint8)
+def _send(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], dist.Work | None]) -> None:
+    """Send tensors in chunks; while one is on its way, the next one is copied."""
+    under_way: dist.Work | None = None
+    for chunk in packed(tensors):
+        if under_way is not None:
+            under_way.wait()
+        under_way = send(chunk)
+    if under_way is not None:
+        under_way.wait()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KEYS_NAME
 from ..model.micro_batch import Batch, split_batch
 from ..planning.plan import PipelinePlan
+from .devices import synchronise
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
@@ -29,6 +30,10 @@ from .stage import FIRST, LossFunction, ShapeBook, StageModule
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may end without a gradient."""
+
+
+DDP_PARTS = ("reducer", "logger")
+"""Attributes of DDP's wrapper that hold its buckets."""
 
 
 class SliceSchedule(Protocol):
@@ -102,14 +107,16 @@ class PlacedPipeline:
         elif groups.replicas is not None and trainable:
             self.wrapped = wrap_replicas(stage, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
-        self._channel: BatchChannel | None = None
+        self._channels: tuple[BatchChannel, ...] = ()  # one from each stage to the others
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
         if groups.pipeline is None:
             return
-        self._channel = BatchChannel(ranks[0], groups.pipeline_control, groups.pipeline, stage.device)
+        self._channels = tuple(
+            BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
+        )
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
         shape_book = ShapeBook(stage, self.messages.receive_shapes, self.messages.send_shapes)
@@ -130,13 +137,18 @@ class PlacedPipeline:
         self._trials = MicrobatchTrials(
             partial(plan.promising_microbatches, within=WORTH_A_TRIAL),
             self.messages.largest,
-            partial(_synchronise, stage.device),
+            partial(synchronise, stage.device),
         )
 
     def close(self) -> None:
-        """Undo the changes that this plan made to the model's modules."""
+        """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
+        if self.wrapped is not None:
+            # The buckets are as large as all gradients here. Whoever still refers to the wrapper (a callback, or a
+            # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
+            for part in DDP_PARTS:
+                vars(self.wrapped).pop(part, None)
 
     @property
     def settled_microbatches(self) -> dict[tuple[int, int], int]:
@@ -151,7 +163,11 @@ class PlacedPipeline:
     # ------------------------------------------------------------------------------------ steps
     def share(self, mine: Any) -> Any:
         """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
-        return mine if self._channel is None else self._channel.share(mine)
+        return self._channels[0].share(mine) if self._channels else mine
+
+    def of_each_stage(self, mine: Any) -> list[Any]:
+        """Return every stage's own value, on all stages, as `share` sends it. Collective over the pipeline."""
+        return [channel.share(mine) for channel in self._channels] or [mine]
 
     def prepare(self, batch: Batch) -> None:
         """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
@@ -240,8 +256,3 @@ def _shared_parameters(
         )
         for stages, names in by_stages.items()
     ]
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
 
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows
@@ -17,11 +16,7 @@ from .stage import StageModule, as_carry
 
 @torch.no_grad()
 def predict(
-    stage: StageModule,
-    messages: PipelineMessages,
-    batch: Batch,
-    prepare: Callable[[Batch], Batch],
-    head: Callable[[Batch], Any],
+    stage: StageModule, messages: PipelineMessages, batches: Sequence[Batch], head: Callable[[Batch], Any]
 ) -> Any:
     """Return the last stage's outputs for this process's own batch. Collective over the pipeline.
 
@@ -31,14 +26,12 @@ def predict(
     Args:
         stage: this process's stage, one of several.
         messages: sends to and receives from the other stages.
-        batch: this process's samples as they were prepared here, on the CPU or the device.
-        prepare: moves a prepared batch to the device.
+        batches: the batch of each stage's process, in the order of stages, as that process has prepared it.
         head: runs the model on a batch on the last stage, and returns nested mappings, lists and tuples of tensors.
     """
     pending: Pending = []
     results: list[Any] = []
-    on_cpu = recursively_apply(torch.Tensor.cpu, dict(batch))
-    for rows in map(prepare, messages.of_each_stage(on_cpu)):
+    for rows in batches:
         values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
         with naming_long_rows(stage.stack.model, rows):
             if not stage.is_last:

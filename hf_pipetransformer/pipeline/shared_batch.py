@@ -1,12 +1,13 @@
-"""Distributes the first stage's batch to the other stages of its pipeline.
+"""Distributes one stage's batch to the other stages of its pipeline.
 
 A collator or a `_prepare_inputs` that draws from its own random generator makes a different batch on each process. So
-all stages train on the batch that the first one has prepared:
+all stages train on the batch that the first one has prepared. In an evaluation each stage's process has samples of its
+own, and each sends them to the others:
 
 control group    lengths, structure (pickled), tensors on the CPU     one message, as long as the longest one so far
 pipeline group   tensors on the device                                one message, if there are any
 
-The first stage sends and continues at once; the others wait for the batch, as they do for its activations.
+The stage that sends continues at once; the others wait for the batch, as they do for its activations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .mesh import as_bytes
+from .chunks import as_bytes
 
 FIRST_CAPACITY = 4096
 """Length of the first message in bytes; a longer batch is sent in two parts, and makes later messages as long."""
@@ -72,10 +73,10 @@ class _Reader(pickle.Unpickler):
 
 
 class BatchChannel:
-    """Sends batches from the first stage to the other stages of one pipeline.
+    """Sends batches from one stage to the other stages of its pipeline.
 
     Args:
-        source: global rank of the first stage.
+        source: global rank of the stage that sends.
         control: the pipeline's processes, in a group on the CPU.
         group: the same processes, in a group for tensors on the device.
         device: the device of this process.
@@ -93,11 +94,11 @@ class BatchChannel:
         self._under_way: list[tuple[Any, torch.Tensor]] = []  # buffers must be kept until they are sent
 
     def share(self, mine: Any) -> Any:
-        """Return the first stage's value on all stages. Collective over the pipeline.
+        """Return the sending stage's value on all stages. Collective over the pipeline.
 
         Args:
-            mine: mappings, sequences and any values that can be pickled, with tensors anywhere. The first stage's
-                value is used, and the first stage gets back the very object.
+            mine: mappings, sequences and any values that can be pickled, with tensors anywhere. The sending stage's
+                value is used, and that stage gets back the very object.
 
         Raises:
             ValueError: on all stages, if the value holds something that cannot be sent to another process.

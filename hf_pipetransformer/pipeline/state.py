@@ -7,41 +7,20 @@ takes the parts that it holds. So a checkpoint fits any number of stages and rep
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..model.placeholders import ParameterTable, placeholder
-from .mesh import ProcessMesh, as_bytes
+from .chunks import as_bytes, on_cpu
+from .mesh import ProcessMesh
 
 Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """The transfer of one parameter and its optimizer state from a rank that holds it to a rank that will hold it."""
-
-    name: str
-    source: int
-    destination: int
-
-
-def moves_between(before: Holders, after: Holders) -> tuple[Move, ...]:
-    """The transfers that lead from `before` to `after`. Pure function with the same result on every process.
-
-    The ranks that hold a parameter take turns in sending it.
-    """
-    return tuple(
-        Move(name, before[name][turn % len(before[name])], destination)
-        for name, ranks in after.items()
-        for turn, destination in enumerate(rank for rank in ranks if rank not in before[name])
-    )
 
 
 @dataclass(frozen=True)
@@ -66,7 +45,7 @@ class WeightState:
         self._table = table
         self._mesh = mesh
         self._trainable = {name: table[name].requires_grad for name in table.names}
-        self._missing: frozenset[str] = frozenset()
+        self._missing: set[str] = set()
         self._frozen: set[str] = set()
         self._offloaded: dict[str, torch.Tensor] = {}
         self._offload_hooks: list[Any] = []
@@ -142,32 +121,34 @@ class WeightState:
         mine = {name: self._table[name].requires_grad for name, r in holders.items() if r[0] == self._mesh.rank}
         return {name: flag for theirs in self._mesh.gather_objects(mine) for name, flag in theirs.items()}
 
-    def put(self, name: str, value: torch.Tensor) -> nn.Parameter:
+    def put(self, name: str, value: torch.Tensor) -> None:
         """Store the values of a parameter that another process has sent."""
+        self._table[name].data = value
+        self._table[name].requires_grad_(self.is_trainable(name))
+        self._missing.discard(name)
+
+    def drop(self, name: str, device: torch.device) -> None:
+        """Free the memory of a parameter, which becomes a placeholder on `device`."""
         parameter = self._table[name]
-        parameter.data = value
-        parameter.requires_grad_(self.is_trainable(name))
-        self._missing -= {name}
-        return parameter
+        parameter.requires_grad_(False)  # user code may have set it, also that of a placeholder
+        parameter.grad = None
+        if self.is_here(name):
+            # code that reads a placeholder (a penalty on all weights) must not get a plausible number
+            nothing = float("nan") if parameter.is_floating_point() else 0
+            parameter.data = placeholder(parameter, nothing, device)
+            self._missing.add(name)
 
     def keep_only(self, names: Collection[str], device: torch.device) -> None:
         """Move these parameters to `device`; free the memory of the others, which become placeholders."""
         self.onload()
         model = self._table.model
         for name in self._table.names:
-            parameter = self._table[name]
             if name in names:
-                _move(parameter, device)
-                continue
-            parameter.requires_grad_(False)  # user code may have set it
-            parameter.grad = None
-            if self.is_here(name):
-                # code that reads a placeholder (a penalty on all weights) must not get a plausible number
-                nothing = float("nan") if parameter.is_floating_point() else 0
-                parameter.data = placeholder(parameter, nothing, device)
+                _move(self._table[name], device)
+            else:
+                self.drop(name, device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
-        self._missing = frozenset(self._table.names) - frozenset(names)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
         self._flags_here = [parameter.requires_grad for parameter in self._here]
         if not self._hooks:
@@ -249,17 +230,18 @@ class WeightState:
         self.onload()
         for name, flag in self._flags_of_first_holders(holders).items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
-        for name, ranks in holders.items():
-            mine = self._table[name]
-            if len(ranks) < self._mesh.world_size:
-                value = torch.empty(mine.shape, dtype=mine.dtype)
-                if self._mesh.rank == ranks[0]:
-                    value.copy_(mine.detach())
-                self._mesh.broadcast_tensor(value, ranks[0])
+        lacking = [name for name, ranks in holders.items() if len(ranks) < self._mesh.world_size]
+        for source in sorted({holders[name][0] for name in lacking}):
+            names = [name for name in lacking if holders[name][0] == source]
+            theirs = [self._table[name] for name in names]
+            if self._mesh.rank == source:
+                self._mesh.send_to_all(theirs)
+                continue
+            for name, value in zip(names, self._mesh.receive_from_one(theirs, source), strict=True):
                 if not self.is_here(name):
-                    mine.data = value.to(device)
-                    continue
-            _move(mine, device)
+                    self._table[name].data = value.to(device)
+        for name in holders:
+            _move(self._table[name], device)
         self._is_whole_again(device)
 
     def set_aside(self) -> dict[str, WholeParameter]:
@@ -284,7 +266,7 @@ class WeightState:
             buffer.data = buffer.data.to(device)
         for name in self._table.names:
             self._table[name].requires_grad_(self._trainable[name])
-        self._missing, self._frozen, self._here, self._flags_here = frozenset(), set(), (), []
+        self._missing, self._frozen, self._here, self._flags_here = set(), set(), (), []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -469,10 +451,14 @@ class OptimizerState:
         """The optimizer's state for one parameter, empty before its first step."""
         return dict(self.optimizer.state.get(self._table[name], {}))
 
-    def put(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Store the optimizer state that has arrived with a parameter from another process."""
+    def put(self, name: str, state: dict[str, Any]) -> None:
+        """Store the optimizer state of a parameter that has arrived from another process."""
         if state:
-            self.optimizer.state[parameter] = state
+            self.optimizer.state[self._table[name]] = state
+
+    def drop(self, name: str) -> None:
+        """Free the optimizer state of a parameter."""
+        self.optimizer.state.pop(self._table[name], None)
 
     # ------------------------------------------------------------------------------------ inside
     def _updates(self, name: str) -> bool:
@@ -485,7 +471,11 @@ class OptimizerState:
         layouts = self._mesh.gather_objects(
             {n: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in s.items()} for n, s in mine.items()}
         )
-        gathered = {n: {k: _on_cpu(v) for k, v in s.items()} for n, s in mine.items()}
+        gathered = {n: dict(s) for n, s in mine.items()}
+        own = [(n, k) for n, s in mine.items() for k, v in s.items() if isinstance(v, torch.Tensor)]
+        if self._mesh.rank == 0:
+            for (n, k), tensor in zip(own, on_cpu([mine[n][k] for n, k in own]), strict=True):
+                gathered[n][k] = tensor
         for source in range(1, self._mesh.world_size):
             slots = [
                 (n, k, v) for n, s in layouts[source].items() for k, v in s.items() if isinstance(v, torch.Tensor)
@@ -523,94 +513,6 @@ class OptimizerState:
                 position += 1
             groups.append({**group, "params": here})
         return {"state": state, "param_groups": groups}
-
-
-def exchange(
-    moves: Sequence[Move],
-    table: ParameterTable,
-    weights: WeightState,
-    optimizer: OptimizerState | None,
-    mesh: ProcessMesh,
-    device: torch.device,
-) -> int:
-    """Carry out `moves`: send parameters with their optimizer state. Collective over all processes.
-
-    1. Every process announces what it will send, as a state's tensors and plain values differ by optimizer.
-    2. Each pair of processes exchanges one flat buffer, all pairs at once.
-    3. The receivers store the parts.
-
-    Returns:
-        Number of bytes that this process received.
-    """
-    outgoing: dict[int, _Parcel] = {}
-    for move in moves:
-        if move.source == mesh.rank:
-            state = optimizer.state_of(move.name) if optimizer is not None and not weights.is_frozen(move.name) else {}
-            values = {key: _Scalar.of(value) for key, value in state.items()}
-            outgoing.setdefault(move.destination, {})[move.name] = {WEIGHT: table[move.name].detach(), **values}
-    announced = mesh.gather_objects({to: _as_meta(parcel) for to, parcel in outgoing.items()})  # 1
-    incoming = {source: told[mesh.rank] for source, told in enumerate(announced) if mesh.rank in told}
-    sent = {
-        to: torch.cat([as_bytes(t.to(device).contiguous()) for t in _tensors_in(parcel)])
-        for to, parcel in outgoing.items()
-    }
-    received = {
-        source: torch.empty(sum(t.nbytes for t in _tensors_in(parcel)), dtype=torch.uint8, device=device)
-        for source, parcel in incoming.items()
-    }
-    operations = [dist.P2POp(dist.isend, buffer, to) for to, buffer in sorted(sent.items())]
-    operations += [dist.P2POp(dist.irecv, buffer, source) for source, buffer in sorted(received.items())]
-    for work in dist.batch_isend_irecv(operations) if operations else []:  # 2
-        work.wait()
-    for source, parcel in incoming.items():  # 3
-        parts = iter(received[source].split([t.nbytes for t in _tensors_in(parcel)]))
-        for name, announced_values in parcel.items():
-            arrived = {
-                key: next(parts).clone().view(v.dtype).view(v.shape) if isinstance(v, torch.Tensor) else v.on(device)
-                for key, v in announced_values.items()
-            }
-            parameter = weights.put(name, arrived.pop(WEIGHT))
-            if optimizer is not None:
-                optimizer.put(parameter, arrived)
-    return sum(buffer.nbytes for buffer in received.values())
-
-
-WEIGHT = ""
-"""Key of the parameter itself, beside the keys of its optimizer state."""
-
-
-@dataclass(frozen=True)
-class _Scalar:
-    """A value too small for the buffer, sent with the announcement: AdamW's step, on the CPU or the device."""
-
-    value: Any
-    is_on_device: bool
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """Return a tensor that has dimensions unchanged, and anything else wrapped."""
-        if isinstance(value, torch.Tensor):
-            return value if value.dim() > 0 else cls(value.cpu(), value.device.type != "cpu")
-        return cls(value, False)
-
-    def on(self, device: torch.device) -> Any:
-        return self.value.to(device) if self.is_on_device else self.value
-
-
-_Parcel = dict[str, dict[str, Any]]
-"""Parameter name -> key -> tensor or `_Scalar`."""
-
-
-def _tensors_in(parcel: _Parcel) -> list[torch.Tensor]:
-    return [v for values in parcel.values() for v in values.values() if isinstance(v, torch.Tensor)]
-
-
-def _as_meta(parcel: _Parcel) -> _Parcel:
-    """The same parcel with meta tensors, which carry shapes and dtypes, in place of the values."""
-    return {
-        name: {key: v.to("meta") if isinstance(v, torch.Tensor) else v for key, v in values.items()}
-        for name, values in parcel.items()
-    }
 
 
 def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
@@ -679,7 +581,3 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -256,24 +256,43 @@ def _append(marks: list[Any], clock: _Clock, *_: Any) -> None:
 
 
 class _Clock:
-    """Marks points in time on a device, which may still be working when a call returns."""
+    """Marks points in time on a device, which may still be working when a call returns.
+
+    On an accelerator without timed events each mark waits for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._has_events = device.type != "cpu" and _times_events(device)
 
     def mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        if self._has_events:
+            event = torch.Event(self.device, enable_timing=True)
+            event.record()
+            return event
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
 
     def gaps(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between the marks."""
-        if self.device.type != "cuda":
+        if not self._has_events:
             return [b - a for a, b in pairwise(marks)]
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+
+def _times_events(device: torch.device) -> bool:
+    """Whether an accelerator can say how much time lies between two of its events."""
+    try:
+        events = [torch.Event(device, enable_timing=True) for _ in range(2)]
+        for event in events:
+            event.record()
+        torch.accelerator.synchronize(device)
+        events[0].elapsed_time(events[1])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _update_seconds_per_byte(elements: int, clock: _Clock) -> float:
@@ -281,7 +300,10 @@ def _update_seconds_per_byte(elements: int, clock: _Clock) -> float:
     device = clock.device
     parameter = nn.Parameter(torch.zeros(elements, device=device))
     parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=device.type in ("cpu", "cuda"))
+    try:
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+    except RuntimeError:  # there is none for this device
+        optimizer = torch.optim.AdamW([parameter])
     times = []
     for _ in range(REPETITIONS + 1):
         marks = [clock.mark()]

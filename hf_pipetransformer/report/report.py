@@ -163,7 +163,7 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [(*head, *more)]
     for layout in layouts:
         event, prediction, usage = layout.event, layout.prediction, layout.usage
-        peaks = (usage["cuda_peak_bytes"] or usage["resident_bytes"]) if usage else []
+        peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
         predicted = event.get("predicted", {}).get("memory_bytes", [])
         speed = layout.samples_per_second
         is_change = event["event"] not in ("start", "resume", "cache")

@@ -293,8 +293,8 @@ def _words_on_time(training: Training, total: float) -> list[str]:
     words = [f"{total:.1f} s of the main process, by the clock; steps by layout."]
     if training.repeated_steps:
         words.append(f"In it are {training.repeated_steps} steps that were done again after an interruption.")
-    if training.facts.get("device_type") == "cuda":
-        words.append("Work that a GPU has not finished when a call returns counts for what waits for it.")
+    if training.facts.get("device_type", "cpu") != "cpu":
+        words.append("Work that a device has not finished when a call returns counts for what waits for it.")
     phases: dict[str, float] = {}
     for event in training.events:
         for phase, seconds in event.get("phases", {}).items():
@@ -316,9 +316,9 @@ def draw_memory(training: Training) -> Drawing:
     layouts = [layout for layout in _distinct(training.layouts) if layout.event.get("predicted") or layout.usage]
     if not layouts:
         return Drawing(name, title, "Memory was not recorded.", is_wide=True)
-    is_cuda = any(layout.usage and layout.usage["cuda_peak_bytes"] for layout in layouts)
-    key = "cuda_peak_bytes" if is_cuda else "resident_bytes"
-    what = "allocated on the GPU, peak so far" if is_cuda else "resident, after a step"
+    is_on_device = any(layout.usage and layout.usage.get("device_peak_bytes") for layout in layouts)
+    key = "device_peak_bytes" if is_on_device else "resident_bytes"
+    what = "allocated on the device, peak so far" if is_on_device else "resident, after a step"
     figure = make_subplots(cols=2, subplot_titles=("predicted for the stage", f"measured: {what}"))
     _style(figure, "MiB")
     labels = [_label(layout).replace(", ", "<br>") for layout in layouts]
@@ -343,7 +343,7 @@ def draw_memory(training: Training) -> Drawing:
     words = [
         "Predicted: parameters, gradients, Adam's state, activations, messages.",
         "Measured by torch, without its own workspaces; peaks of one layout hide lower ones of later layouts."
-        if is_cuda
+        if is_on_device
         else "Measured: all that the process holds, Python and libraries included; memory that was freed may stay with"
         " the process.",
     ]

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..pipeline.mesh import ProcessMesh, as_bytes
+from ..pipeline.chunks import as_bytes
+from ..pipeline.mesh import ProcessMesh
 
 TRIES = 16
 """Number of times that samples are collated to find random inputs; a collator may change only some each time."""

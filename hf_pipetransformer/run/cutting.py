@@ -33,7 +33,7 @@ from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise_buffers, synchronise_weights
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import generators_kept, seeded
+from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .samples import SampleCollator
@@ -132,7 +132,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
         sample = _sample_alike(job, rows[: min(SAMPLE_ROWS, job.rows_at_once)], collate)
     if _cuts_or_freezes(job):
         assert collate is not None
-        with mesh.failing_together(), torch.random.fork_rng(devices=[]):
+        with mesh.failing_together(), global_state_kept():
             stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
     else:
         stack, freezable = LayerStack.uncut(model), None

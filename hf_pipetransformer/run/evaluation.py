@@ -102,7 +102,7 @@ def predict(
                 with _handing_on_prepared(job.trainer, batch):
                     return stock(job.model, batch)
 
-            result: Prediction = pipeline.predict(prepared(job, inputs, keys), job.to_device, head)
+            result: Prediction = pipeline.predict(prepared(job, inputs, keys), head)
             return result
         with naming_long_rows(job.model, inputs):
             if keys is None or not keys.inputs.are(inputs, job.not_in_keys):

@@ -34,7 +34,7 @@ import transformers
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..pipeline.devices import name_of_device
+from ..pipeline.devices import name_of_device, peak_memory
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +112,10 @@ class RunRecorder(TrainerCallback):
         if not self._most_resident:
             return None
         usage: dict[str, Any] = {"resident_bytes": self._most_resident}
-        if self._args.device.type == "cuda":
-            # the peak so far: resetting it for each layout would spoil the statistics for other code
-            usage["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self._args.device)
+        # the peak so far: resetting it for each layout would spoil the statistics for other code
+        peak = peak_memory(self._args.device)
+        if peak is not None:
+            usage["device_peak_bytes"] = peak
         if self._micro_batches:
             usage["num_microbatches"] = self._micro_batches.most_common(1)[0][0]
         self._most_resident = 0
@@ -132,7 +133,7 @@ class RunRecorder(TrainerCallback):
             "usage",
             global_step,
             resident_bytes=[usage["resident_bytes"] for usage in known],
-            cuda_peak_bytes=[usage["cuda_peak_bytes"] for usage in known if "cuda_peak_bytes" in usage],
+            device_peak_bytes=[usage["device_peak_bytes"] for usage in known if "device_peak_bytes" in usage],
             num_microbatches=max(counts, default=None),
         )
 

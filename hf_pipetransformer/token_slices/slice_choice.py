@@ -22,7 +22,9 @@ import torch
 from ..errors import is_out_of_memory
 from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
+from ..pipeline.devices import synchronise
 from ..pipeline.stage import FIRST, CarriedTensor, StageModule, StageShapes
+from ..randomness import global_state_kept
 from .slice_planning import (
     FEWEST_POINTS,
     RowSlices,
@@ -301,10 +303,9 @@ def measure_slices(
     sizes = sorted(points_to_measure(batch_rows(batch), sequence_length(batch)), key=_cost)
     times: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
     before = [parameter.grad for parameter in stage.parameters()]
-    device = stage.device
     try:
         with (
-            torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=device.type),
+            global_state_kept(),
             running_slices(stage.stack.model, batch),
         ):
             for parameter in stage.parameters():
@@ -358,19 +359,14 @@ def _run_slice(
     # the context's keys and values are zeros, because their values do not affect the time
     sliced = SlicedSequence(stage.stack.model, part, lengths, windows).slice(len(lengths) - 1)
     with stage.holding((sliced,), shapes):
-        _synchronise(stage.device)
+        synchronise(stage.device)
         began = time.perf_counter()
         output = stage(*inputs, index=FIRST)
-        _synchronise(stage.device)
+        synchronise(stage.device)
         middle = time.perf_counter()
         outputs = [out for out in ((output,) if isinstance(output, torch.Tensor) else output) if out.requires_grad]
         if not outputs:
             return middle - began, 0.0
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
-        _synchronise(stage.device)
+        synchronise(stage.device)
         return middle - began, time.perf_counter() - middle
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 
-from hf_pipetransformer.pipeline.devices import USABLE_MEMORY, fits, memory_budget
+import hf_pipetransformer
+from hf_pipetransformer.pipeline.devices import USABLE_MEMORY, fits, memory_budget, peak_memory
 
 CPU = torch.device("cpu")
 
@@ -25,3 +28,31 @@ def test_unknown_devices_have_no_budget():
 
 def test_a_model_that_was_made_on_the_cpu_fits_there():
     assert fits(2**60, CPU)
+
+
+def test_any_accelerator_tells_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1000))
+    device = torch.device("xpu")
+    assert memory_budget(device, 1) == int(1000 * USABLE_MEMORY)
+    assert fits(539, device) and not fits(541, device)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 77)
+    assert peak_memory(device) == 77 and peak_memory(CPU) is None
+
+
+def test_an_accelerator_that_tells_nothing(monkeypatch):
+    def tells_nothing(device):
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", tells_nothing)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", tells_nothing)
+    device = torch.device("xpu")
+    assert memory_budget(device, 1) is None and fits(2**60, device) and peak_memory(device) is None
+
+
+def test_no_code_is_for_one_kind_of_accelerator():
+    """Except the cache's."""
+    package = Path(hf_pipetransformer.__file__).parent
+    files = [file for file in package.rglob("*.py") if file.parent != package / "cache"]
+    assert len(files) > 50
+    found = [(file.name, word) for file in files for word in ("torch.cuda", "is_cuda") if word in file.read_text()]
+    assert not found, "use torch.accelerator, or torch.get_device_module"

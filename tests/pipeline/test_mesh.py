@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
-from hf_pipetransformer.pipeline.mesh import ProcessMesh, as_bytes
+from hf_pipetransformer.pipeline.chunks import as_bytes
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
 TIMEOUT = timedelta(seconds=77)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)

@@ -107,6 +107,29 @@ def test_nothing_of_a_plan_outlives_it() -> None:
     run_ranks(from_plan_to_plan, 2)
 
 
+def buckets_of_replicas(rank: int, world_size: int) -> None:
+    """From one stage with replicas to another plan, and at the end; somebody has kept DDP's wrapper."""
+    case = Case()
+    pipeline = case.pipeline
+    pipeline.place(case.plan(1), loss_of)
+    for leave in (lambda: pipeline.transform(case.plan(2)), lambda: pipeline.gather(torch.device("cpu"))):
+        case.step()
+        pipeline.zero_grad()
+        assert pipeline.placed is not None and pipeline.placed.wrapped is not None
+        wrapper, reducer = pipeline.placed.wrapped, weakref.ref(pipeline.placed.wrapped.reducer)
+        gc.disable()
+        leave()
+        assert reducer() is None
+        gc.enable()
+        del wrapper
+        if pipeline.is_placed:
+            pipeline.transform(case.plan(1))
+
+
+def test_the_buckets_of_ddp_go_with_the_plan() -> None:
+    run_ranks(buckets_of_replicas, 2)
+
+
 def sums_that_stay(rank: int, world_size: int) -> None:
     """Shared parameters' gradients are sums over the stages, and go on accumulating when all is built anew."""
     case = Case("llama-tied")

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning import unit_times
-from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds, measure_times, slowest
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds, _Clock, measure_times, slowest
 
 
 class Hands:
@@ -108,3 +108,37 @@ def test_all_go_by_the_slowest() -> None:
         for (a, b, c), update in zip(itertools.permutations([quick, slow, quick]), itertools.cycle([1.0, 2.0]))
     ]
     assert slowest(everyone) == ModelTimes(slow, (slow,), slow, 2.0, 2.0)
+
+
+class TimedEvent:
+    """An event of an accelerator, a millisecond after the one before."""
+
+    number = 0
+
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        TimedEvent.number += 1
+        self.at_ms = TimedEvent.number
+
+    def elapsed_time(self, other: TimedEvent) -> float:
+        return other.at_ms - self.at_ms
+
+
+def no_event(device: torch.device, enable_timing: bool = False) -> None:
+    raise NotImplementedError
+
+
+def test_any_accelerator_is_timed_by_events_or_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    clock = _Clock(torch.device("xpu"))
+    waited.clear()
+    assert clock.gaps([clock.mark() for _ in range(3)]) == [1e-3, 1e-3] and len(waited) == 1
+    monkeypatch.setattr(torch, "Event", no_event)
+    clock = _Clock(torch.device("xpu"))
+    waited.clear()
+    gaps = clock.gaps([clock.mark() for _ in range(3)])
+    assert len(waited) == 3 and all(0 <= gap < 1 for gap in gaps)

@@ -87,7 +87,7 @@ class Run:
         return self
 
     def usage(self, step: int, m: int | None) -> Run:
-        return self.line("usage", step, resident_bytes=[MIB] * 4, cuda_peak_bytes=[], num_microbatches=m)
+        return self.line("usage", step, resident_bytes=[MIB] * 4, device_peak_bytes=[], num_microbatches=m)
 
     def end(self, step: int, has_ended: bool = True) -> Run:
         return self.line("end", step, has_ended=has_ended)

@@ -61,7 +61,18 @@ LEAVING = "leaving"
 """Phase of a process that has an error, and determines which process caused it."""
 LIBRARIES = ("torch.", "hf_pipetransformer.", "transformers.", "accelerate.")
 """Modules whose code may be waiting for other processes; in other code, the process itself takes long."""
-LOST_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out", "timeout", "remote process")
+LOST_CONNECTION = (
+    "gloo",
+    "nccl",
+    "xccl",
+    "hccl",
+    "connection",
+    "socket",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "remote process",
+)
 """Words in the error messages of a collective whose peer no longer exists."""
 
 

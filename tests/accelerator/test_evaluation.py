@@ -1,0 +1,69 @@
+"""What a step of an evaluation over several stages waits for, on a device that behaves like an accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fake_device
+import fake_groups
+import pytest
+import torch.distributed as dist
+from distributed import run_ranks
+from training_runs import Run, pipeline_trainer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
+]
+
+STAGES = 2
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return fake_device.build()
+
+
+def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, int]], list[dict[str, int]], int, Any]:
+    """The counts of each step and their sites, how often objects were gathered in a step, and the loss."""
+    fake_device.register(library)
+    fake_groups.register()
+    options = {"dataloader_pin_memory": False, "eval_use_gather_object": False}
+    trainer = pipeline_trainer(Run(samples=8), STAGES, **options)
+    step, counts, sites, gathered = trainer.prediction_step, [], [], 0
+    gather = dist.all_gather_object
+
+    def counting_gather(*positional: Any, **keywords: Any) -> Any:
+        nonlocal gathered
+        gathered += 1
+        return gather(*positional, **keywords)
+
+    def counting_step(*positional: Any, **keywords: Any) -> Any:
+        with mock.patch.object(dist, "all_gather_object", counting_gather), fake_device.counting() as counted:
+            result = step(*positional, **keywords)
+        counts.append(dict(counted))
+        sites.append({f"{what}: {site}": n for (what, site), n in fake_device.sites.items()})
+        return result
+
+    trainer.prediction_step = counting_step  # type: ignore[method-assign]
+    metrics = trainer.evaluate()
+    assert not fake_groups.wrong and not fake_device.mismatches
+    return counts, sites, gathered, metrics["eval_loss"]
+
+
+def test_batches_travel_from_device_to_device(library: Path) -> None:
+    """The loader has moved each of them to the device of its own process."""
+    everyone = run_ranks(evaluate, STAGES, library, env=fake_device.ENVIRONMENT, timeout=180)
+    for counts, sites, gathered, _ in everyone:
+        assert gathered == 0, "objects, pickled, over gloo"
+        for counted, where in zip(counts, sites, strict=True):
+            assert not {"to_device", "from_device"} & set(counted), where
+    (expected,) = {loss for *_, loss in run_ranks(on_the_cpu, STAGES)}
+    assert all(loss == pytest.approx(expected, abs=1e-6) for *_, loss in everyone)
+
+
+def on_the_cpu(rank: int, world_size: int) -> tuple[float]:
+    return (pipeline_trainer(Run(samples=8), STAGES, use_cpu=True).evaluate()["eval_loss"],)

@@ -1,0 +1,114 @@
+"""The random numbers of a device are those of the training, whatever was probed before or beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fake_device
+import pytest
+import torch
+from distributed import run_ranks
+from torch import nn
+from training_data import PadCollator
+from training_runs import Run, pipeline_trainer
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_pipetransformer.freezing.callback import LayerFreezeCallback
+from hf_pipetransformer.freezing.policies import AlphaPolicy
+from hf_pipetransformer.randomness import global_state_kept, seeded
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
+]
+
+OPTIONS: dict[str, Any] = {"dataloader_pin_memory": False, "logging_strategy": "no"}
+RUN = Run(samples=12, epochs=1, accumulation=1)
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return fake_device.build()
+
+
+def give_a_generator(library: Path) -> torch.Generator:
+    """Register the device, with a generator of its own; its kernels draw from the CPU's."""
+    generator = torch.Generator()
+    fake_device.register(library)
+    module: Any = torch.get_device_module("fake")
+    module.manual_seed = module.manual_seed_all = generator.manual_seed
+    module.get_rng_state = lambda device=None: generator.get_state()
+    module.set_rng_state = lambda state, device=None: generator.set_state(state)
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # without a launcher
+        del os.environ[name]
+    return generator
+
+
+def draw(generator: torch.Generator) -> float:
+    return torch.rand(1, generator=generator).item()
+
+
+def seed_and_restore(rank: int, world_size: int, library: Path) -> None:
+    generator = give_a_generator(library)
+    torch.manual_seed(3)
+    with global_state_kept():
+        expected = draw(generator)
+    with pytest.raises(KeyError), seeded(5):
+        inside = draw(generator)
+        raise KeyError
+    assert draw(generator) == expected
+    with seeded(5):
+        assert draw(generator) == inside
+    with seeded(6):
+        assert draw(generator) != inside
+
+
+def test_the_generator_of_the_device_is_seeded_and_restored(library: Path) -> None:
+    run_ranks(seed_and_restore, 1, library)
+
+
+class States(TrainerCallback):
+    """The states of a device's generator at the beginning of each step."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.seen: list[list[int]] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.seen.append(self.generator.get_state().tolist())
+
+
+def drawing(run: Run, generator: torch.Generator) -> nn.Module:
+    """A model that draws from the device in each forward."""
+    model = run.build_model()
+    model.register_forward_pre_hook(lambda *_: draw(generator) and None)
+    return model
+
+
+def states_of(rank: int, world_size: int, library: Path, kind: str) -> list[list[int]]:
+    generator = give_a_generator(library)
+    states, model = States(generator), drawing(RUN, generator)
+    if kind == "probed":
+        freezing = {"freeze_policy": "alpha", "freeze_alpha": 0.5, "activation_cache": "on"}
+        trainer: Trainer = pipeline_trainer(RUN, 1, model=model, **OPTIONS, **freezing)
+    else:
+        options = {**RUN.common_options(), **OPTIONS}
+        arguments = TrainingArguments("stock", per_device_train_batch_size=RUN.per_device, **options)
+        trainer = Trainer(model, arguments, train_dataset=RUN.data(12), data_collator=PadCollator(RUN.kind))
+    if kind == "frozen":
+        trainer.add_callback(LayerFreezeCallback(AlphaPolicy(0.5)))
+    trainer.add_callback(states)
+    assert trainer.args.device.type == "fake"
+    trainer.train()
+    return states.seen
+
+
+@pytest.mark.parametrize("kind", ["probed", "frozen"])
+def test_probes_draw_nothing_from_the_device(kind: str, library: Path) -> None:
+    (expected,) = run_ranks(states_of, 1, library, "stock", env=fake_device.ENVIRONMENT)
+    (seen,) = run_ranks(states_of, 1, library, kind, env=fake_device.ENVIRONMENT)
+    assert len(expected) == 3 and expected[0] != expected[1]
+    assert seen == expected

@@ -1,0 +1,154 @@
+"""What a transformation and a checkpoint need of a device's memory, by the allocator of the tests' device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fake_device
+import fake_groups
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from model_zoo import MODELS, without_dropout
+
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.model.micro_batch import on_device
+from hf_pipetransformer.pipeline import chunks
+from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
+from hf_pipetransformer.pipeline.holders import holders_under
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.planning.costs import measure_costs
+from hf_pipetransformer.planning.plan import PipelinePlan
+from hf_pipetransformer.planning.plan_choice import make_plan
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
+]
+
+CHUNK_BYTES = 2**14
+ADAMW_COPIES = 3
+"""A parameter and its two moments."""
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return fake_device.build()
+
+
+@dataclass
+class Memory:
+    """Bytes on the device of one process at a transformation."""
+
+    before: int
+    after: int
+    peak: int
+    largest_flows: int
+
+    @property
+    def bound(self) -> int:
+        """As the docstring of `pipeline.moves` has it."""
+        return max(self.before, self.after) + 2 * CHUNK_BYTES + self.largest_flows
+
+
+class OnTheDevice:
+    """A model on as many fake devices as processes, without DDP, whose reductions gloo refuses for this device."""
+
+    def __init__(self, library: Path, world_size: int) -> None:
+        fake_device.register(library)
+        dist.init_process_group("gloo")
+        fake_groups.register()
+        chunks.CHUNK_BYTES = CHUNK_BYTES
+        self.world_size = world_size
+        device = torch.device("fake:0")
+        sample = on_device(MODELS["bert-classification"].batch(2), device)
+        self.model = without_dropout(MODELS["bert-classification"].build()).to(device)
+        self.stack = LayerStack.discover(self.model, sample)
+        self.costs = measure_costs(self.stack, sample)
+        mesh = ProcessMesh(timedelta(seconds=60), device)
+        unwrapped: Any = lambda stage, *_: stage  # noqa: E731
+        self.pipeline = ElasticPipeline(self.stack, mesh, device, unwrapped)
+
+    def plan(self, stages: int) -> PipelinePlan:
+        options: dict[str, Any] = {"num_microbatches": 2} if stages > 1 else {}
+        return make_plan(self.costs, self.world_size, stages, rows_per_device=4, memory_budget_bytes=None, **options)
+
+    def begin(self, stages: int) -> None:
+        """Place the model, and let AdamW make its state."""
+        self.pipeline.place(self.plan(stages), lambda model, rows: model(**rows).loss)
+        with self.pipeline.weights.as_on_one_process():
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.pipeline.attach_optimizer(optimizer)
+        for parameter in self.pipeline.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def transform(self, stages: int) -> Memory:
+        rank, plan = self.pipeline.mesh.rank, self.plan(stages)
+        holders = self.pipeline.holders(), holders_under(plan, self.stack)
+        largest: dict[Any, int] = {}
+        for name in self.stack.table.names:
+            flow = holders[0][name], holders[1][name]
+            if (rank in flow[0]) != (rank in flow[1]):
+                largest[flow] = max(largest.get(flow, 0), ADAMW_COPIES * self.stack.table[name].nbytes)
+        device: Any = torch.get_device_module("fake")
+        before = device.memory_allocated()
+        device.reset_peak_memory_stats()
+        self.pipeline.transform(plan)
+        peak = device.max_memory_allocated()
+        return Memory(before, device.memory_allocated(), peak, sum(largest.values()))
+
+
+def transform(rank: int, world_size: int, library: Path, stages: tuple[int, ...]) -> list[Memory]:
+    case = OnTheDevice(library, world_size)
+    case.begin(stages[0])
+    seen = [case.transform(after) for after in stages[1:]]
+    assert not fake_groups.wrong and not fake_device.mismatches
+    return seen
+
+
+def gather(rank: int, world_size: int, library: Path) -> tuple[dict[str, int], int, int]:
+    """Gather a checkpoint: what is waited for, how often for the device, and the number of this process's tensors."""
+    case = OnTheDevice(library, world_size)
+    case.begin(world_size)
+    pipeline = case.pipeline
+    table, synchronised = pipeline.stack.table, 0
+    weights = {name: table[name].detach() for name in table.names if pipeline.weights.is_here(name)}
+    state = [v for name in weights for v in pipeline.optimizer_state.state_of(name).values() if v.dim()]
+    holders = pipeline.holders()
+
+    def synchronize(*_: Any) -> None:
+        nonlocal synchronised
+        synchronised += 1
+
+    with mock.patch.object(torch.accelerator, "synchronize", synchronize), fake_device.counting() as counted:
+        with pipeline.weights.gathered(holders):
+            sent = case.model.state_dict() if rank == 0 else {}
+        with pipeline.optimizer_state.gathered(holders):
+            pass
+    assert all(value.device.type == ("fake" if name in weights else "cpu") for name, value in sent.items())
+    assert CHUNK_BYTES * (synchronised - 2) <= sum(tensor.nbytes for tensor in (*weights.values(), *state))
+    return dict(counted), synchronised, len(weights) + len(state)
+
+
+def test_a_checkpoint_is_gathered_without_waiting_for_each_tensor(library: Path) -> None:
+    for counted, synchronised, tensors in run_ranks(gather, 2, library, timeout=180):
+        assert "from_device" not in counted and "item" not in counted
+        assert counted["from_device_asynchronously"] > tensors / 2  # of rank 0 the optimizer state alone
+        assert 0 < synchronised < tensors / 4
+
+
+@pytest.mark.parametrize("stages", [(4, 2, 1), (2, 4, 1, 4)])
+def test_a_transformation_needs_no_more_memory_than_stated(stages: tuple[int, ...], library: Path) -> None:
+    """Shrinking and growing, on four processes."""
+    for seen in run_ranks(transform, 4, library, stages, timeout=180):
+        for memory in seen:
+            print(memory, f"bound {memory.bound}")
+            assert memory.peak <= memory.bound
