@@ -7,10 +7,10 @@ chunks       |-----0-----|-----1-----|-----2-----|     a chunk may hold several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
 import torch
 
+from ..cache.side_stream import WITHOUT_STREAMS
 from .devices import synchronise
 
 CHUNK_BYTES = 2**26
@@ -56,15 +56,15 @@ def chunk_ranges(size: int) -> Iterator[tuple[int, int]]:
 def packed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the bytes of tensors, on any device, in chunks on the CPU.
 
-    Two buffers take turns, so that a chunk can be sent while the next one is copied. They are pinned if the device can
-    copy to pinned memory directly.
+    Two buffers take turns, so that a chunk can be sent while the next one is copied. They are pinned if the device has
+    memory of its own.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     size = min(total_bytes(tensors), CHUNK_BYTES)
     buffers: list[torch.Tensor] = []
     for number, (start, stop) in enumerate(chunk_ranges(total_bytes(tensors))):
         if number < 2:
-            buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=pins_memory(device.type)))
+            buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=device.type not in WITHOUT_STREAMS))
         buffer = buffers[number % 2][: stop - start]
         parts = cut(tensors, start, stop)
         for place, part in zip(buffer.split([part.numel() for part in parts]), parts, strict=True):
@@ -98,15 +98,3 @@ def on_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     chunks = packed(elsewhere)
     copies = unpacked(elsewhere, lambda buffer: buffer.copy_(next(chunks)))
     return [tensor.detach() if tensor.device.type == "cpu" else next(copies) for tensor in tensors]
-
-
-@cache
-def pins_memory(device_type: str) -> bool:
-    """Whether memory of the CPU can be pinned for this type of device, which then copies without blocking."""
-    if device_type == "cpu":
-        return False
-    try:
-        torch.empty(1, pin_memory=True)
-    except RuntimeError:
-        return False
-    return True

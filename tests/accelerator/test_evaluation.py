@@ -50,7 +50,7 @@ def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, 
 
     trainer.prediction_step = counting_step  # type: ignore[method-assign]
     metrics = trainer.evaluate()
-    assert not fake_groups.wrong and not fake_device.mismatches
+    assert not fake_groups.wrong and not fake_device.errors
     return counts, sites, gathered, metrics["eval_loss"]
 
 

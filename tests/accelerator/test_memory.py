@@ -110,7 +110,7 @@ def transform(rank: int, world_size: int, library: Path, stages: tuple[int, ...]
     case = OnTheDevice(library, world_size)
     case.begin(stages[0])
     seen = [case.transform(after) for after in stages[1:]]
-    assert not fake_groups.wrong and not fake_device.mismatches
+    assert not fake_groups.wrong and not fake_device.errors
     return seen
 
 
