@@ -65,7 +65,7 @@ def runs(pid: int) -> bool:
 def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_contact, "LEAST_SECONDS", 0.1)
     wanted = ("machine", "parity", "cache", "overflow")
-    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.1", "--steps", *wanted)
+    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.4", "--steps", *wanted)
     steps = results["steps"]
     assert code == 1
     assert {name: step["status"] for name, step in steps.items()} == {
@@ -76,7 +76,7 @@ def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, mon
     }
     assert "ValueError: this step fails" in steps["machine"]["error"]
     assert all("folder" in step["figures"] for step in steps.values())  # also of those that were ended
-    assert steps["parity"]["seconds"] < 6
+    assert steps["parity"]["seconds"] < 24
     assert not runs(int((tmp_path / "child").read_text()))  # what the step had started has ended with it
     assert not any(Path(step["figures"]["folder"]).exists() for step in steps.values())
     assert results["versions"]["torch"].startswith(torch.__version__.partition("+")[0])

@@ -17,6 +17,11 @@ WITHOUT_STREAMS = ("cpu", "mps")
 """Devices that compute in the host's memory."""
 
 
+def is_apart(device: torch.device) -> bool:
+    """Whether a device has memory of its own, which it copies from and to pinned memory by itself."""
+    return device.type not in WITHOUT_STREAMS
+
+
 @dataclass(frozen=True)
 class Copied:
     """A tensor that is being copied.
@@ -53,7 +58,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if device.type in WITHOUT_STREAMS else torch.Stream(device)
+        self._stream = torch.Stream(device) if is_apart(device) else None
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that can be copied without waiting: pinned, if the device has memory of its own."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..cache.side_stream import WITHOUT_STREAMS
+from ..cache.side_stream import is_apart
 from .devices import synchronise
 
 CHUNK_BYTES = 2**26
@@ -64,7 +64,7 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     buffers: list[torch.Tensor] = []
     for number, (start, stop) in enumerate(chunk_ranges(total_bytes(tensors))):
         if number < 2:
-            buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=device.type not in WITHOUT_STREAMS))
+            buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_apart(device)))
         buffer = buffers[number % 2][: stop - start]
         parts = cut(tensors, start, stop)
         for place, part in zip(buffer.split([part.numel() for part in parts]), parts, strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache.side_stream import is_apart
 from ..model.placeholders import ParameterTable, placeholder
 from .chunks import as_bytes, on_cpu
 from .mesh import ProcessMesh
@@ -166,7 +167,9 @@ class WeightState:
         """
         for name in set(names) - self._offloaded.keys():
             parameter = self._table[name]
-            self._offloaded[name] = parameter.data.cpu()
+            on_host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=is_apart(parameter.device))
+            # nobody waits for it: the device also copies it back, after this copy
+            self._offloaded[name] = on_host.copy_(parameter.data, non_blocking=True)
             parameter.data = placeholder(parameter)
 
             def bring_back_if_needed(*_: Any) -> None:
@@ -181,7 +184,7 @@ class WeightState:
     def onload(self) -> None:
         """Load the offloaded weights back to their device."""
         for name, value in self._offloaded.items():
-            self._table[name].data = value.to(self._table[name].device)
+            self._table[name].data = value.to(self._table[name].device, non_blocking=True)
         self._offloaded.clear()
         for hook in self._offload_hooks:
             hook.remove()

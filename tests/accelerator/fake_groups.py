@@ -2,13 +2,14 @@
 
 Tensors of the device are handed to gloo as tensors of the CPU with the same memory. What would fail on NCCL is noted
 in `wrong`: a tensor of the CPU on a group that would be NCCL's, or one of the device on a group made for gloo.
-Replicas are not possible: the reductions of DDP are made in C++, which gloo refuses for this device.
+The reductions of DDP are made in C++, which gloo refuses for this device; `Replicated` makes them in Python.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fake_device
@@ -17,6 +18,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_pipetransformer.run import cutting
 
 log: list[tuple[str, int]] = []
 """Each call on a group that would be NCCL's: its name, and the group's id; all processes together are 0."""
@@ -35,6 +40,7 @@ def register() -> None:
     for name, function in replacements.items():
         setattr(c10d, name, function)
         setattr(dist, name, function)
+    cutting.DistributedDataParallel = Replicated  # type: ignore[misc]
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[assignment]
 
 
@@ -104,3 +110,51 @@ def _batch(replacements: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
         return [work for work in works if work is not None]
 
     return batch_isend_irecv
+
+
+class Replicated(DistributedDataParallel):
+    """DDP as far as a stage and a pipeline's schedule use it: gradients are averaged where a backward pass ends."""
+
+    def __init__(self, module: nn.Module, process_group: Any, **_: Any) -> None:
+        nn.Module.__init__(self)
+        self.module, self.process_group = module, process_group
+        self.require_backward_grad_sync = True
+        self.reducer, self.logger = _Reducer(module, process_group), None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.prepare_for_backward([])
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+
+class _Reducer:
+    """Averages all gradients over the replicas once, at the end of the backward pass that it is prepared for."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._group = group
+        self._is_prepared = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        self._is_prepared = True
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._is_prepared:
+            self._is_prepared = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+
+    def _reduce(self) -> None:
+        for parameter in self._parameters:
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            dist.all_reduce(gradient, group=self._group)
+            parameter.grad = gradient.div_(dist.get_world_size(self._group))

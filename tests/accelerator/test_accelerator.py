@@ -13,6 +13,7 @@ import fake_groups
 import pytest
 import torch
 from distributed import run_ranks
+from test_elastic_pipeline import stages_by_frozen
 from training_data import PadCollator
 from training_runs import Outcome, Run, largest_difference, outcome_of, pipeline, pipeline_trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -37,11 +38,12 @@ class Way:
     waits: tuple[Mapping[str, int], ...]
     kind: Any = "text-classification"
     accumulation: int = 1
+    replicas: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:
-        return Run(self.kind, samples=48, epochs=4, accumulation=self.accumulation)
+        return Run(self.kind, samples=48 * self.replicas, epochs=4, accumulation=self.accumulation)
 
 
 MASKS = {"item": 1, "wait": 1}
@@ -71,6 +73,10 @@ WAYS = {
         (forwards(4), forwards(4, from_device=1)),
         options={**FREEZING, "activation_cache": "on"},
     ),
+    "two-replicas": Way(1, 2 * (forwards(1),), replicas=2),
+    "two-replicas-cached": Way(1, 2 * (forwards(1),), replicas=2, options={**FREEZING, "activation_cache": "on"}),
+    "sliced": Way(2, (forwards(1), forwards(1)), "causal-lm", options={"token_slices": 3}),
+    "adaptive": Way(1, (STOCK,), options={"freeze_policy": "adaptive", "activation_cache": "on"}),
 }
 
 
@@ -154,7 +160,14 @@ def seen_by(trainer: Trainer) -> Seen:
 def train(library: Path, way: Way, **options: Any) -> list[Seen]:
     options = {**QUIET, **way.options, **options}
     return run_ranks(
-        on_the_device, way.stages, library, way.run, way.stages, env=fake_device.ENVIRONMENT, timeout=180, **options
+        on_the_device,
+        way.stages * way.replicas,
+        library,
+        way.run,
+        way.stages,
+        env=fake_device.ENVIRONMENT,
+        timeout=180,
+        **options,
     )
 
 
@@ -176,11 +189,11 @@ def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
         assert found == most, f"rank {rank}: {found}\n{sites}"
 
 
-@pytest.mark.parametrize("name", ["cached", "two-stages-cached"])
+@pytest.mark.parametrize("name", ["cached", "two-stages-cached", "two-replicas-cached", "sliced"])
 def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
     way = WAYS[name]
     options = {**QUIET, **way.options, "use_cpu": True}
-    expected = run_ranks(pipeline, way.stages, way.run, way.stages, **options)[0]
+    expected = run_ranks(pipeline, way.stages * way.replicas, way.run, way.stages, **options)[0]
     for seen in train(library, way):
         assert largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5
 
@@ -192,6 +205,86 @@ def test_other_models(kind: str, stages: int, library: Path) -> None:
     way = Way(stages, (), kind, options={**FREEZING, "activation_cache": "on"})
     for seen in train(library, way):
         assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
+
+
+def shrinking(rank: int, world_size: int, library: Path | None, run: Run) -> Outcome:
+    """From one pipeline of two stages to two replicas of one, when a layer freezes; without a library on the CPU."""
+    if library is None:
+        trainer = pipeline_trainer(run, 2, use_cpu=True, **ELASTIC)
+        stages_by_frozen(trainer, {0: 2, 1: 1})
+        return outcome_of(trainer)
+    prepare(world_size, library)
+    trainer = pipeline_trainer(run, 2, **ELASTIC)
+    stages_by_frozen(trainer, {0: 2, 1: 1})
+    seen = seen_by(trainer)
+    assert not seen.wrong
+    seen.outcome.notes["last"] = seen.of_step[seen.steady], seen.sites[seen.steady]
+    return seen.outcome
+
+
+ELASTIC = {**QUIET, **FREEZING, "activation_cache": "on"}
+
+
+def test_repacks_and_replicates_as_on_the_cpu(library: Path) -> None:
+    run = Run(samples=48, epochs=4, accumulation=1)
+    expected = run_ranks(shrinking, 2, None, run)[0]
+    for outcome in run_ranks(shrinking, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
+        assert largest_difference(outcome.weights, expected.weights)[0] < 1e-5
+        counts, sites = outcome.notes["last"]
+        assert counts == forwards(1), sites  # as one process each: nothing of the pipeline is left
+
+
+class LooksAtWeights(TrainerCallback):
+    """A user's, which may change weights in each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.seen = sum(1 for parameter in model.parameters() if parameter.requires_grad)
+
+
+def with_a_users_callback(rank: int, world_size: int, library: Path, run: Run, stages: int) -> Seen:
+    prepare(world_size, library)
+    trainer = pipeline_trainer(run, stages, **ELASTIC)
+    trainer.add_callback(LooksAtWeights())
+    return seen_by(trainer)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_users_step_callback_costs_few_waits(stages: int, library: Path) -> None:
+    """One look at the frozen weights, which the callback may have changed, and not one for each of them."""
+    run = Run(samples=48, epochs=4, accumulation=1)
+    env = fake_device.ENVIRONMENT
+    for seen in run_ranks(with_a_users_callback, stages, library, run, stages, env=env, timeout=180):
+        found, without = seen.of_step[seen.steady], WAYS["cached" if stages == 1 else "two-stages"].waits[0]
+        more = {
+            what: found.get(what, 0) - without.get(what, 0) for what in ("item", "wait", "to_device", "from_device")
+        }
+        assert sum(more.values()) <= 2, f"{found}: {seen.sites[seen.steady]}"
+
+
+def with_adapters(rank: int, world_size: int, library: Path, run: Run, stages: int) -> Seen:
+    peft = pytest.importorskip("peft")
+    prepare(world_size, library)
+    config = peft.LoraConfig(r=4, task_type="SEQ_CLS", target_modules=["query", "value"], lora_dropout=0.0)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(run.build_model(), config).train()
+    return seen_by(pipeline_trainer(run, stages, model=model, **ELASTIC))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_adapters_of_peft(stages: int, library: Path) -> None:
+    run = Run(samples=48, epochs=4, accumulation=1)
+    for seen in run_ranks(with_adapters, stages, library, run, stages, env=fake_device.ENVIRONMENT, timeout=180):
+        assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_epoch_begins_with_few_copies(stages: int, library: Path) -> None:
+    """Weights of cached layers are on the host. To see whether they have changed nobody waits for copies of each."""
+    way = Way(stages, (), options={**FREEZING, "activation_cache": "on"})
+    for seen in train(library, way):
+        first = 3 * (seen.outcome.steps // 4) + 1
+        found = seen.of_step[first]
+        assert found["to_device"] <= 16 and found.get("from_device", 0) <= 4, f"{found}: {seen.sites[first]}"
 
 
 def frozen_below(rank: int, world_size: int, library: Path, run: Run) -> Seen:

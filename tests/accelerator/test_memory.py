@@ -17,7 +17,7 @@ from distributed import run_ranks
 from model_zoo import MODELS, without_dropout
 
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.model.micro_batch import on_device
+from hf_pipetransformer.model.nested import on_device
 from hf_pipetransformer.pipeline import chunks
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.holders import holders_under
