@@ -345,7 +345,7 @@ def length_of_union(spans: Iterable[tuple[float, float]]) -> float:
 def synchronise(device: torch.device) -> None:
     """Wait for all that the device was given to do."""
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        torch.get_device_module(device).synchronize()
 
 
 def peak_bytes(device: torch.device) -> int | None:
