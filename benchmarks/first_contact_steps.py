@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from first_contact_ranks import Job, RankEnd, run_job
 from first_contact_runs import (
     SIZES,
@@ -455,6 +456,7 @@ def _run_pipeline(record: Record, job: Job, deadline: float, expected: Sequence[
     Raises:
         RuntimeError: a process did not end as it should.
     """
+    clear_device_cache(garbage_collection=True)  # the processes need the memory that this one has used
     ends = run_job(job, deadline - SECONDS_TO_SPARE - time.monotonic())
     record.note(processes=[_plain(end) for end in ends])
     for rank, end in enumerate(ends):
