@@ -162,7 +162,9 @@ def run_step(name: str, options: argparse.Namespace, limit_seconds: float) -> di
     ) as folder:
         wanted = {key: getattr(options, key) for key in ("model_size", "rows", "tokens", "use_cpu")}
         request, record = Path(folder, "request.json"), Path(folder, "record.json")
-        request.write_text(json.dumps({"step": name, "folder": folder, "limit_seconds": limit_seconds, **wanted}))
+        request.write_text(
+            json.dumps({"step": name, "folder": folder, "ends_at": time.time() + limit_seconds, **wanted})
+        )
         return supervise(
             [sys.executable, str(WORKER), str(request), str(record)], record, limit_seconds, environment()
         )

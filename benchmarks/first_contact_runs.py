@@ -7,7 +7,6 @@ makes the library keep weights on the device that it would otherwise offload, an
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from pipeline_step import RandomRows
 from torch import nn
 from torch.autograd import DeviceType
@@ -345,7 +345,7 @@ def length_of_union(spans: Iterable[tuple[float, float]]) -> float:
 def synchronise(device: torch.device) -> None:
     """Wait for all that the device was given to do."""
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        torch.get_device_module(device).synchronize()
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -455,7 +455,7 @@ class Training:
 
     def run(self, setting: Setting, observers: Sequence[Observer] = ()) -> Outcome:
         """Train once in this process, in a folder of its own."""
-        gc.collect()  # an earlier Trainer, a circle of references, holds memory of the device
+        clear_device_cache(garbage_collection=True)  # an earlier Trainer is a circle of references
         with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
             trainer = self.trainer(setting, folder, observers)
             began = time.perf_counter()

@@ -23,6 +23,8 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from first_contact_ranks import Job, RankEnd, run_job
 from first_contact_runs import (
     SIZES,
@@ -121,7 +123,7 @@ def machine(setting: Setting, record: Record, deadline: float) -> None:
             capability=list(torch.cuda.get_device_capability(device)),
             free_gib=round(free / 2**30, 1),
             cudnn=torch.backends.cudnn.version(),
-            nccl=list(torch.cuda.nccl.version()),
+            nccl=list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None,
             bf16=is_torch_bf16_gpu_available(),
         )
     width = 8 * setting.size.hidden
@@ -197,6 +199,9 @@ KINDS = {"stock": 0, "ours": 1}
 """The stock Trainer, and this library with one stage -> `Training.stages`."""
 FP32_STEPS = 6
 """Of trainings whose losses are compared."""
+TIMES_THE_NOISE = 10
+"""How much more our losses may differ from the stock Trainer's than those of two of its own trainings: 0 if these are
+equal."""
 NOT_COUNTED = "not counted: torch counts them for CUDA devices only"
 
 
@@ -204,11 +209,11 @@ def parity(setting: Setting, record: Record, deadline: float) -> None:
     """Compare one stage with the stock Trainer: losses, time of a step, synchronisations."""
     names = ("stock", "stock_again", "ours")
     losses = {name: _losses(setting, Training(int(name == "ours"), max_steps=FP32_STEPS)) for name in names}
-    # kernels with atomic additions may give the stock Trainer itself other losses in each run
+    # 0 unless kernels add in another order each time
     noise = _largest_difference(losses["stock_again"], losses["stock"])
     difference = _largest_difference(losses["ours"], losses["stock"])
     record.note(losses=losses, stock_differs_from_itself_by=noise, ours_differs_from_stock_by=difference)
-    record.check(losses_are_equal=difference <= noise < LARGEST_DIFFERENCE)
+    record.check(losses_are_equal=difference <= TIMES_THE_NOISE * noise < LARGEST_DIFFERENCE)
     step_ms: dict[str, list[float]] = {name: [] for name in KINDS}
     peaks: dict[str, int | None] = {}
     for name in ("stock", "ours", "ours", "stock"):  # a device that grows hot slows down both alike
@@ -374,7 +379,7 @@ def overflow(setting: Setting, record: Record, deadline: float) -> None:
     record.check(
         the_step_is_skipped=seen["ours"].skipped[step],
         the_scale_is_halved=seen["ours"].scales[step] * 2 == seen["ours"].scales[step - 1],
-        later_steps_are_not_skipped=not any(seen["ours"].skipped[step + 1 :]),
+        later_steps_train=not all(seen["ours"].skipped[step + 1 :]),
         as_in_stock=seen["ours"].skipped == seen["stock"].skipped and seen["ours"].scales == seen["stock"].scales,
         losses_as_in_stock=_largest_difference(losses["ours"], losses["stock"]) < LARGEST_DIFFERENCE,
     )
@@ -451,6 +456,7 @@ def _run_pipeline(record: Record, job: Job, deadline: float, expected: Sequence[
     Raises:
         RuntimeError: a process did not end as it should.
     """
+    clear_device_cache(garbage_collection=True)  # the processes need the memory that this one has used
     ends = run_job(job, deadline - SECONDS_TO_SPARE - time.monotonic())
     record.note(processes=[_plain(end) for end in ends])
     for rank, end in enumerate(ends):
@@ -502,6 +508,8 @@ def killed_rank(setting: Setting, record: Record, deadline: float) -> None:
 # epochs
 # ---------------------------------------------------------------------------------------------------------
 EPOCHS = 3
+TIMES_THE_STEPS = 4
+"""How much longer an epoch is here than elsewhere, for what (g) examines before its first step to weigh less."""
 
 
 class EpochTimes(Observer):
@@ -541,18 +549,21 @@ def epochs(setting: Setting, record: Record, deadline: float) -> None:
         "a": Training(0, setting.half, epochs=EPOCHS),
         "g": Training(1, setting.half, epochs=EPOCHS, options=freezing),
     }
-    totals = {}
+    setting = replace(setting, size=replace(setting.size, steps=TIMES_THE_STEPS * setting.size.steps))
+    train_seconds, epoch_seconds = {}, {}
     for name, training in ways.items():
-        times = EpochTimes(setting.device, setting.size.steps)
-        outcome = training.run(setting, [times])
-        totals[name] = outcome.seconds
+        times, losses = EpochTimes(setting.device, setting.size.steps), Losses()
+        outcome = training.run(setting, [times, losses])
+        train_seconds[name], epoch_seconds[name] = outcome.seconds, times.seconds
+        record.check(**{f"{name}_has_finite_losses": all(map(math.isfinite, losses.values))})
         record.note(
             **{name: {"train_seconds": outcome.seconds, "epoch_seconds": times.seconds, "cache": outcome.cache}}
         )
     record.note(
-        a_over_g=totals["a"] / totals["g"], about="whole train(), with what (g) examines before its first step"
+        steps_of_an_epoch=setting.size.steps,
+        a_over_g_in_epochs=sum(epoch_seconds["a"]) / sum(epoch_seconds["g"]),
+        a_over_g_in_train=train_seconds["a"] / train_seconds["g"],
     )
-    record.check(both_end=len(totals) == len(ways))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -574,8 +585,9 @@ def setting_of(request: Mapping[str, Any]) -> Setting:
 
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
-    deadline = time.monotonic() + request["limit_seconds"]
-    faulthandler.dump_traceback_later(max(request["limit_seconds"] - SECONDS_FOR_STACKS, 1.0))
+    seconds = request["ends_at"] - time.time()
+    deadline = time.monotonic() + seconds
+    faulthandler.dump_traceback_later(max(seconds - SECONDS_FOR_STACKS, 1.0))
     STEPS[request["step"]](setting_of(request), Record(Path(sys.argv[2])), deadline)
     faulthandler.cancel_dump_traceback_later()
 

@@ -217,12 +217,13 @@ REGISTERING = """
 @pytest.mark.slow
 @pytest.mark.timeout(650)
 @pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler")
-def test_all_steps_on_a_device_that_behaves_like_an_accelerator(tmp_path: Path) -> None:
+def test_steps_on_a_device_that_behaves_like_an_accelerator(tmp_path: Path) -> None:
     """With it, what processes send each other is copied through the host's memory, as on one GPU."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(REGISTERING))
     steps = results_of(
         tmp_path,
         *("--model_size", "tiny"),
+        *("--steps", "machine", "cache", "overflow", "two_stages", "three_stages"),
         PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(fake_device.__file__).parent)]),
         FAKE_DEVICE=str(fake_device.build()),
         **fake_device.ENVIRONMENT,
