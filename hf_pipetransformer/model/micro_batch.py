@@ -5,6 +5,7 @@ row: one entry along the batch dimension of a batch, i.e. one sample.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +18,8 @@ from .nested import tensors_of
 
 Batch = dict[str, Any]
 
+SECONDS_TO_ANSWER = 2.0
+"""How long a device may take, in seconds, until it is asked what explains an error."""
 MOST_UNUSED_POSITIONS = 2
 """Positions at the start of an embedding table beyond `max_position_embeddings`, as in OPT and BART."""
 
@@ -110,9 +113,24 @@ def _most_tokens_in(batch: Mapping[str, Any]) -> int:
     tokens, positions = batch.get("input_ids"), batch.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.numel():
         with suppress(RuntimeError):  # after a kernel has failed, a device does not answer any more
-            return int(positions.max()) + 1
+            if _is_idle_soon(positions.device):
+                return int(positions.max()) + 1
         return 0
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
+
+
+def _is_idle_soon(device: torch.device) -> bool:
+    """Whether a device gets done with what it was given; a kernel may wait for a process that has failed."""
+    if device.type == "cpu":
+        return True
+    event = torch.Event(device)
+    event.record()
+    deadline = time.monotonic() + SECONDS_TO_ANSWER
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(SECONDS_TO_ANSWER / 100)
+    return True
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:

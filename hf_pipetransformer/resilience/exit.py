@@ -8,6 +8,13 @@ trainers hold references to it as well.
 The shutdown needs no peer. Operations that could still wait for one (a collective in progress, a device) have a
 timeout. They run in threads that were started earlier, because from Python 3.12 on no thread can be started while
 the interpreter shuts down.
+
+    groups of gloo alone         destroy, else abort
+    groups on an accelerator     the same; after a failure first abort
+
+A process that fails may have given the device a kernel that waits for other processes. Destroying a group of NCCL
+waits for such a kernel, holding a lock that aborting the group needs, and destructors that run after the interpreter
+wait for it, too. Aborting the group ends the kernel. If that is not possible, the operating system ends the process.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import gc
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -32,10 +40,38 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 5.0
 """Upper bound, in seconds, for destroying the process groups, and again for aborting them."""
+SECONDS_FOR_THE_REST = 60.0
+"""Upper bound, in seconds, for the rest of the exit, if groups on an accelerator cannot be ended."""
 
 _work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _is_registered = False
+_has_failed = False  # the latest training
+
+
+def note_training(has_failed: bool) -> None:
+    """Record that a training has ended, by an error or not."""
+    global _has_failed
+    _has_failed = has_failed
+
+
+def finishes(work: Callable[[], None], seconds: float = SECONDS) -> bool:
+    """Run `work`, which may wait for a device forever, in a thread, and wait for it at most so many seconds.
+
+    Returns:
+        Whether it finished in time. Its errors are logged.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except Exception:
+            logger.debug("Work that was left to a thread failed.", exc_info=True)
+
+    thread = threading.Thread(target=run, name="unwind", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def end_at_exit(thread: threading.Thread | None = None) -> None:
@@ -48,7 +84,7 @@ def end_at_exit(thread: threading.Thread | None = None) -> None:
         _threads.add(thread)
     if not _is_registered:
         _is_registered = True
-        for _ in range(2):  # the second one aborts the groups that the first one cannot destroy
+        for _ in range(2):  # the second one tries the other way if the first one hangs
             threading.Thread(target=_do_work, name="exit", daemon=True).start()
         atexit.register(end)
 
@@ -63,10 +99,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def end(seconds: float = SECONDS) -> bool:
-    """Destroy this process's part of all process groups. Not collective.
+    """Destroy or abort this process's part of all process groups. Not collective.
 
     Returns:
-        Whether all of them were destroyed in time.
+        Whether all of them have ended in time.
     """
     end_at_exit()
     deadline = time.monotonic() + seconds
@@ -75,10 +111,17 @@ def end(seconds: float = SECONDS) -> bool:
             thread.join(max(deadline - time.monotonic(), 0.0))
     if not dist.is_available() or not dist.is_initialized():
         return True
-    if _ends(_destroy, seconds):
-        return True
-    logger.debug("The process groups did not shut down in time and are aborted.")
-    return _ends(_abort, seconds)
+    is_on_device = any(dist.get_backend(group) != "gloo" for group in dist.distributed_c10d._world.pg_map)
+    # an error that nobody has caught is the latest one
+    has_failed = _has_failed or getattr(sys, "last_value", None) is not None
+    for work in (_abort, _destroy) if is_on_device and has_failed else (_destroy, _abort):
+        if _ends(work, seconds) and not dist.is_initialized():
+            return True
+        logger.debug("The process groups did not end in time (%s).", work.__name__)
+    if is_on_device and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # works in destructors of libraries, too
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_THE_REST)
+    return False
 
 
 def _do_work() -> None:
@@ -102,8 +145,10 @@ def _destroy() -> None:
 
 
 def _abort() -> None:
-    with suppress(Exception):
+    with suppress(Exception):  # a backend may not support it
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.distributed_c10d._abort_process_group()
+        _release(groups)
 
 
 def _release(groups: list[Any]) -> None:

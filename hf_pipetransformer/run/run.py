@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
+from ..resilience.exit import finishes, note_training
 from ..resilience.watchdog import PROGRESS, watching
 from ..token_slices.token_schedule import Slicing
 from .cache_control import OTHER_INPUTS, AutoCache
@@ -122,9 +124,15 @@ class PipelineRun(TrainerCallback):
         self._entered.__exit__(kind, error, traceback)
 
     def _close(self, kind: type[BaseException] | None, *_: Any) -> None:
+        has_failed = kind is not None and issubclass(kind, Exception)
+        note_training(has_failed)
         if self.cache is not None:
             # after a complete run, remove what no other run can use; an interrupted run is resumed with its cache
-            self.cache.close(has_ended=kind is None)
+            close = partial(self.cache.close, has_ended=kind is None)
+            if has_failed and self._job.device.type != "cpu":
+                finishes(close)  # its writer waits for the device, where a kernel may wait for other processes
+            else:
+                close()
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from selection import slow
 
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.resilience import exit as process_exit
@@ -44,3 +49,71 @@ def ends_beside_a_stuck_peer(rank: int, world_size: int) -> float:
 
 def test_the_end_is_bounded_where_a_peer_is_stuck() -> None:
     assert run_ranks(ends_beside_a_stuck_peer, 2)[0] < 4
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Groups on an accelerator, with a kernel that waits for other processes. A semaphore stands for the kernel: destroying
+# the groups waits for it under a lock, as NCCL's shutdown does, and so do destructors after the interpreter.
+# ---------------------------------------------------------------------------------------------------------
+WITH_A_PENDING_KERNEL = """
+import ctypes, sys, threading, torch.distributed as dist
+from hf_pipetransformer.resilience import exit as process_exit
+
+libc = ctypes.CDLL(None)
+libc.calloc.restype = ctypes.c_void_p
+kernel = ctypes.c_void_p(libc.calloc(1, 64))
+libc.sem_init(kernel, 0, 0)
+libc.__cxa_atexit(ctypes.cast(libc.sem_wait, ctypes.c_void_p), kernel, None)
+lock = threading.Lock()
+
+def destroy():
+    with lock:
+        libc.sem_wait(kernel)
+        libc.sem_post(kernel)
+
+abort_groups = dist.distributed_c10d._abort_process_group
+
+def abort():
+    print("abort", flush=True)
+    with lock:
+        if {can_abort}:
+            libc.sem_post(kernel)
+            abort_groups()
+        else:
+            libc.sem_wait(kernel)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.get_backend = lambda group=None: "nccl"
+dist.destroy_process_group = destroy
+dist.distributed_c10d._abort_process_group = abort
+process_exit.SECONDS_FOR_THE_REST = 1.0
+process_exit.end_at_exit()
+{then}
+"""
+FAILS = "raise ValueError('the reason')"
+FAILS_AND_SAYS_SO = "process_exit.note_training(has_failed=True); sys.exit(3)"
+
+
+def run_with_a_pending_kernel(can_abort: bool, then: str) -> subprocess.CompletedProcess[str]:
+    script = WITH_A_PENDING_KERNEL.format(can_abort=can_abort, then=then)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(("then", "code"), [(FAILS, 1), *slow((FAILS_AND_SAYS_SO, 3))])
+def test_a_failed_process_aborts_its_groups_and_exits(then: str, code: int) -> None:
+    ended = run_with_a_pending_kernel(True, then)
+    assert ended.returncode == code and ended.stdout == "abort\n"
+    assert "the reason" in ended.stderr or code == 3
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_abort_its_groups_exits_nevertheless() -> None:
+    ended = run_with_a_pending_kernel(False, FAILS)
+    assert ended.returncode == -signal.SIGALRM and "the reason" in ended.stderr
+
+
+def test_work_that_waits_for_a_device_is_left_behind() -> None:
+    done: list[int] = []
+    assert process_exit.finishes(lambda: done.append(1)) and done == [1]
+    assert not process_exit.finishes(lambda: time.sleep(5), seconds=0.1)
+    assert process_exit.finishes(lambda: done.remove(2)), "errors are logged"
