@@ -231,7 +231,8 @@ def test_repacks_and_replicates_as_on_the_cpu(library: Path) -> None:
     for outcome in run_ranks(shrinking, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
         assert largest_difference(outcome.weights, expected.weights)[0] < 1e-5
         counts, sites = outcome.notes["last"]
-        assert counts == forwards(1), sites  # as one process each: nothing of the pipeline is left
+        # as one process each, but for the number of items in the prepared batch: nothing of the pipeline is left
+        assert counts == forwards(1, from_device=1), sites
 
 
 class LooksAtWeights(TrainerCallback):
