@@ -133,7 +133,9 @@ class StageModule(nn.Module):
         """
         PROGRESS.tick()
         batch = self.micro_batches[int(index)]
-        supply = iter(received)
+        # A view, because autocast casts a leaf once for all its uses, as a weight, and then their gradients are summed
+        # in half precision. In the whole model this value is no leaf: each use casts it, and the sum is exact.
+        supply = (value.view_as(value) for value in received)
         values = [
             next(supply) if slot.is_used else carried.zeros(self.device)
             for slot, carried in zip(self.slots_in, self._shapes.incoming, strict=True)
