@@ -80,7 +80,7 @@ def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, mon
     assert not runs(int((tmp_path / "child").read_text()))  # what the step had started has ended with it
     assert not any(Path(step["figures"]["folder"]).exists() for step in steps.values())
     assert results["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
-    assert results["date"] and results["options"]["minutes"] == 0.1
+    assert results["date"] and results["options"]["minutes"] == 0.4
 
 
 def test_steps_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

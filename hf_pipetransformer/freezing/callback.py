@@ -152,6 +152,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         values = torch.as_tensor(squared, dtype=torch.float64).detach()
         finite = values.isfinite()
         summed, steps = self._observed or (torch.zeros_like(values), torch.zeros_like(values))
+        summed, steps = summed.to(values.device), steps.to(values.device)  # a checkpoint's are on the CPU
         self._observed = summed + values.where(finite, 0.0), steps + finite
 
     @property

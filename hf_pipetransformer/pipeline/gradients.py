@@ -209,11 +209,11 @@ class StageGradients:
             loss_scale: the loss scale of the gradient scaler, if gradients are still scaled.
 
         Returns:
-            `[L]`, float64, on the CPU; 0 for units without a gradient.
+            `[L]`, float64, on the device, so that nobody waits for it; 0 for units without a gradient.
         """
         here = range(self._stage.start, self._stage.stop)  # a shared parameter is counted in the unit it belongs to
         mine = [names if unit in here else () for unit, names in enumerate(inside)]
         squares = squared_norms(mine, self._stage.gradients(), self._stage.device)
         if self._group is not None:
             dist.all_reduce(squares, group=self._group)
-        return (squares / loss_scale**2).cpu()
+        return squares / loss_scale**2

@@ -59,6 +59,9 @@ def forwards(number: int, **others: int) -> dict[str, int]:
     return {name: each.get(name, 0) + others.get(name, 0) for name in {**each, **others}}
 
 
+SLICED = {"item": 1, "wait": 2, **BATCH}
+"""Of a causal language model in slices of the tokens: only the first slice's mask is looked at."""
+
 WAYS = {
     "plain": Way(1, (STOCK,)),
     "frozen": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "off"}),
@@ -73,9 +76,14 @@ WAYS = {
         (forwards(4), forwards(4, from_device=1)),
         options={**FREEZING, "activation_cache": "on"},
     ),
-    "two-replicas": Way(1, 2 * (forwards(1),), replicas=2),
-    "two-replicas-cached": Way(1, 2 * (forwards(1),), replicas=2, options={**FREEZING, "activation_cache": "on"}),
-    "sliced": Way(2, (forwards(1), forwards(1)), "causal-lm", options={"token_slices": 3}),
+    # the items of the prepared batch are counted, which `_prepare_inputs` may have changed
+    "two-replicas": Way(1, 2 * (forwards(1, from_device=1),), replicas=2),
+    "two-replicas-cached": Way(
+        1, 2 * (forwards(1, from_device=1),), replicas=2, options={**FREEZING, "activation_cache": "on"}
+    ),
+    "sliced": Way(
+        2, (SLICED, {**SLICED, "from_device": 1}), "causal-lm", options={"token_slices": 3, "num_microbatches": 1}
+    ),
     "adaptive": Way(1, (STOCK,), options={"freeze_policy": "adaptive", "activation_cache": "on"}),
 }
 
