@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.torch_version import TorchVersion
 
 from ..model.micro_batch import Batch, batch_rows, split_batch
+from .older_torch import OlderPipelineStage
 from .stage import ShapeBook, StageModule, StageShapes
 
 TORCH_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -30,7 +32,10 @@ KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
 
 
-class _ScheduledStage(PipelineStage):
+_Stage = PipelineStage if TorchVersion(torch.__version__) >= "2.13" else OlderPipelineStage
+
+
+class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
     """torch's stage, extended by gradient accumulation and by stages that need no backward."""
 
     gradients_synchronise = True
@@ -129,6 +134,8 @@ class PipelineScheduler:
             output_args=(loss,) if self._stage.is_last else tuple(carried.meta() for carried in outgoing),
             group=self._group,
         )
+        stage.requires_grad_in = tuple(carried.requires_grad for carried in incoming)
+        stage.requires_grad_out = tuple(carried.requires_grad for carried in outgoing)
         stage.computes_gradients = self._stage.is_last or any(carried.requires_grad for carried in outgoing)
         # with fewer micro-batches than stages, the order of 1F1B is that of GPipe, and torch refuses 1F1B
         kind = TORCH_SCHEDULES[self._kind if num_microbatches >= self._num_stages else "gpipe"]
