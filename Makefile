@@ -5,7 +5,11 @@ BIN := $(VENV)/bin
 # Extra arguments for installing PyTorch. A machine without a GPU can avoid the large CUDA packages by
 # TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu".
 TORCH_ARGS ?=
-TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Exact versions of what is installed.
+CONSTRAINTS ?= constraints.txt
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
+# The oldest Python: not all of the oldest packages can be installed into a newer one.
+OLDEST_PYTHON ?= python3.10
 # Most tests wait for processes of their own: several at a time, also on two cores.
 TEST_WORKERS ?= 3
 CODE := hf_pipetransformer recipes benchmarks tests
@@ -16,15 +20,15 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-faults style quality docs clean
+.PHONY: help demo test test-all test-faults test-oldest style quality docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION) $(TORCH_ARGS)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (2 to 4 minutes, no download)
@@ -41,6 +45,9 @@ test-all: $(STAMP) ## Run all tests but the injected faults (about 40 minutes on
 test-faults: $(STAMP) ## Break processes and hosts in every phase, fuzz the arguments, run for long (about 20 minutes)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m faults --timeout 1200
 
+test-oldest: ## Run `make test` with the oldest versions that pyproject.toml admits, in .venv-oldest
+	$(MAKE) test VENV=.venv-oldest PYTHON=$(OLDEST_PYTHON) CONSTRAINTS=constraints-oldest.txt
+
 style: $(STAMP) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
@@ -56,5 +63,5 @@ docs: $(STAMP) ## Build the documentation with the API into build/site; warnings
 	$(BIN)/mkdocs build --strict
 
 clean: ## Remove the environment, caches and outputs
-	rm -rf $(VENV) build dist outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest build dist outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -145,10 +145,13 @@ Running = tuple[PreTrainedModel, dict[str, Any], dict[str, Tensor]]
 
 
 def candidates() -> list[Candidate]:
-    """Every class of the mappings in `TASKS` once, in the order of tasks and names."""
+    """Every class of the mappings in `TASKS` once, in the order of tasks and names.
+
+    An older version of transformers does not have all of the mappings.
+    """
     found: dict[str, Candidate] = {}
     for task, mapping in TASKS.items():
-        names = getattr(modeling_auto, mapping + "_MAPPING_NAMES")
+        names: dict[str, Any] = getattr(modeling_auto, mapping + "_MAPPING_NAMES", {})
         pairs = [(name, t) for t, cs in names.items() for name in (cs if isinstance(cs, (tuple, list)) else (cs,))]
         # a class may serve several types (Llama's code_llama, too): the one that it is named after comes first
         for name, model_type in sorted(pairs, key=lambda pair: (pair[0], not _is_named_after(*pair), pair[1])):

@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_pipetransformer
+from hf_pipetransformer.pipeline import schedule
 
 
 def parameters(function: Any) -> list[str]:
@@ -111,6 +112,14 @@ def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
 @pytest.mark.parametrize("method", ["backward_one_chunk", "clear_runtime_states"])
 def test_pipeline_stage_methods(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
+
+
+@pytest.mark.skipif(schedule._Stage is PipelineStage, reason="torch's own stage is used from torch 2.13 on")
+@pytest.mark.parametrize(
+    "method", ["_prepare_forward_infra", "_create_grad_send_info", "get_bwd_send_ops", "get_bwd_recv_ops"]
+)
+def test_methods_of_an_older_pipeline_stage(method: str) -> None:
+    assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method}"
 
 
 def test_backward_of_a_stage() -> None:

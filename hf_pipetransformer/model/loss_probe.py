@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -280,12 +280,22 @@ class _Probe:
         self._known.append((batch, num_items, self._evaluates, outcome))
         return outcome
 
-    def _outcome(self, batch: Batch, num_items: NumItems) -> LossOutcome:
-        """Loss and gradient of the probed parameters; side effects of the call remain."""
+    def _outcome(
+        self, batch: Batch, num_items: NumItems, place: AbstractContextManager[None] | None = None
+    ) -> LossOutcome:
+        """Loss and gradient of the probed parameters; side effects of the call remain.
+
+        Args:
+            batch: the samples.
+            num_items: number of items that the loss is divided by.
+            place: where the loss is computed. The backward runs outside of it: a layer that gradient checkpointing
+                computes again is no call of the pass.
+        """
         table = self._stack.table
         parameters = [table[name] for name in self._probed]
         with self._only_probed_trainable(), torch.enable_grad():
-            loss = self._compute_loss(dict(batch), num_items, 0)
+            with place or nullcontext():
+                loss = self._compute_loss(dict(batch), num_items, 0)
             gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
             if loss.requires_grad:
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -405,8 +415,8 @@ class _Probe:
             " pipeline_parallel_size=1.",
         )
 
-    def _value(self, batch: Batch, seed: int = 0) -> LossOutcome:
-        with torch.no_grad():
+    def _value(self, batch: Batch, seed: int = 0, place: AbstractContextManager[None] | None = None) -> LossOutcome:
+        with torch.no_grad(), place or nullcontext():
             return LossOutcome(float(self._compute_loss(dict(batch), self._num_items, seed)))
 
     def check_randomness(self, batch: Batch, tolerance: Tolerance) -> None:
@@ -453,15 +463,20 @@ class _Probe:
         if math.isfinite(whole) and difference([(1.0, LossOutcome(cut))], LossOutcome(whole), tolerance) is not None:
             self._refuse_cut(whole, cut)
 
-    def _under_the_last_unit(self, batch: Batch, compute: Callable[[Batch], LossOutcome]) -> LossOutcome:
-        """What the last stage would compute if it had one unit; the parameters of other stages are NaN."""
+    def _under_the_last_unit(self, batch: Batch, compute: Callable[..., LossOutcome]) -> LossOutcome:
+        """What the last stage would compute if it had one unit; the parameters of other stages are NaN.
+
+        Args:
+            batch: the samples.
+            compute: `_value` or `_outcome`.
+        """
         stack, last = self._stack, self._stack.num_units - 1
         stack.runner.install()
         try:
             with torch.no_grad(), left_as_found(stack.model, *self._others):
                 carry = stack.runner.run(0, last, None, batch) if last else {}
-            with self._on_the_last_stage(carry), left_as_found(stack.model, *self._others):
-                return compute(batch)
+            with left_as_found(stack.model, *self._others):
+                return compute(batch, place=self._on_the_last_stage(carry))
         finally:
             stack.runner.remove()
 

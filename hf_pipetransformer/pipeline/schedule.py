@@ -19,16 +19,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.torch_version import TorchVersion
 
 from ..model.micro_batch import Batch, batch_rows, split_batch
 from ..planning.schedules import schedule_of_step
+from .older_torch import OlderPipelineStage
 from .stage import ShapeBook, StageModule, StageShapes
 
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
 
 
-class _ScheduledStage(PipelineStage):
+_Stage = PipelineStage if TorchVersion(torch.__version__) >= "2.13" else OlderPipelineStage
+
+
+class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
     """torch's stage, extended by gradient accumulation and by stages that need no backward."""
 
     gradients_synchronise = True
@@ -123,6 +128,8 @@ class PipelineScheduler:
             output_args=(loss,) if self._stage.is_last else tuple(carried.meta() for carried in outgoing),
             group=self._group,
         )
+        stage.requires_grad_in = tuple(carried.requires_grad for carried in incoming)
+        stage.requires_grad_out = tuple(carried.requires_grad for carried in outgoing)
         stage.computes_gradients = self._stage.is_last or any(carried.requires_grad for carried in outgoing)
         run_as = schedule_of_step(self._name, self._num_stages, num_microbatches)
         schedule = get_schedule_class(run_as.name)(stage, num_microbatches, loss_fn=_first_output, scale_grads=False)

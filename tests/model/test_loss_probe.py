@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from distributed import run_ranks, run_ranks_expecting_error
 from selection import slow
 from torch import nn
-from training_runs import Run, assert_same_training, pipeline
+from torch.utils.checkpoint import checkpoint
+from training_runs import Outcome, Run, assert_same_training, pipeline, reference
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.model.loss_probe import _hooks_on_parts
@@ -61,6 +64,22 @@ def test_what_is_the_last_stages_own_may_change() -> None:
         pipeline, 1, Run("image-classification", per_device=8, accumulation=1, trainer=Harmless), 1
     )
     assert_same_training(results, expected)
+
+
+def checkpointing_calls(rank: int, world_size: int, run: Run) -> Outcome:
+    """A layer's call is computed again, not its forward alone: in transformers 5.17, and in other libraries."""
+
+    def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        return checkpoint(partial(nn.Module.__call__, self, **options), *inputs, use_reentrant=False)
+
+    LlamaDecoderLayer.__call__ = call  # type: ignore[method-assign]
+    return pipeline(rank, world_size, run, 2)
+
+
+def test_layers_that_are_called_again_in_the_backward_are_no_further_call_of_the_model() -> None:
+    run = Run("causal-lm", samples=24, epochs=1, accumulation=1)
+    (expected,) = run_ranks(reference, 1, run)
+    assert_same_training(run_ranks(checkpointing_calls, 4, run), expected)
 
 
 def test_hooks_that_are_not_linear_are_found_and_left_as_they_were() -> None:

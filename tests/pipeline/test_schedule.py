@@ -183,3 +183,24 @@ def failing_step(rank, world_size):
 
 def test_the_step_after_a_failed_one():
     run_ranks(failing_step, 2)
+
+
+class IgnoresTheLayers(Pipeline):
+    def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
+        model(**micro_batch)
+        return model.classifier.bias.sum() / self.num_microbatches
+
+
+def ignored_layers(rank, world_size):
+    pipeline = IgnoresTheLayers(2, "1f1b")
+    for count in (2, 4):
+        pipeline.step(batch_of(4), count)
+        found = {name: gradient for name, gradient in pipeline.take_gradients().items() if gradient is not None}
+    return {name: gradient.unique().tolist() for name, gradient in found.items()}
+
+
+def test_layers_that_a_loss_does_not_depend_on_get_zeros():
+    first, last = run_ranks(ignored_layers, 2)
+    assert set(first) >= {"bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.1.output.dense.weight"}
+    assert all(values == [0.0] for values in first.values())
+    assert last == {"classifier.bias": [1.0]}

@@ -1,0 +1,66 @@
+"""torch's pipeline stage for torch 2.11 and 2.12; it does what `PipelineStage` itself does from torch 2.13 on.
+
+                        stage 0 (frozen)    stage 1               stage 2
+    activation          a ───────────────►  a, b ──────────────►  …
+    its gradient        none                b ◄─────────────────  only of what requires one
+
+torch 2.11 and 2.12 expect a gradient for every tensor that a stage receives, and torch 2.11 lets all of them require
+one. This module can be removed when `pyproject.toml` asks for torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+
+class OlderPipelineStage(PipelineStage):
+    """A stage that sends and receives gradients only of those boundary tensors that require one."""
+
+    requires_grad_in: tuple[bool, ...] = ()
+    """For each tensor that the stage receives."""
+    requires_grad_out: tuple[bool, ...] = ()
+    """For each tensor that the stage sends."""
+
+    def _received(self, chunk: int) -> list[torch.Tensor]:
+        infos: tuple[Any, ...] = self.args_recv_info[chunk]
+        return [info.buffer for info in infos]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        has_backward, self.has_backward = self.has_backward, False  # torch 2.11: or integers must require a gradient
+        try:
+            prepared = super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.has_backward = has_backward
+        for chunk in self.args_recv_info:
+            for buffer, requires_grad in zip(self._received(chunk), self.requires_grad_in, strict=True):
+                buffer.requires_grad_(requires_grad)
+        return prepared
+
+    def _create_grad_send_info(self, args_recv_info: Any) -> Any:
+        stages = super()._create_grad_send_info(args_recv_info)
+        return [to if wanted else None for to, wanted in zip(stages, self.requires_grad_in, strict=True)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            # strict=False: behind the gradients of what was received may be those of keyword arguments, which are None
+            pairs = zip(self._received(bwd_chunk_id), self.bwd_cache[bwd_chunk_id], strict=False)
+            self.bwd_cache[bwd_chunk_id] = tuple(  # the other stage waits, also if no output depends on this input
+                torch.zeros_like(received) if gradient is None and received.requires_grad else gradient
+                for received, gradient in pairs
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        if not ops:
+            return ops
+        sent = zip(self.grad_recv_info[bwd_chunk_id], self.requires_grad_out, strict=True)
+        wanted = {id(info.buffer) for info, requires_grad in sent if requires_grad}
+        return [op for op in ops if id(op.tensor) in wanted]
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Nothing to check: `StageModule.forward` does, and the dtype of a loss is not known beforehand."""
