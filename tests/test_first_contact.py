@@ -182,6 +182,7 @@ def results_of(folder: Path, *arguments: str, **environment: str) -> dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.timeout(650)
+@pytest.mark.faults  # it kills a process, and takes minutes
 def test_all_steps_on_the_cpu(tmp_path: Path) -> None:
     steps = results_of(tmp_path, "--use_cpu")["steps"]
     figures = {name: step["figures"] for name, step in steps.items()}
