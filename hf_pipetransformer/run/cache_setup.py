@@ -58,7 +58,9 @@ def make_cache(
 
     def loss_of(batch: Batch) -> torch.Tensor:
         with seeded(args.seed):  # methods that the user has overridden may draw random numbers
-            loss = trainer.compute_loss(job.model, dict(trainer._prepare_inputs(dict(batch))))
+            inputs = dict(trainer._prepare_inputs(dict(batch)))
+            with job.computing_loss():
+                loss = trainer.compute_loss(job.model, inputs)
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 

@@ -23,6 +23,7 @@ from ..planning.plan import PipelinePlan
 from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
+from .collectives import on_last_stage_only
 from .job import TrainingJob
 from .training_data import keying_collator
 
@@ -99,7 +100,7 @@ def predict(
         if pipeline.num_stages > 1:
 
             def head(batch: Batch) -> Prediction:
-                with _handing_on_prepared(job.trainer, batch):
+                with _handing_on_prepared(job.trainer, batch), on_last_stage_only(job.trainer.accelerator):
                     return stock(job.model, batch)
 
             result: Prediction = pipeline.predict(prepared(job, inputs, keys), head)
