@@ -67,7 +67,7 @@ def in_training(
             collate_fn = getattr(base, "collate_fn", None)
             # also before the first freeze, because persistent workers keep the collator that they started with
             if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
-                base.collate_fn = keying_collator(job, generations, collate_fn)
+                base.collate_fn = keying_collator(job, generations, collate_fn, pipeline.stack.runner.kept_back)
                 stack.callback(setattr, base, "collate_fn", collate_fn)
             if pipeline.cache is not None and not cache.weights_hold():
                 pipeline.use_cache(None)  # e.g. averaged weights
