@@ -59,7 +59,8 @@ def make_data(kind: str) -> Any:
     return Dataset.from_dict({"prompt": texts(3, 5), "chosen": texts(3, 7), "rejected": texts(3, 7)})
 
 
-def make_model(kind: str) -> Any:
+def make_model(kind: str, folder: str) -> Any:
+    """A reward model, or the policy in a folder, from where TRL loads the reference model."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -75,13 +76,12 @@ def make_model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "reward":
         return LlamaForSequenceClassification(config)
-    model = LlamaForCausalLM(config)
-    folder = f"policy-{os.getpid()}"  # from where the reference model is loaded
-    model.save_pretrained(folder)
+    if not os.path.isdir(folder):
+        LlamaForCausalLM(config).save_pretrained(folder)
     return LlamaForCausalLM.from_pretrained(folder)
 
 
-def trainer_of(kind: str, world_size: int, ours: bool, **options: Any) -> Any:
+def trainer_of(kind: str, world_size: int, ours: bool, policy: str, **options: Any) -> Any:
     import trl
 
     stock, stock_arguments = (getattr(trl, name) for name in KINDS[kind])
@@ -105,15 +105,20 @@ def trainer_of(kind: str, world_size: int, ours: bool, **options: Any) -> Any:
         }
     )
     return trainer_class(
-        model=make_model(kind), args=arguments, train_dataset=make_data(kind), processing_class=make_tokenizer()
+        model=make_model(kind, policy),
+        args=arguments,
+        train_dataset=make_data(kind),
+        processing_class=make_tokenizer(),
     )
 
 
-def logs_of(rank: int, world_size: int, runs: list[tuple[str, bool, dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def logs_of(
+    rank: int, world_size: int, policy: str, runs: list[tuple[str, bool, dict[str, Any]]]
+) -> list[list[dict[str, Any]]]:
     """The logs of several trainings, one after the other."""
     histories = []
     for kind, ours, options in runs:
-        trainer = trainer_of(kind, world_size, ours, **options)
+        trainer = trainer_of(kind, world_size, ours, policy, **options)
         trainer.train()
         histories.append(trainer.state.log_history)
     return histories
@@ -124,15 +129,22 @@ def losses(history: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("trl") / "policy")
+    make_model("sft", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(policy: str) -> dict[str, list[dict[str, Any]]]:
     runs: list[Any] = [(kind, False, {}) for kind in KINDS]
-    return dict(zip(KINDS, run_ranks(logs_of, 1, runs, timeout=250)[0], strict=True))
+    return dict(zip(KINDS, run_ranks(logs_of, 1, policy, runs, timeout=250)[0], strict=True))
 
 
-def test_one_process(stock: dict[str, list[dict[str, Any]]]) -> None:
+def test_one_process(policy: str, stock: dict[str, list[dict[str, Any]]]) -> None:
     runs: list[Any] = [(kind, True, {}) for kind in KINDS]
     runs += [(k, True, {**FREEZING, "activation_cache": c}) for k in ("sft", "reward", "dpo") for c in ("on", "off")]
-    histories = run_ranks(logs_of, 1, runs, timeout=250)[0]
+    histories = run_ranks(logs_of, 1, policy, runs, timeout=250)[0]
     for kind, history in zip(KINDS, histories, strict=False):
         assert losses(history) == losses(stock[kind])
     for cached, computed in zip(histories[len(KINDS) :: 2], histories[len(KINDS) + 1 :: 2], strict=True):
@@ -141,20 +153,20 @@ def test_one_process(stock: dict[str, list[dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_two_stages(stock: dict[str, list[dict[str, Any]]], world_size: int) -> None:
+def test_two_stages(policy: str, stock: dict[str, list[dict[str, Any]]], world_size: int) -> None:
     kinds = ("sft", "reward", "dpo")
     runs: list[Any] = [(k, True, {"pipeline_parallel_size": 2, "num_microbatches": 2}) for k in kinds]
-    histories = run_ranks(logs_of, world_size, runs, timeout=250)[0]
+    histories = run_ranks(logs_of, world_size, policy, runs, timeout=250)[0]
     for kind, history in zip(kinds, histories, strict=True):
         torch.testing.assert_close(losses(history), losses(stock[kind]), rtol=0, atol=5e-5)
         logged = {key for entry in stock[kind] for key in entry}
         assert logged <= {key for entry in history for key in entry}, "rank 0 logs what the last stage has collected"
 
 
-def two_stages_of(rank: int, world_size: int, kind: str) -> None:
-    trainer_of(kind, world_size, True, pipeline_parallel_size=2).train()
+def two_stages_of(rank: int, world_size: int, policy: str, kind: str) -> None:
+    trainer_of(kind, world_size, True, policy, pipeline_parallel_size=2).train()
 
 
-def test_a_loss_that_makes_its_inputs_is_refused() -> None:
-    errors = run_ranks_expecting_error(two_stages_of, 2, "kto", timeout=100)
+def test_a_loss_that_makes_its_inputs_is_refused(policy: str) -> None:
+    errors = run_ranks_expecting_error(two_stages_of, 2, policy, "kto", timeout=100)
     assert all("compute_loss called the model with different inputs" in str(error) for error in errors)
