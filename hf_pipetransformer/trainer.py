@@ -122,7 +122,7 @@ class PipeTransformerTrainer(Trainer):
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         self.callback_handler.callbacks.insert(0, PipelineState())
         if args.uses_pipeline:
-            self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job))
+            self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job.mesh))
 
     @property
     def pipeline(self) -> ElasticPipeline | None:
