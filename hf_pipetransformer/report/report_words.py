@@ -60,8 +60,8 @@ def _gain(training: Training, timed: list[Layout], first_speed: float) -> list[s
     ]
     if ratio > 1:
         sentences.append(
-            f"In the time that this training took, that layout would have done {1 / ratio:.0%} of the steps: if so many"
-            " are enough for your accuracy, train without freezing."
+            f"In the time that this training took, that layout would have done {1 / ratio:.0%} of the steps: if so"
+            " many are enough for your accuracy, train without freezing."
         )
     return sentences
 
