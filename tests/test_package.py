@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run(code: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:
-    """The output of a new process, which finds what `path` holds before anything else, and nothing of this checkout."""
+    """The output of a new process: what `path` holds is found first, and nothing of this checkout."""
     others = [entry for entry in sys.path if entry and not Path(entry).is_relative_to(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *others])}
     done = subprocess.run(
