@@ -62,7 +62,6 @@ def inspect(
     """Print a model's units, its shared parameters, and how it would be split into stages."""
     from .errors import UnsupportedModelError
     from .forecast import inspection, workload
-    from .model.layer_stack import refuse_batch_statistics
 
     try:
         numbers = [int(number) for number in stages.split(",")]
@@ -79,7 +78,6 @@ def inspect(
         _fail(2, str(error))
     try:
         model = inspection.build_placeholder_model(config, cls)
-        refuse_batch_statistics(model)
         batch, units = inspection.measure(model) if seq is None else workload.measure_sample(model, seq)
     except UnsupportedModelError as error:
         _fail(1, str(error))

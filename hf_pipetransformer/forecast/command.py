@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
-from ..model.layer_stack import refuse_batch_statistics
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
@@ -140,8 +139,6 @@ def answer(name: str, task: str, request: Request) -> Answer:
     config = inspection.load_config(name)
     cls = inspection.model_class(config, task)
     model = inspection.build_placeholder_model(config, cls)
-    if job.pipeline_parallel_size != 1:
-        refuse_batch_statistics(model)
     if job.token_slices != "off":
         _refuse_slices_of_others(model)
     workload = measure_workload(model, request.seq)

@@ -208,11 +208,3 @@ def test_images_need_no_number_of_tokens() -> None:
     assert given.exit_code == 0 and "--seq does not matter for this model" in given.stdout
     text = CliRunner().invoke(app, ["plan", "bert", *training[1:]])
     assert text.exit_code == 2 and "seq is not given" in text.stderr
-
-
-def test_batch_norm_is_planned_with_one_stage_alone() -> None:
-    """As the trainer does: several stages are refused, one is left to freezing and the cache."""
-    training = ("resnet", "--devices", "2", "--batch", "8", "--epochs", "2", "--samples", "64")
-    refused = CliRunner().invoke(app, ["plan", *training])
-    assert refused.exit_code == 1 and "is a BatchNorm2d" in refused.stderr
-    assert CliRunner().invoke(app, ["plan", *training, "--pipeline-parallel-size", "1"]).exit_code == 0
