@@ -460,8 +460,6 @@ which have no head and no loss. Those with a head on top are in the tables above
 
 """
 README_BEGINS, README_ENDS = "<!-- supported models -->\n\n", "\n<!-- end of supported models -->\n"
-MANY = 25
-"""Classes of a task that has a row of its own in the README."""
 
 
 def write_table(findings: Sequence[Finding], path: Path) -> None:
@@ -500,30 +498,18 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
 def readme_part(page: str) -> str:
     """What the README says about models, by the numbers of the page that `write_table` has written."""
     mappings = re.search(r"^Every class in (\d+) of the (\d+) mappings", page, re.MULTILINE)
-    total = re.search(r"^\| \*\*all (\d+)\*\*.*$", page, re.MULTILINE)
+    total = re.search(r"^\| \*\*all (\d+)\*\*" + r" \| \*\*(\d+)\*\*" * len(RESULTS) + r" \|$", page, re.MULTILINE)
     assert mappings is not None and total is not None, "no page of write_table"
-    cells = re.findall(r"^\| ([^|*]+) \| (\d*) \| (\d*) \| (\d*) \| (\d*) \|$", page, re.MULTILINE)
-    tasks = {task: [int(number or 0) for number in numbers] for task, *numbers in cells}
-    rows = {task: counts for task, counts in tasks.items() if sum(counts) >= MANY}
-    others = [counts for task, counts in tasks.items() if task not in rows]
-    rows[f"{len(others)} other tasks"] = [sum(counts) for counts in zip(*others, strict=True)]
-    supported, refused, failing, untried = (sum(counts) for counts in zip(*tasks.values(), strict=True))
+    number, supported, refused, failing, untried = total.groups()
     words = (
-        f"Of {total[1]} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
+        f"Of {number} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
         f" tiny sizes, **{supported}** give the same outputs and gradients when cut in two; {refused} are refused with"
         f" a reason (mostly batch normalisation, or heads that read all layers), {failing} fail, and {untried} could"
         " not be tried. Which they are, why, and which mappings are left out:"
-        " [docs/supported_models.md](docs/supported_models.md)."
+        " [docs/supported_models.md](docs/supported_models.md). PEFT adapters train, freeze with their layers and are"
+        " saved as adapters ([how](recipes/drop_in.md#with-adapters-peft))."
     )
-    lines = [
-        textwrap.fill(words, 120, break_on_hyphens=False),
-        "",
-        "| task | " + " | ".join(RESULTS) + " |",
-        "|---|" + "---|" * len(RESULTS),
-        *(f"| {task} | " + " | ".join(str(count or "") for count in counts) + " |" for task, counts in rows.items()),
-        total[0],
-    ]
-    return "\n".join(lines) + "\n"
+    return textwrap.fill(words, 120, break_on_hyphens=False) + "\n"
 
 
 def write_readme(page: Path, readme: Path) -> None:

@@ -21,17 +21,20 @@ from typing import Any
 
 import trl
 from datasets import Dataset, DatasetDict, load_dataset
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HfArgumentParser
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
 from common import (
     SMALL_MODEL,
+    USAGE,
     ModelArguments,
     PartArguments,
     check_one_source,
     config_to_arguments,
     evaluate,
+    group_help,
     load_config,
     load_model,
     load_tokenizer,
@@ -111,9 +114,10 @@ def parse(arguments: list[str]) -> tuple[ModelArguments, DataTrainingArguments, 
     """Parses `[config.yaml] [--name value ...]`; the method tells whose arguments are known."""
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments = config_to_arguments(Path(arguments[0])) + arguments[1:]
-    first, _ = HfArgumentParser(DataTrainingArguments).parse_known_args(arguments)
+    first, _ = HfArgumentParser(DataTrainingArguments, add_help=False).parse_known_args(arguments)
     _, arguments_class = METHODS[first.method]
-    parser = HfArgumentParser((FewModelArguments, DataTrainingArguments, arguments_class))
+    parser = HfArgumentParser((FewModelArguments, DataTrainingArguments, arguments_class), usage=USAGE)
+    group_help(parser, DataTrainingArguments)
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=arguments)
     few = {**vars(model_args), "trust_remote_code": training_args.trust_remote_code}
     return ModelArguments(**few), data_args, training_args
@@ -190,4 +194,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

@@ -182,20 +182,17 @@ def test_the_readme_has_the_numbers_of_the_page(tmp_path):
     assert readme.read_text() == (ROOT / "README.md").read_text()
 
 
-def test_the_readme_part_adds_up(tmp_path):
-    many = [finding(f"M{i}", "supported") for i in range(script.MANY)]
-    few = [
+def test_the_readme_part_has_the_totals(tmp_path):
+    findings = [
+        finding("M", "supported"),
+        finding("N", "supported"),
         script.Finding("A", "bert", "time series", "failing", "x"),
         script.Finding("B", "bert", "text to text", "refused"),
     ]
-    script.write_table([*many, *few], tmp_path / "table.md")
-    part = script.readme_part((tmp_path / "table.md").read_text())
-    assert part.endswith(
-        "| masked language modelling | 25 |  |  |  |\n"
-        "| 2 other tasks |  | 1 | 1 |  |\n"
-        "| **all 27** | **25** | **1** | **1** | **0** |\n"
-    )
-    assert part.startswith(f"Of 27 classes in {len(script.TASKS)} of the ")
+    script.write_table(findings, tmp_path / "table.md")
+    part = " ".join(script.readme_part((tmp_path / "table.md").read_text()).split())
+    assert part.startswith(f"Of 4 classes in {len(script.TASKS)} of the ")
+    assert "**2** give the same" in part and "1 are refused" in part and "1 fail, and 0 could not be tried" in part
 
 
 def test_the_page_says_which_mappings_are_left_out():

@@ -43,8 +43,8 @@ class Request:
 
     devices: int
     batch: int
-    seq: int
     epochs: int
+    seq: int | None = None
     samples: int | None = None
     profile: str = "analytic"
     device: str | None = None
@@ -81,7 +81,7 @@ class Request:
                     f"{name} is {value!r}, but profile={self.profile!r} times the model on this machine. Remove one of"
                     " the two options."
                 )
-        if self.seq < 1:
+        if self.seq is not None and self.seq < 1:
             raise ValueError(f"seq is {self.seq}, but must be at least 1.")
         for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
             value = getattr(self, name)
@@ -143,16 +143,16 @@ def answer(name: str, task: str, request: Request) -> Answer:
         _refuse_slices_of_others(model)
     workload = measure_workload(model, request.seq)
     if job.token_slices != "off":
-        workload = replace(workload, pair_shares=measure_pair_shares(model, request.seq))
+        workload = replace(workload, pair_shares=measure_pair_shares(model, workload.tokens))
     machine, assumed = _machine(request, job, workload, config, cls)
     if job.token_slices != "off":
         assumed = (*assumed, *_assumed_of_slices(machine))
     if request.samples is None:
         assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
-    if not workload.tokens_matter:
+    if not workload.tokens_matter and request.seq is not None:
         assumed = ("rows have the size of the configuration; --seq does not matter for this model", *assumed)
     result = forecast(job, workload, machine)
-    row = f"rows × {request.seq} tokens" if workload.tokens_matter else "rows"
+    row = f"rows × {workload.tokens} tokens" if workload.tokens_matter else "rows"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
@@ -235,7 +235,7 @@ def _measured_here(
     refuse_too_large(workload.weight_bytes, kind, job.num_devices)
     rows = min(job.rows_per_device, ROWS_TO_TIME)
     row_bytes = max(unit.boundary_bytes for unit in workload.unit_costs) or 1
-    profile = profile_here(config, cls, kind, job.num_devices, rows, request.seq, row_bytes)
+    profile = profile_here(config, cls, kind, job.num_devices, rows, workload.tokens, row_bytes)
     if request.memory_gib is not None:
         budget: int | None = int(request.memory_gib * GIB * USABLE_MEMORY)
     else:

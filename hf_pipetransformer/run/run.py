@@ -285,7 +285,6 @@ class PipelineRun(TrainerCallback):
             self._refuse_coupling(coupling)
         self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
         pipeline.place(plan, self._steps.loss_of)
-        logger.info("%s", plan)
         self.log.begin(plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:

@@ -198,3 +198,13 @@ def test_no_cuda_device() -> None:
     result = run("bert", *TRAINING, "--profile", "cuda")
     assert result.exit_code == 2
     assert "no CUDA device is available. Set profile='analytic'" in result.stderr
+
+
+def test_images_need_no_number_of_tokens() -> None:
+    training = ("vit", "--devices", "2", "--batch", "8", "--epochs", "2", "--samples", "64")
+    without = CliRunner().invoke(app, ["plan", *training])
+    assert without.exit_code == 0 and "--seq does not matter" not in without.stdout
+    given = CliRunner().invoke(app, ["plan", *training, "--seq", "99"])
+    assert given.exit_code == 0 and "--seq does not matter for this model" in given.stdout
+    text = CliRunner().invoke(app, ["plan", "bert", *training[1:]])
+    assert text.exit_code == 2 and "seq is not given" in text.stderr
