@@ -11,7 +11,7 @@ Each class is built small with random weights (`tiny_models.py`), on the CPU, in
 
     1. The whole model runs forwards and backwards on `dummy_batch`, twice, with equal results.
     2. `LayerStack.discover` finds its layers, and checks them by running one at a time, all else NaN.
-    3. Batch normalisation is refused, as the trainer does with more than one stage.
+    3. Batch normalisation is noted: the trainer then asks for a single micro-batch, as it is run here.
     4. The model is cut in two, in the middle and before the last layer. In each part the parameters of the other are
        NaN. What a loss is made of, and all gradients, must equal those of the whole model.
 
@@ -48,9 +48,10 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils import logging as hf_logging
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.model.dummy_inputs import dummy_batch
 from hf_pipetransformer.model.layer_range import Carry
-from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors, refuse_batch_statistics
+from hf_pipetransformer.model.batch_statistics import normalised_by_batch
+from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
 
 from tiny_models import VARIANTS, Variant, build, tiny_config
@@ -186,7 +187,8 @@ def examine(candidate: Candidate) -> Finding:
         return finding
     finding.inputs = sorted(batch)
     try:
-        refuse_batch_statistics(model)
+        if normalised_by_batch(model) is not None:
+            finding.conditions.append("num_microbatches=1")
         torch.manual_seed(SEED)
         stack = LayerStack.discover(model, batch)
         finding.units, finding.stacks = stack.num_units, len({unit.stack for unit in stack.units})

@@ -98,6 +98,9 @@ class LayerStack:
         2. Run one unit at a time; the leaves of its autograd graph are the parameters and carried values it needs.
         3. Run again with everything else set to NaN: the result must equal the unsplit model's.
 
+        If that fails, each layer counts as a stack of its own: the carry then holds the output of each layer and not
+        only of the last one, and 2 shows which of them a later layer or the head reads (DPT's head reads four).
+
         Args:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
@@ -109,39 +112,54 @@ class LayerStack:
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
-            runner = LayerRangeRunner(model, find_stacks(model, batch))
-            runner.install()
+            stacks = find_stacks(model, batch)
+            alone = [[name] for names in stacks for name in names]
             try:
-                whole = output_tensors(runner.trace(batch))  # 1
-                table = ParameterTable(model)
-                with _refusing_what_fails(model):
-                    reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
-                unreached = frozenset(table.names) - frozenset().union(*reached)
-                boundaries = _boundaries(runner, used)
-                # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then
-                # does not show which unit needs it: if the minimal candidate fails, all units get it.
-                candidates = (
-                    cls(
-                        runner,
-                        table,
-                        _with_unreached(reached, runner.units, unreached, everywhere),
-                        slots,
-                        unreached,
-                        only_returned,
-                    )
-                    for everywhere in (False, True)
-                    for slots in (boundaries, _all_used(boundaries))
+                return cls._discover_in(stacks, model, batch)
+            except UnsupportedModelError as error:
+                if alone == stacks:
+                    raise
+                try:
+                    return cls._discover_in(alone, model, batch)
+                except UnsupportedModelError:
+                    raise error from None
+
+    @classmethod
+    def _discover_in(cls, stacks: Sequence[Sequence[str]], model: nn.Module, batch: dict[str, Any]) -> LayerStack:
+        """`discover` with these stacks of layers, in eval mode."""
+        runner = LayerRangeRunner(model, stacks)
+        runner.install()
+        try:
+            whole = output_tensors(runner.trace(batch))  # 1
+            table = ParameterTable(model)
+            with _refusing_what_fails(model):
+                reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
+            unreached = frozenset(table.names) - frozenset().union(*reached)
+            boundaries = _boundaries(runner, used)
+            # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
+            # not show which unit needs it: if the minimal candidate fails, all units get it.
+            candidates = (
+                cls(
+                    runner,
+                    table,
+                    _with_unreached(reached, runner.units, unreached, everywhere),
+                    slots,
+                    unreached,
+                    only_returned,
                 )
-                with _refusing_what_fails(model):
-                    for stack in candidates:
-                        if stack._equals_uncut(whole, batch):  # 3
-                            return stack
-            finally:
-                runner.remove()
+                for everywhere in (False, True)
+                for slots in (boundaries, _all_used(boundaries))
+            )
+            with _refusing_what_fails(model):
+                for stack in candidates:
+                    if stack._equals_uncut(whole, batch):  # 3
+                        return stack
+        finally:
+            runner.remove()
         raise UnsupportedModelError(
             model,
             "when its layers are run one at a time, the result differs from that of the whole model (it may read"
-            " hidden states of earlier layers).",
+            " values of earlier layers that are not their outputs).",
             USE_ONE_STAGE,
         )
 
@@ -237,22 +255,6 @@ def refuse_by_configuration(model: nn.Module) -> None:
                     f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
                     f"Set config.{field}=0.0.",
                 )
-
-
-def refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse batch normalisation, whose result micro-batches would change.
-
-    Raises:
-        UnsupportedModelError: if the model has such a layer; the message names it.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedModelError(
-                model,
-                f"{name!r} is a {type(module).__name__}, whose result depends on all samples of a batch, so"
-                " micro-batches would change it.",
-                USE_ONE_STAGE,
-            )
 
 
 def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
