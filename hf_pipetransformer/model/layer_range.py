@@ -118,10 +118,12 @@ class LayerRangeRunner:
     Args:
         model: the complete model.
         stacks: for each stack of layers, the names of its modules in the model.
+        copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
     """
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]], copies_carry: bool = False) -> None:
         self.model = model
+        self._copies_carry = copies_carry
         self.units: tuple[Unit, ...] = ()
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
@@ -377,6 +379,8 @@ class LayerRangeRunner:
                 self._frozen.skip(index)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
+                if self._copies_carry:
+                    values = tuple(value.clone() for value in values)
                 return self._structure(index, unit, len(values)).rebuild(values)
             if self._on_entry is not None:
                 self._on_entry()
