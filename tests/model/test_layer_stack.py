@@ -351,12 +351,92 @@ def test_refused_models(name):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_head_that_reads_every_layer_is_refused_even_where_layers_hardly_matter():
+def used_before(stack: LayerStack, boundary: int) -> list[str]:
+    """The layers whose outputs cross a boundary."""
+    name_of = {unit.stack: unit.name for unit in stack.units}
+    return [name_of[slot.stack] for slot in stack.boundaries[boundary] if slot.is_used]
+
+
+def test_a_head_that_reads_every_layer_gets_them_even_where_layers_hardly_matter():
     """In a new model a wrong hidden state moves the outputs by less than rounding, and yet gradients are wrong."""
-    refused = REFUSED["wav2vec2-weighted-layers"]
-    model = refused.make_model()  # with its own small initial weights
-    with pytest.raises(UnsupportedModelError):
-        LayerStack.discover(model, refused.batch(rows=2))
+    zoo_model = MODELS["wav2vec2-weighted-layers"]
+    model = zoo_model.make_model()  # with its own small initial weights
+    stack = LayerStack.discover(model, zoo_model.batch(rows=2))
+    layers = [unit.name for unit in stack.units if ".encoder.layers." in unit.name]
+    assert set(layers[:-1]) < set(used_before(stack, stack.num_units - 1))
+
+
+class Layers(nn.Module):
+    """Three layers in a list; `read` says how the head's result depends on them."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.chooses, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.read = read
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.read(self, x)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def of_an_early_layer(model: Layers, x: Tensor) -> Tensor:
+    first = model.layers[0](x).relu()
+    return model.head(model.layers[2](model.layers[1](first).relu()) + first)
+
+
+def by_a_choice(model: Layers, x: Tensor) -> Tensor:
+    """As RT-DETR does: a head's scores, without a gradient, choose what the next layers get."""
+    x = model.layers[0](x)
+    scores = model.chooses(x)
+    x = model.layers[1](x.gather(-1, scores.argsort(-1)))
+    return model.head(model.layers[2](x)) + scores
+
+
+def changed_in_place(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x.tanh())
+        x *= 0.5
+    return model.head(x)
+
+
+def one_after_the_other(model: Layers, x: Tensor) -> Tensor:
+    """Each depends on the previous one, but not on its output alone."""
+    for layer in model.layers:
+        x = x + layer(model.chooses(x))
+    return model.head(x)
+
+
+@pytest.mark.parametrize("read", [of_an_early_layer, by_a_choice, changed_in_place, one_after_the_other])
+@pytest.mark.parametrize("bounds", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
+def test_layers_that_are_not_simply_read_one_after_the_other(read, bounds):
+    torch.manual_seed(0)
+    model, batch = Layers(read), {"x": torch.randn(3, 4)}
+    expected = uncut_step(model, batch)
+    stack = LayerStack.discover(model, batch)
+    assert stack.num_units == 3
+    with installed(stack):
+        assert_equal_steps(cut_step(stack, bounds, batch), expected, ())
+
+
+def test_modules_in_a_list_that_do_not_depend_on_one_another_are_no_layers():
+    model = Layers(lambda model, x: sum(layer(x) for layer in model.layers))
+    with pytest.raises(UnsupportedModelError, match="no sequential stack"):
+        LayerStack.discover(model, {"x": torch.randn(3, 4)})
+
+
+def test_a_value_that_only_training_reads_with_a_gradient_has_one():
+    """As wav2vec 2.0 chooses its codes: by the largest score in eval mode, by a soft choice in training."""
+
+    def read(model: Layers, x: Tensor) -> Tensor:
+        first = model.layers[0](x)
+        scores = model.chooses(first).softmax(-1)
+        if not model.training:
+            scores = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return model.head(model.layers[2](model.layers[1](first.relu()))) + scores
+
+    stack = LayerStack.discover(Layers(read), {"x": torch.randn(3, 4)})
+    assert used_before(stack, 2) == ["layers.0", "layers.1"] and all(slot.needs_gradient for slot in stack.boundaries[2])
 
 
 def test_layers_that_leave_something_behind_for_others_are_refused():
