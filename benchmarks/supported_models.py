@@ -51,10 +51,10 @@ from transformers.utils import logging as hf_logging
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.batch_statistics import normalised_by_batch
-from hf_pipetransformer.model.dummy_inputs import dummy_batch
 from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
 
+from tiny_inputs import tiny_batch
 from tiny_models import VARIANTS, Variant, build, tiny_config
 
 TASKS = {
@@ -242,9 +242,9 @@ class _NotFinite(Exception):
 def _try_variant(
     cls: type[PreTrainedModel], candidate: Candidate, variant: Variant, large_weights: bool, finding: Finding
 ) -> Running:
-    tiny = tiny_config(candidate.model_type, variant)
+    tiny = tiny_config(candidate.model_type, variant, candidate.name)
     model = build(cls, tiny.config, large_weights=large_weights, check_size=variant.divide_widths_by < 16)
-    batch = _with_noise(dict(dummy_batch(model, rows=2)))
+    batch = _with_noise(tiny_batch(model))
     first, second = whole_step(model, batch), whole_step(model, batch)
     if not all(bool(torch.isfinite(t).all()) for t in first.values() if t.is_floating_point()):
         raise _NotFinite(f"{variant}: the whole model's result is not finite")

@@ -7,7 +7,8 @@ rules break, the next variant changes less:
 
     width / 16, 4 layers   ->   width / 16, all layers   ->   width / 8, ...   ->   as it is
 
-No list of families is kept here but `COMPOSED`: configurations that cannot be made without parts.
+No list of families is kept here but `COMPOSED`: configurations that cannot be made without parts. What the rules do
+not find out is in `tiny_adjustments`, the inputs of models that `dummy_batch` does not know in `tiny_inputs`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import transformers as hf
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from tiny_adjustments import ADJUSTMENTS, ADJUSTMENTS_FOR_CLASS, whole_heads, without_timm
 
 LAYERS = 4
 VOCABULARY = 1024
@@ -88,8 +91,13 @@ class TinyConfig:
     conditions: list[str] = field(default_factory=list)
 
 
-def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
+def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> TinyConfig:
     """The default configuration of a model type, made small, without anything random.
+
+    Args:
+        model_type: The model type.
+        variant: How small.
+        class_name: The class that is built, if its configuration has to be changed.
 
     Raises:
         Exception: whatever the family's configuration raises when it cannot be made without arguments.
@@ -97,6 +105,8 @@ def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
     config = COMPOSED[model_type]() if model_type in COMPOSED else CONFIG_MAPPING[model_type]()
     tiny = TinyConfig(config)
     tokens: dict[int, int] = {}
+    if any([without_timm(part) for part in _parts(config)]):
+        tiny.conditions.append("with a ResNet of transformers in place of timm's backbone")
     for part in _parts(config):
         _switch_off(part, tiny.conditions)
         _shrink(part, variant, tokens)
@@ -104,6 +114,12 @@ def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
             _fill_gaps(part)
         if getattr(part, "vocab_size", None) and getattr(part, "pad_token_id", 0) is None:
             part.pad_token_id = 0  # classifiers on decoders need one to find the last token
+        whole_heads(part)
+    for part in _parts(config):
+        if part.model_type in ADJUSTMENTS:
+            ADJUSTMENTS[part.model_type](part)
+    if class_name in ADJUSTMENTS_FOR_CLASS:
+        ADJUSTMENTS_FOR_CLASS[class_name](config)
     return tiny
 
 
@@ -133,7 +149,7 @@ def build(
     if large_weights:
         with torch.no_grad():
             for parameter in model.parameters():
-                if not parameter.is_floating_point():
+                if not parameter.is_floating_point() or not parameter.numel():
                     continue
                 if parameter.ndim > 1:
                     parameter.normal_(std=parameter[0].numel() ** -0.5)

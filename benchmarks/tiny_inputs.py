@@ -1,0 +1,230 @@
+"""Inputs of models that `dummy_batch` does not know, or not all of which it makes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_pipetransformer.model.dummy_inputs import dummy_batch
+
+from tiny_adjustments import IMAGE_TOKEN
+
+ROWS = 2
+Batch = dict[str, Any]
+
+
+def tiny_batch(model: PreTrainedModel) -> Batch:
+    """A batch of two samples: that of `dummy_batch`, or with what else the class needs.
+
+    Raises:
+        Exception: whatever the model or `dummy_batch` raises for a class that is not known here.
+    """
+    name = type(model).__name__
+    if name in OWN:
+        return OWN[name](model)
+    batch: Batch = dict(dummy_batch(model, rows=ROWS))
+    for parameter, make in BESIDE.items():
+        if parameter in _required(model) and parameter not in batch:
+            batch[parameter] = make(model, batch)
+    return ADDED[name](model, batch) if name in ADDED else batch
+
+
+def _required(model: PreTrainedModel) -> set[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD}
+
+
+def _ids(tokens: int = 8, start: int = 20) -> torch.Tensor:
+    return torch.arange(start, start + ROWS * tokens).view(ROWS, tokens)
+
+
+def _text(tokens: int = 8) -> Batch:
+    ids = _ids(tokens)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _image(size: int, channels: int = 3) -> torch.Tensor:
+    return torch.zeros(ROWS, channels, size, size)
+
+
+def _masked_patches(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    config = model.config
+    frames = config.num_frames // config.tubelet_size
+    patches = frames * (config.image_size // config.patch_size) ** 2
+    return (torch.arange(patches) % 2).bool().expand(ROWS, patches)
+
+
+BESIDE: dict[str, Callable[[PreTrainedModel, Batch], torch.Tensor]] = {
+    "bool_masked_pos": _masked_patches,
+    "input_ids": lambda model, batch: _ids(),
+    "qformer_input_ids": lambda model, batch: _ids(),
+}
+"""Parameter of forward without a default -> how its value is made."""
+
+
+def _bbox(model: PreTrainedModel, batch: Batch) -> Batch:
+    return {**batch, "bbox": torch.tensor([0, 0, 10, 10]).expand(ROWS, batch["input_ids"].shape[-1], 4)}
+
+
+def _three_separators(model: PreTrainedModel, batch: Batch) -> Batch:
+    ids = batch["input_ids"].clone()
+    ids[ids == model.config.sep_token_id] = 7
+    ids[..., [2, 4, 7]] = model.config.sep_token_id
+    return {**batch, "input_ids": ids}
+
+
+def _question(model: PreTrainedModel, batch: Batch) -> Batch:
+    ids = batch["input_ids"].clone()
+    ids[:, 3] = model.config.question_token_id
+    return {**batch, "input_ids": ids}
+
+
+def _decoder_ids(model: PreTrainedModel, batch: Batch) -> Batch:
+    return {**batch, "pixel_values": _image(model.config.vision_config.image_size), "decoder_input_ids": _ids()}
+
+
+def _visual_features(model: PreTrainedModel, batch: Batch) -> Batch:
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(ROWS, 5, config.visual_feat_dim, generator=generator)
+    return {**batch, "visual_feats": features, "visual_pos": torch.rand(ROWS, 5, config.visual_pos_dim, generator=generator)}
+
+
+def _noise(model: PreTrainedModel, batch: Batch) -> Batch:
+    config = model.config
+    patches = (config.image_size // config.patch_size) ** 2
+    return {**batch, "noise": torch.rand(ROWS, patches, generator=torch.Generator().manual_seed(0))}
+
+
+def _queries(model: PreTrainedModel, batch: Batch) -> Batch:
+    """An image, with as many tokens in its place as there are queries."""
+    config = model.config
+    ids = torch.cat([torch.full((ROWS, config.num_query_tokens), config.image_token_index), _ids()], dim=1)
+    image = _image(config.vision_config.image_size)
+    if hasattr(config, "video_token_index"):
+        image, ids = image[:, None], torch.where(ids == config.image_token_index, config.video_token_index, ids)
+    return {**batch, "pixel_values": image, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _spectrogram(model: PreTrainedModel, batch: Batch) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    batch.pop("decoder_input_ids", None)
+    return {**batch, "decoder_input_values": torch.randn(ROWS, 8, model.config.num_mel_bins, generator=generator)}
+
+
+ADDED: dict[str, Callable[[PreTrainedModel, Batch], Batch]] = {
+    "Blip2ForConditionalGeneration": _queries,
+    "BlipForQuestionAnswering": _decoder_ids,
+    "InstructBlipForConditionalGeneration": _queries,
+    "InstructBlipVideoForConditionalGeneration": _queries,
+    "LongformerForMultipleChoice": _three_separators,
+    "LongformerForQuestionAnswering": _three_separators,
+    "LxmertForPreTraining": _visual_features,
+    "LxmertForQuestionAnswering": _visual_features,
+    "SpeechT5ForTextToSpeech": _spectrogram,
+    "SplinterForPreTraining": _question,
+    "UdopForConditionalGeneration": _bbox,
+    "ViTMAEForPreTraining": _noise,
+}
+"""Class -> what is added to `dummy_batch`."""
+
+
+def _pairs_of_images(model: PreTrainedModel) -> Batch:
+    return {"pixel_values": torch.zeros(ROWS, 2, 3, 64, 64)}
+
+
+def _patches(model: PreTrainedModel) -> Batch:
+    vision = getattr(model.config, "vision_config", model.config)
+    patches = 4
+    batch: Batch = {
+        "pixel_values": torch.zeros(ROWS, patches, vision.num_channels * vision.patch_size**2),
+        "pixel_attention_mask": torch.ones(ROWS, patches, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[2, 2]] * ROWS),
+    }
+    return {**batch, **_text()} if "input_ids" in inspect.signature(model.forward).parameters else batch
+
+
+def _codebooks(model: PreTrainedModel) -> Batch:
+    decoder = getattr(model.config, "decoder", model.config)
+    ids = torch.arange(ROWS * decoder.num_codebooks * 8).view(ROWS * decoder.num_codebooks, 8) % decoder.vocab_size
+    if decoder is model.config:
+        return {"input_ids": ids}
+    return {**_text(), "decoder_input_ids": ids}
+
+
+def _channels(model: PreTrainedModel) -> Batch:
+    decoder = model.config.decoder_config
+    ids = torch.arange(ROWS * 8 * decoder.num_channels).view(ROWS, 8, decoder.num_channels) % decoder.vocab_size
+    return {**_text(), "decoder_input_ids": ids}
+
+
+def _image_in_text(model: PreTrainedModel) -> Batch:
+    queries = model.config.latent_query_num
+    ids = torch.cat([torch.full((ROWS, queries), IMAGE_TOKEN), _ids()], dim=1)
+    return {
+        "pixel_values": _image(model.config.vision_config.image_size),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "image_embeds_position_mask": (ids == IMAGE_TOKEN).long(),
+    }
+
+
+def _documents(model: PreTrainedModel) -> Batch:
+    ids = _ids()
+    size = model.config.vision_config.image_size
+    return {
+        **_text(),
+        "pixel_values": torch.zeros(ROWS, 1, 3, size, size),
+        "image_attention_mask": torch.ones(ROWS, ids.shape[1], 1, dtype=torch.long),
+    }
+
+
+def _lines(model: PreTrainedModel) -> Batch:
+    return {"pixel_values": torch.zeros(ROWS, 3, 48, 320)}
+
+
+def _four_channels(model: PreTrainedModel) -> Batch:
+    return {"pixel_values": torch.zeros(ROWS, 4, 64, 64)}
+
+
+def _large_image(model: PreTrainedModel) -> Batch:
+    smallest = min(model.config.scaled_images_ratios)
+    return {"pixel_values": _image(int(model.config.patch_size / smallest))}
+
+
+def _retrieval(model: PreTrainedModel) -> Batch:
+    return {**_text(), "pixel_values": _image(model.config.vision_config.image_size)}
+
+
+def _pose(model: PreTrainedModel) -> Batch:
+    height, width = model.config.backbone_config.image_size
+    return {"pixel_values": torch.zeros(ROWS, 3, height, width)}
+
+
+OWN: dict[str, Callable[[PreTrainedModel], Batch]] = {
+    "Blip2ForImageTextRetrieval": _retrieval,
+    "DepthProForDepthEstimation": _large_image,
+    "DiaForConditionalGeneration": _channels,
+    "EfficientLoFTRForKeypointMatching": _pairs_of_images,
+    "IdeficsForVisionText2Text": _documents,
+    "Kosmos2ForConditionalGeneration": _image_in_text,
+    "LightGlueForKeypointMatching": _pairs_of_images,
+    "MusicgenForCausalLM": _codebooks,
+    "MusicgenForConditionalGeneration": _codebooks,
+    "MusicgenMelodyForCausalLM": _codebooks,
+    "MusicgenMelodyForConditionalGeneration": _codebooks,
+    "PPOCRV5MobileRecForTextRecognition": _lines,
+    "PPOCRV5ServerRecForTextRecognition": _lines,
+    "PPOCRV6SmallRecForTextRecognition": _lines,
+    "PPOCRV6TinyRecForTextRecognition": _lines,
+    "Siglip2ForImageClassification": _patches,
+    "Siglip2Model": _patches,
+    "SuperGlueForKeypointMatching": _pairs_of_images,
+    "VitMatteForImageMatting": _four_channels,
+    "VitPoseForPoseEstimation": _pose,
+}
+"""Class -> its whole batch."""
