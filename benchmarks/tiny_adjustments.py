@@ -28,11 +28,16 @@ def whole_heads(config: PreTrainedConfig) -> None:
 
 
 def without_timm(config: PreTrainedConfig) -> bool:
-    """Put a ResNet of transformers in the place of a backbone that only the timm library has; whether it did."""
+    """Put a ResNet or Swin of transformers in the place of a backbone that only the timm library has; whether it did."""
     backbone = getattr(config, "backbone_config", None)
     if type(backbone).__name__ != "TimmBackboneConfig":
         return False
     stages = [index for index in backbone.out_indices if index > 0]
+    if "swin" in str(backbone.backbone):
+        config.backbone_config = hf.SwinConfig(
+            image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[2, 2, 2, 2], window_size=2, out_indices=stages
+        )
+        return True
     config.backbone_config = hf.ResNetConfig(
         embedding_size=16,
         hidden_sizes=[16, 32, 64, 128],
@@ -60,11 +65,13 @@ def _intraclass_block(config: PreTrainedConfig) -> None:
         blocks[f"horizontal_small_to_long_conv_{name}ratio"] = [[1, size], [1, 1], [0, half]]
         blocks[f"symmetric_conv_long_{name}ratio"] = [[size, size], [1, 1], [half, half]]
     config.intraclass_block_config = blocks
+    config.kernel_list = config.kernel_list or [3, 2, 2]
+    config.scale_factor_list = config.scale_factor_list or [1, 2, 4, 8]
 
 
 def _sapiens_head(config: PreTrainedConfig) -> None:
     head = hf.Sapiens2HeadConfig(
-        upsample_out_channels=[16, 16], conv_out_channels=[16], scale_conv_out_channels=[8], scale_final_hidden_sizes=[8]
+        upsample_out_channels=[16, 16], conv_out_channels=[16], scale_conv_out_channels=[8], scale_final_hidden_sizes=[8, 8]
     )
     head._init_scale_final_input_size(image_size=config.image_size, patch_size=config.patch_size)
     config.head_config = head
@@ -93,6 +100,7 @@ def _sam(config: PreTrainedConfig) -> None:
     vision, prompt = config.vision_config, config.prompt_encoder_config
     prompt.image_size, prompt.patch_size = vision.image_size, vision.patch_size
     prompt.image_embedding_size = vision.image_size // vision.patch_size
+    vision.output_channels = prompt.hidden_size
 
 
 def _moonshine(config: PreTrainedConfig) -> None:
@@ -109,18 +117,22 @@ def _vision_tokens(config: PreTrainedConfig) -> None:
 
 ADJUSTMENTS: dict[str, Callable[[Any], None]] = {
     "beit": _first_stages,
+    "blip-2": set_fields(image_token_index=IMAGE_TOKEN),
     "chameleon": _vocabulary_of_images,
     "cohere_compass_text": _rope_of_each_kind,
-    "dbrx": lambda config: setattr(config.attn_config, "rope_theta", 1e4),
+    "dbrx": lambda config: set_fields(rope_theta=1e4, clip_qkv=8.0)(config.attn_config),
     "deepseek_ocr2_text": lambda config: setattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers),
     "emu3": _vocabulary_of_images,
     "granite4_vision": set_fields(deepstack_layer_map=[], spatial_layers=[]),
     "hiera": set_fields(decoder_hidden_size=16, decoder_depth=2, decoder_num_heads=2),
+    "instructblip": set_fields(image_token_index=IMAGE_TOKEN),
+    "instructblipvideo": set_fields(video_token_index=IMAGE_TOKEN),
     "mimi": _codec,
-    "mistral_large4_text": lambda config: setattr(config, "kv_sharing_modes", ["compute"] * config.num_hidden_layers),
+    "mistral_large4_text": lambda config: setattr(config, "kv_source_layers", list(range(config.num_hidden_layers))),
     "moonshine_streaming": _moonshine,
     "pp_ocrv5_server_det": _intraclass_block,
     "pp_ocrv6_medium_det": _intraclass_block,
+    "qwen3_omni_moe_talker_text": set_fields(shared_expert_intermediate_size=32),
     "qwen2_5_omni_thinker": _vision_tokens,
     "qwen3_omni_moe_thinker": _vision_tokens,
     "qwen4_exp_text": set_fields(
@@ -138,6 +150,7 @@ ADJUSTMENTS: dict[str, Callable[[Any], None]] = {
 """Model type of a configuration or of a part of one -> what is changed in it."""
 
 ADJUSTMENTS_FOR_CLASS: dict[str, Callable[[Any], None]] = {
+    "Blip2ForImageTextRetrieval": lambda config: setattr(config.qformer_config, "use_qformer_text_input", True),
     "ReformerModelWithLMHead": set_fields(is_decoder=True),
 }
 """Name of a class -> what is changed in its configuration."""

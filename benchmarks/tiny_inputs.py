@@ -103,10 +103,11 @@ def _noise(model: PreTrainedModel, batch: Batch) -> Batch:
 def _queries(model: PreTrainedModel, batch: Batch) -> Batch:
     """An image, with as many tokens in its place as there are queries."""
     config = model.config
-    ids = torch.cat([torch.full((ROWS, config.num_query_tokens), config.image_token_index), _ids()], dim=1)
     image = _image(config.vision_config.image_size)
-    if hasattr(config, "video_token_index"):
-        image, ids = image[:, None], torch.where(ids == config.image_token_index, config.video_token_index, ids)
+    token = getattr(config, "image_token_index", None)
+    if token is None:  # a video of one image
+        image, token = image[:, None], config.video_token_index
+    ids = torch.cat([torch.full((ROWS, config.num_query_tokens), token), _ids()], dim=1)
     return {**batch, "pixel_values": image, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -200,6 +201,15 @@ def _retrieval(model: PreTrainedModel) -> Batch:
     return {**_text(), "pixel_values": _image(model.config.vision_config.image_size)}
 
 
+def _audio_and_text(model: PreTrainedModel) -> Batch:
+    ids = torch.arange(ROWS * 8 * (model.config.num_codebooks + 1)).view(ROWS, 8, -1) % model.config.vocab_size
+    return {"input_ids": ids % model.config.codebook_vocab_size}
+
+
+def _wave(model: PreTrainedModel) -> Batch:
+    return {"input_values": torch.zeros(ROWS, 6400), "decoder_input_ids": _ids()}
+
+
 def _pose(model: PreTrainedModel) -> Batch:
     height, width = model.config.backbone_config.image_size
     return {"pixel_values": torch.zeros(ROWS, 3, height, width)}
@@ -212,11 +222,15 @@ OWN: dict[str, Callable[[PreTrainedModel], Batch]] = {
     "EfficientLoFTRForKeypointMatching": _pairs_of_images,
     "IdeficsForVisionText2Text": _documents,
     "Kosmos2ForConditionalGeneration": _image_in_text,
+    "KyutaiSpeechToTextForConditionalGeneration": _audio_and_text,
     "LightGlueForKeypointMatching": _pairs_of_images,
+    "LwDetrForObjectDetection": lambda model: {"pixel_values": _image(192)},
+    "MoonshineStreamingForConditionalGeneration": _wave,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenForConditionalGeneration": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
     "MusicgenMelodyForConditionalGeneration": _codebooks,
+    "NemotronH_Omni_Reasoning_V3": lambda model: _text(),
     "PPOCRV5MobileRecForTextRecognition": _lines,
     "PPOCRV5ServerRecForTextRecognition": _lines,
     "PPOCRV6SmallRecForTextRecognition": _lines,

@@ -106,7 +106,7 @@ def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> Tiny
     tiny = TinyConfig(config)
     tokens: dict[int, int] = {}
     if any([without_timm(part) for part in _parts(config)]):
-        tiny.conditions.append("with a ResNet of transformers in place of timm's backbone")
+        tiny.conditions.append("with a backbone of transformers in place of timm's")
     for part in _parts(config):
         _switch_off(part, tiny.conditions)
         _shrink(part, variant, tokens)
