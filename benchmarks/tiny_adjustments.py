@@ -101,6 +101,7 @@ def _sam(config: PreTrainedConfig) -> None:
     prompt.image_size, prompt.patch_size = vision.image_size, vision.patch_size
     prompt.image_embedding_size = vision.image_size // vision.patch_size
     vision.output_channels = prompt.hidden_size
+    vision.num_pos_feats = prompt.hidden_size // 2
 
 
 def _moonshine(config: PreTrainedConfig) -> None:
@@ -109,6 +110,11 @@ def _moonshine(config: PreTrainedConfig) -> None:
 
 def _first_stages(config: PreTrainedConfig) -> None:
     config.out_indices = list(range(min(4, config.num_hidden_layers)))
+
+
+def _matting(config: PreTrainedConfig) -> None:
+    config.fusion_hidden_sizes = list(config.fusion_hidden_sizes)
+    config.backbone_config.num_channels = 4  # an image, and which of its pixels are known
 
 
 def _vision_tokens(config: PreTrainedConfig) -> None:
@@ -123,13 +129,14 @@ ADJUSTMENTS: dict[str, Callable[[Any], None]] = {
     "dbrx": lambda config: set_fields(rope_theta=1e4, clip_qkv=8.0)(config.attn_config),
     "deepseek_ocr2_text": lambda config: setattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers),
     "emu3": _vocabulary_of_images,
-    "granite4_vision": set_fields(deepstack_layer_map=[], spatial_layers=[]),
+    "granite4_vision": set_fields(deepstack_layer_map=[], spatial_layers=[], downsample_rate="1/2"),
     "hiera": set_fields(decoder_hidden_size=16, decoder_depth=2, decoder_num_heads=2),
     "instructblip": set_fields(image_token_index=IMAGE_TOKEN),
     "instructblipvideo": set_fields(video_token_index=IMAGE_TOKEN),
     "mimi": _codec,
     "mistral_large4_text": lambda config: setattr(config, "kv_source_layers", list(range(config.num_hidden_layers))),
     "moonshine_streaming": _moonshine,
+    "pp_doclayout_v2": lambda config: setattr(config, "class_thresholds", [0.5] * config.num_labels),
     "pp_ocrv5_server_det": _intraclass_block,
     "pp_ocrv6_medium_det": _intraclass_block,
     "qwen3_omni_moe_talker_text": set_fields(shared_expert_intermediate_size=32),
@@ -143,8 +150,9 @@ ADJUSTMENTS: dict[str, Callable[[Any], None]] = {
     "sam_hq": _sam,
     "sapiens2": _sapiens_head,
     "shieldgemma2": set_fields(yes_token_index=8, no_token_index=9),
+    "step3p7": set_fields(sliding_window=4),
     "step3p7_text": set_fields(sliding_window=4),
-    "vitmatte": lambda config: setattr(config, "fusion_hidden_sizes", list(config.fusion_hidden_sizes)),
+    "vitmatte": _matting,
     "wav2vec2-bert": set_fields(vocab_size=32),
 }
 """Model type of a configuration or of a part of one -> what is changed in it."""

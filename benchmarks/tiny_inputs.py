@@ -67,7 +67,8 @@ BESIDE: dict[str, Callable[[PreTrainedModel, Batch], torch.Tensor]] = {
 
 
 def _bbox(model: PreTrainedModel, batch: Batch) -> Batch:
-    return {**batch, "bbox": torch.tensor([0, 0, 10, 10]).expand(ROWS, batch["input_ids"].shape[-1], 4)}
+    box = torch.tensor([0.1, 0.1, 0.5, 0.5])
+    return {**batch, "bbox": box.expand(ROWS, batch["input_ids"].shape[-1], 4)}
 
 
 def _three_separators(model: PreTrainedModel, batch: Batch) -> Batch:
@@ -210,6 +211,52 @@ def _wave(model: PreTrainedModel) -> Batch:
     return {"input_values": torch.zeros(ROWS, 6400), "decoder_input_ids": _ids()}
 
 
+def _features(model: PreTrainedModel) -> Batch:
+    encoder = getattr(model.config, "encoder_config", None) or getattr(model.config, "audio_config", model.config)
+    batch: Batch = {"input_features": torch.zeros(ROWS, 64, encoder.num_mel_bins)}
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        batch["decoder_input_ids"] = _ids()
+    return batch
+
+
+def _series(model: PreTrainedModel) -> Batch:
+    config = model.config
+    return {"past_values": torch.zeros(ROWS, config.context_length, config.num_input_channels)}
+
+
+def _one_series(model: PreTrainedModel) -> Batch:
+    return {"past_values": torch.zeros(ROWS, model.config.context_length)}
+
+
+def _perceiver_image(model: PreTrainedModel) -> Batch:
+    return {"inputs": _image(model.config.image_size)}
+
+
+def _perceiver_text(model: PreTrainedModel) -> Batch:
+    ids = _ids(model.config.max_position_embeddings) % model.config.vocab_size
+    return {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _flattened_patches(model: PreTrainedModel) -> Batch:
+    patches = torch.zeros(ROWS, 4, model.config.vision_config.patch_embed_hidden_size + 2)
+    patches[..., 0] = patches[..., 1] = torch.arange(1, 5)  # row and column
+    return {"flattened_patches": patches, "attention_mask": torch.ones(ROWS, 4), "decoder_input_ids": _ids()}
+
+
+def _speech_to_text(model: PreTrainedModel) -> Batch:
+    return {"input_values": torch.zeros(ROWS, 1200), "decoder_input_ids": _ids()}
+
+
+def _clip(model: PreTrainedModel) -> Batch:
+    vision = getattr(model.config, "vision_config", model.config)
+    size, frames = getattr(vision, "image_size", None) or vision.crop_size, 4
+    size = size if isinstance(size, int) else size[0]
+    for name in ("num_frames", "frames_per_clip"):
+        frames = getattr(vision, name, frames)
+    batch: Batch = {"pixel_values_videos": torch.zeros(ROWS, frames, 3, size, size)}
+    return {**batch, **_text()} if "input_ids" in inspect.signature(model.forward).parameters else batch
+
+
 def _pose(model: PreTrainedModel) -> Batch:
     height, width = model.config.backbone_config.image_size
     return {"pixel_values": torch.zeros(ROWS, 3, height, width)}
@@ -225,6 +272,30 @@ OWN: dict[str, Callable[[PreTrainedModel], Batch]] = {
     "KyutaiSpeechToTextForConditionalGeneration": _audio_and_text,
     "LightGlueForKeypointMatching": _pairs_of_images,
     "LwDetrForObjectDetection": lambda model: {"pixel_values": _image(192)},
+    "MoonshineForConditionalGeneration": _wave,
+    "Nemotron3DiarizationForAudioFrameClassification": _features,
+    "Nemotron3_5AsrForRNNT": _features,
+    "NemotronAsrStreamingForRNNT": _features,
+    "ParakeetForCTC": _features,
+    "ParakeetForRNNT": _features,
+    "ParakeetForTDT": _features,
+    "PatchTSMixerForRegression": _series,
+    "PatchTSMixerForTimeSeriesClassification": _series,
+    "PatchTSTForClassification": _series,
+    "PatchTSTForRegression": _series,
+    "PerceiverForImageClassificationConvProcessing": _perceiver_image,
+    "PerceiverForImageClassificationFourier": _perceiver_image,
+    "PerceiverForImageClassificationLearned": _perceiver_image,
+    "PerceiverForMaskedLM": _perceiver_text,
+    "PerceiverForSequenceClassification": _perceiver_text,
+    "Pix2StructForConditionalGeneration": _flattened_patches,
+    "SpeechEncoderDecoderModel": _speech_to_text,
+    "TimesFm2_5ModelForPrediction": _one_series,
+    "TimesFmModelForPrediction": _one_series,
+    "VJEPA2ForVideoClassification": _clip,
+    "VideoPrismClipModel": _clip,
+    "VideoPrismForVideoClassification": _clip,
+    "VideomtForUniversalSegmentation": _clip,
     "MoonshineStreamingForConditionalGeneration": _wave,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenForConditionalGeneration": _codebooks,
