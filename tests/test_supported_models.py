@@ -73,9 +73,35 @@ def test_supported(name, stacks):
     assert finding.units == stacks * tiny_models.LAYERS
 
 
+@pytest.mark.parametrize("name", ["ResNetForImageClassification", "SegformerForSemanticSegmentation"])
+def test_batch_normalisation_is_a_condition(name):
+    finding = script.examine(candidate(name))
+    assert (finding.result, finding.conditions) == ("supported", ["num_microbatches=1"])
+
+
+def test_a_difference_that_float64_does_not_have_is_rounding(monkeypatch):
+    differs = script._differs
+    monkeypatch.setattr(
+        script, "_differs", lambda a, b: differs(a, b) or ("" if _is_double(a) else "a float32 step differs")
+    )
+    monkeypatch.setattr(script, "_running_model", running_model_without_comparison)
+    finding = script.examine(candidate("BertForSequenceClassification"))
+    assert (finding.result, finding.conditions) == ("supported", ["compared in float64"] * 2)
+
+
+def _is_double(step):
+    return any(tensor.dtype == torch.float64 for tensor in step.values())
+
+
+def running_model_without_comparison(candidate, finding):
+    model = tiny_models.build(BertForSequenceClassification, tiny_models.tiny_config("bert", SMALLEST).config)
+    batch = dict(dummy_batch(model))
+    return model, batch, script.whole_step(model, batch)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("XLMForSequenceClassification", "no sequential stack of layers"), ("ResNetForImageClassification", "BatchNorm")],
+    [("VitsModel", "the result differs"), ("RwkvForCausalLM", "its own weights")],
 )
 def test_refused(name, reason):
     finding = script.examine(candidate(name))

@@ -14,6 +14,7 @@ own inputs, so only the layers' outputs have to be sent between devices.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -371,6 +372,7 @@ class LayerRangeRunner:
             self._begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
+                self._refuse_own_backward(unit)
                 current.calls.append(unit)
             else:
                 self._check_order(index, unit)
@@ -395,6 +397,24 @@ class LayerRangeRunner:
             return output
 
         return forward
+
+    def _refuse_own_backward(self, unit: Unit) -> None:
+        """Refuse a unit that is called inside the forward of an autograd function, as Reformer's reversible layers are.
+
+        The function's backward calls the layers again and sets gradients by itself, which autograd does not show.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            names = frame.f_code.co_varnames[:1]
+            context = frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
+            if isinstance(context, torch.autograd.function.FunctionCtx):
+                raise UnsupportedModelError(
+                    self.model,
+                    f"it calls its layer {unit.name!r} inside an autograd function of its own"
+                    f" ({type(context).__name__.removesuffix('Backward')}), whose backward needs all layers.",
+                    "Set pipeline_parallel_size=1.",
+                )
+            frame = frame.f_back
 
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
         """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""

@@ -7,7 +7,7 @@ result with the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -117,6 +117,7 @@ class LayerStack:
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
+            versions = {name: parameter._version for name, parameter in model.named_parameters()}
             stacks = find_stacks(model, batch)
             alone = [[name] for names in stacks for name in names]
             refusals: list[UnsupportedModelError] = []
@@ -126,9 +127,12 @@ class LayerStack:
                 LayerRangeRunner(model, alone, copies_carry=True),
             ):
                 try:
-                    return cls._discover_with(runner, batch)
+                    stack = cls._discover_with(runner, batch)
                 except UnsupportedModelError as error:
                     refusals.append(error)
+                else:
+                    _refuse_changed_weights(model, versions)
+                    return stack
         raise refusals[0]
 
     @classmethod
@@ -195,6 +199,22 @@ class LayerStack:
                         with self.runner.to_the_end(k, carry):
                             parts = output_tensors(self.model(**batch))
         return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
+
+
+def _refuse_changed_weights(model: nn.Module, versions: Mapping[str, int]) -> None:
+    """Refuse a model whose forward changes its own weights in place, some of which other stages hold.
+
+    Args:
+        model: the model, which has run.
+        versions: autograd's counters of changes in place, from before.
+    """
+    changed = [name for name, parameter in model.named_parameters() if parameter._version != versions.get(name)]
+    if changed:
+        raise UnsupportedModelError(
+            model,
+            f"its forward changes {len(changed)} of its own weights ({changed[0]!r}), but no stage holds all weights.",
+            USE_ONE_STAGE,
+        )
 
 
 @contextmanager

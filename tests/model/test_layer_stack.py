@@ -366,6 +366,20 @@ def test_a_head_that_reads_every_layer_gets_them_even_where_layers_hardly_matter
     assert set(layers[:-1]) < set(used_before(stack, stack.num_units - 1))
 
 
+class RunsLayers(torch.autograd.Function):
+    """As Reformer's: it calls layers without a graph, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 class Layers(nn.Module):
     """Three layers in a list; `read` says how the head's result depends on them."""
 
@@ -417,6 +431,39 @@ def test_layers_that_are_not_simply_read_one_after_the_other(read, bounds):
     assert stack.num_units == 3
     with installed(stack):
         assert_equal_steps(cut_step(stack, bounds, batch), expected, ())
+
+
+def test_a_forward_that_changes_its_weights_is_refused():
+    """As RWKV scales its own where it does not train."""
+
+    def read(model: Layers, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if not model.is_scaled:
+                model.layers[1].weight.mul_(0.5)
+        model.is_scaled = True
+        return one_after_the_other(model, x)
+
+    model = Layers(read)
+    model.layers = nn.ModuleList(Layer() for _ in range(3))
+    model.is_scaled = False
+    with pytest.raises(UnsupportedModelError, match=r"changes 1 of its own weights \('layers.1.weight'\)"):
+        LayerStack.discover(model, {"x": torch.randn(3, 4)})
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_layers_inside_an_autograd_function_are_refused():
+    model = Layers(lambda model, x: model.head(RunsLayers.apply(model.chooses(x), model.layers)))
+    model.layers = nn.ModuleList(Layer() for _ in range(3))
+    with pytest.raises(UnsupportedModelError, match=r"layer 'layers.0' inside an autograd function .*\(RunsLayers\)"):
+        LayerStack.discover(model, {"x": torch.randn(3, 4)})
 
 
 def test_modules_in_a_list_that_do_not_depend_on_one_another_are_no_layers():
