@@ -5,6 +5,7 @@
     python benchmarks/supported_models.py --results results.jsonl --retry    # what is not supported, once more
     python benchmarks/supported_models.py BertForMaskedLM --results one.jsonl   # some, by class or model type
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --table_only
+    python benchmarks/supported_models.py bert --results bert.jsonl --table docs/supported_models.md --update  # only these
     python benchmarks/supported_models.py --table docs/supported_models.md --readme README.md   # numbers of the page
 
 Each class is built small with random weights (`tiny_models.py`), on the CPU, in a process of its own:
@@ -152,7 +153,7 @@ Running = tuple[PreTrainedModel, dict[str, Any], dict[str, Tensor]]
 def candidates() -> list[Candidate]:
     """Every class of the mappings in `TASKS` once, in the order of tasks and names.
 
-    An older version of transformers does not have all of the mappings.
+    An older version of transformers does not have all of the mappings: see `unknown_mappings`.
     """
     found: dict[str, Candidate] = {}
     for task, mapping in TASKS.items():
@@ -162,6 +163,11 @@ def candidates() -> list[Candidate]:
         for name, model_type in sorted(pairs, key=lambda pair: (pair[0], not _is_named_after(*pair), pair[1])):
             found.setdefault(name, Candidate(name, model_type, task))
     return list(found.values())
+
+
+def unknown_mappings() -> list[str]:
+    """Mappings in `TASKS` that this version of transformers does not have."""
+    return [mapping for mapping in TASKS.values() if not hasattr(modeling_auto, mapping + "_MAPPING_NAMES")]
 
 
 def left_out() -> list[str]:
@@ -468,18 +474,19 @@ Every class in {tried} of the {mappings} mappings behind the Auto classes of tra
 
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --timeout_s 60
 
-on a small instance with random weights, on the CPU (torch {torch}). This page is written by that script, {date}.
+on a small instance with random weights, on the CPU (torch {torch}). This page is written by that script, {date}.{kept}
 
 - **supported**: the layers were found, and the model gives the same when it is cut in two as when it is not: outputs
-  that a loss is made of, and all gradients, within {tolerance:g} of the largest value.
+  that a loss is made of, and all gradients, within {tolerance:g} of the largest value (in float64 where float32 is too
+  coarse). A model with batch normalisation is exact in a single micro-batch: `num_microbatches=1`.
 - **refused**: `UnsupportedModelError` with more than one stage. With `pipeline_parallel_size=1` these train as in the
   stock Trainer.
 - **failing**: another error, or another result. A fault of this library.
-- **not tried**: no small instance could be made from the default configuration by rules, or `dummy_batch` knows no
-  input for it. That says nothing about the model: with your configuration and data the trainer finds out by itself,
-  before the first step, by the same trial.
+- **not tried**: no small instance could be made from the default configuration, or no input for it. That says nothing
+  about the model: with your configuration and data the trainer finds out by itself, before the first step, by the same
+  trial.
 
-Inputs were those that `dummy_batch` makes. Models of image and text were mostly given text alone; then their vision
+Inputs were those that `dummy_batch` and `benchmarks/tiny_inputs.py` make. Models of image and text were mostly given text alone; then their vision
 tower counts with a layer of the text model and is not cut. Losses were not looked at: one that couples rows is refused
 when training starts.
 """
@@ -496,8 +503,42 @@ MANY = 25
 """Classes of a task that has a row of its own in the README."""
 
 
-def write_table(findings: Sequence[Finding], path: Path) -> None:
-    """Counts, then what is refused, failing or not tried with reasons, then everything that is supported."""
+def read_table(page: str) -> dict[str, Finding]:
+    """What a page of `write_table` says of each class that this version of transformers has."""
+    known = {candidate.name: candidate for candidate in candidates()}
+    found: dict[str, Finding] = {}
+
+    def add(entry: str, result: str, reason: str = "") -> None:
+        name, _, conditions = entry.rstrip(")").partition(" (")
+        if name in known:
+            c = known[name]
+            found[name] = Finding(name, c.model_type, c.task, result, reason)
+            found[name].conditions = conditions.split(", ") if conditions else []
+
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    for result in RESULTS:
+        for first, entries in re.findall(r"^\| (.*) \| (.*) \|$", sections[result.capitalize()], re.MULTILINE):
+            if first not in ("reason", "model type"):
+                for entry in re.split(r", (?![^(]*\))", entries):
+                    add(entry, result, "" if result == "supported" else re.sub(r"\\(.)", r"\1", first))
+    return found
+
+
+def kept_line(page: str, kept: int) -> str:
+    """Says how many rows are those of a page that was written before, and when that was."""
+    written = re.search(r"written by that script, ([\d-]+)\.", page)
+    assert written is not None, "no page of write_table"
+    return f" The results of {kept} classes were kept from {written[1]}."
+
+
+def write_table(findings: Sequence[Finding], path: Path, kept: str = "") -> None:
+    """Counts, then what is refused, failing or not tried with reasons, then everything that is supported.
+
+    Args:
+        findings: One for each class.
+        path: The page.
+        kept: A sentence about findings of an earlier page.
+    """
     lines = [
         INTRODUCTION.format(
             tried=len(TASKS),
@@ -505,6 +546,7 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
             transformers=version("transformers"),
             torch=version("torch").split("+")[0],
             date=datetime.now(timezone.utc).date(),
+            kept=kept,
             tolerance=TOLERANCE,
         )
     ]
@@ -517,7 +559,7 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
     lines.append(f"| **all {len(findings)}** | " + " | ".join(f"**{count}**" for count in counts) + " |")
     for result in RESULTS[1:]:
         lines += ["", f"## {result.capitalize()}", "", *_by_reason([f for f in findings if f.result == result])]
-    lines += ["", "## Supported", "", "By model type. What is in brackets has to be set in the configuration.", ""]
+    lines += ["", "## Supported", "", "By model type. What is in brackets has to be set, or says how the class was tried.", ""]
     families: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.result == "supported":
@@ -543,8 +585,7 @@ def readme_part(page: str) -> str:
     words = (
         f"Of {total[1]} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
         f" tiny sizes, **{supported}** give the same outputs and gradients when cut in two; {refused} are refused with"
-        f" a reason (mostly batch normalisation, or heads that read all layers), {failing} fail, and {untried} could"
-        " not be tried. Which they are, why, and which mappings are left out:"
+        f" a reason, {failing} fail, and {untried} could not be tried. Which they are, why, and which mappings are left out:"
         " [docs/supported_models.md](docs/supported_models.md)."
     )
     lines = [
@@ -597,6 +638,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("only", nargs="*", help="names of classes or model types; default: all")
     parser.add_argument("--results", type=Path, help="file of results, one line each; is added to")
     parser.add_argument("--table", type=Path, help="Markdown file to write by the results")
+    parser.add_argument("--update", action="store_true", help="keep the rows of --table that --results does not have")
     parser.add_argument("--readme", type=Path, help="README to bring up to date by the numbers of --table")
     parser.add_argument("--retry", action="store_true", help="try what is not supported once more")
     parser.add_argument("--table_only", action="store_true", help="run nothing")
@@ -623,12 +665,18 @@ def try_and_write(arguments: argparse.Namespace) -> None:
     chosen = [c for c in candidates() if not arguments.only or {c.name, c.model_type} & set(arguments.only)]
     if not chosen:
         raise SystemExit(f"none of {', '.join(arguments.only)} stands in transformers' mappings")
+    if unknown := unknown_mappings():
+        print(f"not tried, as transformers {version('transformers')} does not have them: {', '.join(unknown)}", file=sys.stderr)
     torch.set_num_threads(1)
     if not arguments.table_only:
         run(chosen, arguments.results, arguments.timeout_s, arguments.memory_gib, arguments.retry)
     if arguments.table is not None:
-        done = read_results(arguments.results)
-        write_table([done[candidate.name] for candidate in chosen if candidate.name in done], arguments.table)
+        done, kept = read_results(arguments.results), ""
+        if arguments.update:
+            page = arguments.table.read_text()
+            earlier = {name: finding for name, finding in read_table(page).items() if name not in done}
+            done, chosen, kept = {**earlier, **done}, candidates(), kept_line(page, len(earlier))
+        write_table([done[candidate.name] for candidate in chosen if candidate.name in done], arguments.table, kept)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,33 @@ def test_the_table_counts_and_shortens(tmp_path):
     assert "| bert | A |" in page
 
 
+def test_a_page_is_brought_up_to_date_by_some_results(tmp_path, monkeypatch):
+    page, results = tmp_path / "table.md", tmp_path / "results.jsonl"
+    before = [finding("BertForMaskedLM", "refused", "it <is> so"), finding("RobertaForMaskedLM", "supported")]
+    before[1].conditions = ["layerdrop=0.0", "num_microbatches=1"]
+    script.write_table(before, page)
+    kept = script.read_table(page.read_text())
+    assert {name: (f.result, f.reason, f.conditions) for name, f in kept.items()} == {
+        "BertForMaskedLM": ("refused", "it <is> so", []),
+        "RobertaForMaskedLM": ("supported", "", before[1].conditions),
+    }
+    results.write_text(json.dumps(asdict(finding("BertForMaskedLM", "supported"))) + "\n")
+    arguments = ["BertForMaskedLM", "--results", str(results), "--table", str(page), "--table_only", "--update"]
+    monkeypatch.setattr("sys.argv", ["supported_models.py", *arguments])
+    script.main()
+    assert {f.result for f in script.read_table(page.read_text()).values()} == {"supported"}
+    assert "The results of 1 classes were kept from 20" in page.read_text()
+
+
+def test_mappings_that_transformers_does_not_have_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(script.TASKS, "telepathy", "MODEL_FOR_TELEPATHY")
+    assert "MODEL_FOR_TELEPATHY" in script.unknown_mappings()
+    arguments = ["BertForMaskedLM", "--results", str(tmp_path / "results.jsonl"), "--table_only"]
+    monkeypatch.setattr("sys.argv", ["supported_models.py", *arguments])
+    script.main()
+    assert "MODEL_FOR_TELEPATHY" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The pages in this repository
 # ---------------------------------------------------------------------------------------------------------

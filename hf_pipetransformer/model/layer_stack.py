@@ -52,6 +52,7 @@ class LayerStack:
             layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
+        trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
         only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
             encoder's output): if the unit runs alone, they get no gradient.
     """
@@ -64,6 +65,7 @@ class LayerStack:
         boundaries: Sequence[tuple[CarrySlot, ...]],
         unreached: frozenset[str],
         only_returned: frozenset[str] = frozenset(),
+        trained_with: Sequence[frozenset[str]] | None = None,
     ) -> None:
         self.runner = runner
         self.model = runner.model
@@ -73,10 +75,17 @@ class LayerStack:
         self.boundaries = tuple(boundaries)
         self.unreached = unreached
         self.only_returned = only_returned
+        self.trained_with = tuple(owners if trained_with is None else trained_with)
 
     @property
     def num_units(self) -> int:
         return len(self.owners)
+
+    @property
+    def may_read_unseen(self) -> bool:
+        """Whether units may read trained parameters where no gradient shows it (RT-DETR's choice of queries)."""
+        pairs = zip(self.owners, self.trained_with, strict=True)
+        return any(not own - trained <= self.unreached for own, trained in pairs)
 
     def owned(self, start: int, stop: int) -> frozenset[str]:
         """Names of the parameters that a stage with the units [start, stop) needs."""
@@ -162,7 +171,9 @@ class LayerStack:
                     _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
                 boundaries = _boundaries(runner, [one | other for one, other in zip(used, used_in_training, strict=True)])
                 for names in owners:
-                    stack = cls(runner, table, names, _all_used(boundaries), unreached, only_returned)
+                    stack = cls(
+                        runner, table, names, _all_used(boundaries), unreached, only_returned, trained_with=owners[0]
+                    )
                     if stack._equals_uncut(whole, batch):
                         return stack
         finally:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
@@ -431,6 +432,14 @@ def test_layers_that_are_not_simply_read_one_after_the_other(read, bounds):
     assert stack.num_units == 3
     with installed(stack):
         assert_equal_steps(cut_step(stack, bounds, batch), expected, ())
+
+
+def test_what_a_layer_reads_without_a_gradient_does_not_freeze_with_it():
+    model, batch = Layers(by_a_choice), {"x": torch.randn(3, 4)}
+    stack = LayerStack.discover(model, batch)
+    assert stack.may_read_unseen and "chooses.weight" in stack.owners[1]
+    assert FreezableLayers.of(stack, batch).frozen(2) == {f"layers.{k}.{n}" for k in (0, 1) for n in ("weight", "bias")}
+    assert not LayerStack.discover(Layers(of_an_early_layer), batch).may_read_unseen
 
 
 def test_a_forward_that_changes_its_weights_is_refused():
