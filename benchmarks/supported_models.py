@@ -5,7 +5,7 @@
     python benchmarks/supported_models.py --results results.jsonl --retry    # what is not supported, once more
     python benchmarks/supported_models.py BertForMaskedLM --results one.jsonl   # some, by class or model type
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --table_only
-    python benchmarks/supported_models.py bert --results bert.jsonl --table docs/supported_models.md --update  # only these
+    python benchmarks/supported_models.py bert --results bert.jsonl --table docs/supported_models.md --update
     python benchmarks/supported_models.py --table docs/supported_models.md --readme README.md   # numbers of the page
 
 Each class is built small with random weights (`tiny_models.py`), on the CPU, in a process of its own:
@@ -43,6 +43,7 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_inputs import tiny_batch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -50,12 +51,11 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils import logging as hf_logging
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.batch_statistics import normalised_by_batch
+from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
 
-from tiny_inputs import tiny_batch
 from tiny_models import VARIANTS, Variant, build, tiny_config
 
 TASKS = {
@@ -116,8 +116,8 @@ RESULTS = ("supported", "refused", "failing", "not tried")
 TOLERANCE = 1e-4
 """Relative to the largest value of a tensor: the same kernels on the same values, added in another order."""
 SMALLEST_SCALE = 1e-3
-"""Relative to the largest value of a step. A gradient that is zero but for rounding, as that of an attention's key bias,
-has no scale of its own."""
+"""Relative to the largest value of a step. A gradient that is zero but for rounding, as that of an attention's key
+bias, has no scale of its own."""
 SEED = 1
 
 
@@ -486,9 +486,9 @@ on a small instance with random weights, on the CPU (torch {torch}). This page i
   about the model: with your configuration and data the trainer finds out by itself, before the first step, by the same
   trial.
 
-Inputs were those that `dummy_batch` and `benchmarks/tiny_inputs.py` make. Models of image and text were mostly given text alone; then their vision
-tower counts with a layer of the text model and is not cut. Losses were not looked at: one that couples rows is refused
-when training starts.
+Inputs were those that `dummy_batch` and `benchmarks/tiny_inputs.py` make. Models of image and text were mostly given
+text alone; then their vision tower counts with a layer of the text model and is not cut. Losses were not looked at:
+one that couples rows is refused when training starts.
 """
 
 
@@ -559,7 +559,13 @@ def write_table(findings: Sequence[Finding], path: Path, kept: str = "") -> None
     lines.append(f"| **all {len(findings)}** | " + " | ".join(f"**{count}**" for count in counts) + " |")
     for result in RESULTS[1:]:
         lines += ["", f"## {result.capitalize()}", "", *_by_reason([f for f in findings if f.result == result])]
-    lines += ["", "## Supported", "", "By model type. What is in brackets has to be set, or says how the class was tried.", ""]
+    lines += [
+        "",
+        "## Supported",
+        "",
+        "By model type. What is in brackets has to be set, or says how the class was tried.",
+        "",
+    ]
     families: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.result == "supported":
@@ -585,8 +591,8 @@ def readme_part(page: str) -> str:
     words = (
         f"Of {total[1]} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
         f" tiny sizes, **{supported}** give the same outputs and gradients when cut in two; {refused} are refused with"
-        f" a reason, {failing} fail, and {untried} could not be tried. Which they are, why, and which mappings are left out:"
-        " [docs/supported_models.md](docs/supported_models.md)."
+        f" a reason, {failing} fail, and {untried} could not be tried. Which they are, why, and which mappings are"
+        " left out: [docs/supported_models.md](docs/supported_models.md)."
     )
     lines = [
         textwrap.fill(words, 120, break_on_hyphens=False),
@@ -666,7 +672,10 @@ def try_and_write(arguments: argparse.Namespace) -> None:
     if not chosen:
         raise SystemExit(f"none of {', '.join(arguments.only)} stands in transformers' mappings")
     if unknown := unknown_mappings():
-        print(f"not tried, as transformers {version('transformers')} does not have them: {', '.join(unknown)}", file=sys.stderr)
+        print(
+            f"not tried, as transformers {version('transformers')} does not have them: {', '.join(unknown)}",
+            file=sys.stderr,
+        )
     torch.set_num_threads(1)
     if not arguments.table_only:
         run(chosen, arguments.results, arguments.timeout_s, arguments.memory_gib, arguments.retry)

@@ -28,7 +28,11 @@ def whole_heads(config: PreTrainedConfig) -> None:
 
 
 def without_timm(config: PreTrainedConfig) -> bool:
-    """Put a ResNet or Swin of transformers in the place of a backbone that only the timm library has; whether it did."""
+    """Put a ResNet or Swin of transformers in the place of a backbone of the timm library.
+
+    Returns:
+        Whether there was such a backbone.
+    """
     backbone = getattr(config, "backbone_config", None)
     if type(backbone).__name__ != "TimmBackboneConfig":
         return False
@@ -71,7 +75,10 @@ def _intraclass_block(config: PreTrainedConfig) -> None:
 
 def _sapiens_head(config: PreTrainedConfig) -> None:
     head = hf.Sapiens2HeadConfig(
-        upsample_out_channels=[16, 16], conv_out_channels=[16], scale_conv_out_channels=[8], scale_final_hidden_sizes=[8, 8]
+        upsample_out_channels=[16, 16],
+        conv_out_channels=[16],
+        scale_conv_out_channels=[8],
+        scale_final_hidden_sizes=[8, 8],
     )
     head._init_scale_final_input_size(image_size=config.image_size, patch_size=config.patch_size)
     config.head_config = head
@@ -114,6 +121,7 @@ def _first_stages(config: PreTrainedConfig) -> None:
 
 def _matting(config: PreTrainedConfig) -> None:
     config.fusion_hidden_sizes = list(config.fusion_hidden_sizes)
+    config.hidden_size = config.backbone_config.hidden_size
     config.backbone_config.num_channels = 4  # an image, and which of its pixels are known
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tiny_adjustments import IMAGE_TOKEN
 from transformers import PreTrainedModel
 
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
-
-from tiny_adjustments import IMAGE_TOKEN
 
 ROWS = 2
 Batch = dict[str, Any]
@@ -71,6 +70,15 @@ def _bbox(model: PreTrainedModel, batch: Batch) -> Batch:
     return {**batch, "bbox": box.expand(ROWS, batch["input_ids"].shape[-1], 4)}
 
 
+def _picture(model: PreTrainedModel, batch: Batch) -> Batch:
+    image = _image(model.config.image_size)
+    return {**batch, "pixel_values": image, "pixel_mask": torch.ones(image[:, 0].shape, dtype=torch.long)}
+
+
+def _no_images(model: PreTrainedModel, batch: Batch) -> Batch:
+    return {**batch, "mm_token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+
 def _three_separators(model: PreTrainedModel, batch: Batch) -> Batch:
     ids = batch["input_ids"].clone()
     ids[ids == model.config.sep_token_id] = 7
@@ -92,7 +100,11 @@ def _visual_features(model: PreTrainedModel, batch: Batch) -> Batch:
     config = model.config
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(ROWS, 5, config.visual_feat_dim, generator=generator)
-    return {**batch, "visual_feats": features, "visual_pos": torch.rand(ROWS, 5, config.visual_pos_dim, generator=generator)}
+    return {
+        **batch,
+        "visual_feats": features,
+        "visual_pos": torch.rand(ROWS, 5, config.visual_pos_dim, generator=generator),
+    }
 
 
 def _noise(model: PreTrainedModel, batch: Batch) -> Batch:
@@ -121,16 +133,19 @@ def _spectrogram(model: PreTrainedModel, batch: Batch) -> Batch:
 ADDED: dict[str, Callable[[PreTrainedModel, Batch], Batch]] = {
     "Blip2ForConditionalGeneration": _queries,
     "BlipForQuestionAnswering": _decoder_ids,
+    "BrosForTokenClassification": _bbox,
     "InstructBlipForConditionalGeneration": _queries,
     "InstructBlipVideoForConditionalGeneration": _queries,
     "LongformerForMultipleChoice": _three_separators,
     "LongformerForQuestionAnswering": _three_separators,
     "LxmertForPreTraining": _visual_features,
     "LxmertForQuestionAnswering": _visual_features,
+    "Molmo2ForConditionalGeneration": _no_images,
     "SpeechT5ForTextToSpeech": _spectrogram,
     "SplinterForPreTraining": _question,
     "UdopForConditionalGeneration": _bbox,
     "ViTMAEForPreTraining": _noise,
+    "ViltForQuestionAnswering": _picture,
 }
 """Class -> what is added to `dummy_batch`."""
 
@@ -213,7 +228,8 @@ def _wave(model: PreTrainedModel) -> Batch:
 
 def _features(model: PreTrainedModel) -> Batch:
     encoder = getattr(model.config, "encoder_config", None) or getattr(model.config, "audio_config", model.config)
-    batch: Batch = {"input_features": torch.zeros(ROWS, 64, encoder.num_mel_bins)}
+    width = encoder.num_mel_bins * (4 if type(model).__name__ == "GraniteSpeech5ForCTC" else 1)  # four frames at once
+    batch: Batch = {"input_features": torch.zeros(ROWS, 64, width)}
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         batch["decoder_input_ids"] = _ids()
     return batch
@@ -264,12 +280,16 @@ def _pose(model: PreTrainedModel) -> Batch:
 
 OWN: dict[str, Callable[[PreTrainedModel], Batch]] = {
     "Blip2ForImageTextRetrieval": _retrieval,
+    "CanaryForConditionalGeneration": _features,
+    "CohereAsrForConditionalGeneration": _features,
     "DepthProForDepthEstimation": _large_image,
     "DiaForConditionalGeneration": _channels,
     "EfficientLoFTRForKeypointMatching": _pairs_of_images,
+    "GraniteSpeech5ForCTC": _features,
     "IdeficsForVisionText2Text": _documents,
     "Kosmos2ForConditionalGeneration": _image_in_text,
     "KyutaiSpeechToTextForConditionalGeneration": _audio_and_text,
+    "LasrForCTC": _features,
     "LightGlueForKeypointMatching": _pairs_of_images,
     "LwDetrForObjectDetection": lambda model: {"pixel_values": _image(192)},
     "MoonshineForConditionalGeneration": _wave,

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 import transformers as hf
 from accelerate import init_empty_weights
+from tiny_adjustments import ADJUSTMENTS, ADJUSTMENTS_FOR_CLASS, whole_heads, without_timm
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-
-from tiny_adjustments import ADJUSTMENTS, ADJUSTMENTS_FOR_CLASS, whole_heads, without_timm
 
 LAYERS = 4
 VOCABULARY = 1024
@@ -105,7 +104,7 @@ def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> Tiny
     config = COMPOSED[model_type]() if model_type in COMPOSED else CONFIG_MAPPING[model_type]()
     tiny = TinyConfig(config)
     tokens: dict[int, int] = {}
-    if any([without_timm(part) for part in _parts(config)]):
+    if sum(without_timm(part) for part in _parts(config)):
         tiny.conditions.append("with a backbone of transformers in place of timm's")
     for part in _parts(config):
         _switch_off(part, tiny.conditions)

@@ -399,7 +399,7 @@ class LayerRangeRunner:
         return forward
 
     def _refuse_own_backward(self, unit: Unit) -> None:
-        """Refuse a unit that is called inside the forward of an autograd function, as Reformer's reversible layers are.
+        """Refuse a unit that is called inside the forward of an autograd function, as Reformer's layers are.
 
         The function's backward calls the layers again and sets gradients by itself, which autograd does not show.
         """

@@ -169,7 +169,9 @@ class LayerStack:
                 # with a gradient where training has one: wav2vec 2.0 chooses codes without one in eval mode only
                 with _training_without_dropout(model):
                     _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
-                boundaries = _boundaries(runner, [one | other for one, other in zip(used, used_in_training, strict=True)])
+                boundaries = _boundaries(
+                    runner, [one | other for one, other in zip(used, used_in_training, strict=True)]
+                )
                 for names in owners:
                     stack = cls(
                         runner, table, names, _all_used(boundaries), unreached, only_returned, trained_with=owners[0]

@@ -438,7 +438,9 @@ def test_what_a_layer_reads_without_a_gradient_does_not_freeze_with_it():
     model, batch = Layers(by_a_choice), {"x": torch.randn(3, 4)}
     stack = LayerStack.discover(model, batch)
     assert stack.may_read_unseen and "chooses.weight" in stack.owners[1]
-    assert FreezableLayers.of(stack, batch).frozen(2) == {f"layers.{k}.{n}" for k in (0, 1) for n in ("weight", "bias")}
+    assert FreezableLayers.of(stack, batch).frozen(2) == {
+        f"layers.{k}.{n}" for k in (0, 1) for n in ("weight", "bias")
+    }
     assert not LayerStack.discover(Layers(of_an_early_layer), batch).may_read_unseen
 
 
@@ -492,7 +494,9 @@ def test_a_value_that_only_training_reads_with_a_gradient_has_one():
         return model.head(model.layers[2](model.layers[1](first.relu()))) + scores
 
     stack = LayerStack.discover(Layers(read), {"x": torch.randn(3, 4)})
-    assert used_before(stack, 2) == ["layers.0", "layers.1"] and all(slot.needs_gradient for slot in stack.boundaries[2])
+    assert used_before(stack, 2) == ["layers.0", "layers.1"] and all(
+        slot.needs_gradient for slot in stack.boundaries[2]
+    )
 
 
 def test_layers_that_leave_something_behind_for_others_are_refused():
