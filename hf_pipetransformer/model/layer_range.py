@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -109,6 +109,18 @@ class _Pass:
     structures: list[_OutputStructure] = field(default_factory=list)  # of each unit's output, filled by `trace`
     observer: Observer | None = None  # called for each unit that is computed
     may_repeat: bool = False  # the model may be called several times, each time through all units
+
+
+def _forwards_of_autograd_functions() -> dict[CodeType, str]:
+    """The code of the forward of each autograd function that is defined in Python, with the function's name.
+
+    A frame is recognized by its code: reading its variables would keep them alive as long as the frame.
+    """
+    classes: list[type] = [torch.autograd.Function]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    forwards = {cls.__name__: getattr(cls, "forward", None) for cls in classes}
+    return {forward.__code__: name for name, forward in forwards.items() if isinstance(forward, FunctionType)}
 
 
 class LayerRangeRunner:
@@ -404,14 +416,13 @@ class LayerRangeRunner:
         The function's backward calls the layers again and sets gradients by itself, which autograd does not show.
         """
         frame = inspect.currentframe()
+        functions = _forwards_of_autograd_functions() if frame is not None else {}
         while frame is not None:
-            names = frame.f_code.co_varnames[:1]
-            context = frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
-            if isinstance(context, torch.autograd.function.FunctionCtx):
+            if frame.f_code in functions:
                 raise UnsupportedModelError(
                     self.model,
                     f"it calls its layer {unit.name!r} inside an autograd function of its own"
-                    f" ({type(context).__name__.removesuffix('Backward')}), whose backward needs all layers.",
+                    f" ({functions[frame.f_code]}), whose backward needs all layers.",
                     "Set pipeline_parallel_size=1.",
                 )
             frame = frame.f_back
