@@ -125,6 +125,15 @@ def _matting(config: PreTrainedConfig) -> None:
     config.backbone_config.num_channels = 4  # an image, and which of its pixels are known
 
 
+def _first_features(config: PreTrainedConfig) -> None:
+    config.backbone_config.out_indices = [1, 2, 3, 4]
+    config.num_queries = 4
+
+
+def _pyramid(config: PreTrainedConfig) -> None:
+    config.backbone_channel_list = list(reversed(config.backbone_config.embed_dim_per_stage))
+
+
 def _vision_tokens(config: PreTrainedConfig) -> None:
     config.vision_start_token_id, config.vision_end_token_id, config.audio_start_token_id = 10, 11, 12
 
@@ -136,11 +145,14 @@ ADJUSTMENTS: dict[str, Callable[[Any], None]] = {
     "cohere_compass_text": _rope_of_each_kind,
     "dbrx": lambda config: set_fields(rope_theta=1e4, clip_qkv=8.0)(config.attn_config),
     "deepseek_ocr2_text": lambda config: setattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers),
+    "efficientnet": set_fields(hidden_dim=2560),  # the width of its last convolution is no field
     "emu3": _vocabulary_of_images,
     "granite4_vision": set_fields(deepstack_layer_map=[], spatial_layers=[], downsample_rate="1/2"),
     "hiera": set_fields(decoder_hidden_size=16, decoder_depth=2, decoder_num_heads=2),
+    "hifigan": set_fields(model_in_dim=80),  # the number of mel bins, which is no width
     "instructblip": set_fields(image_token_index=IMAGE_TOKEN),
     "instructblipvideo": set_fields(video_token_index=IMAGE_TOKEN),
+    "longformer": lambda config: setattr(config, "attention_window", [4] * config.num_hidden_layers),
     "mimi": _codec,
     "mistral_large4_text": lambda config: setattr(config, "kv_source_layers", list(range(config.num_hidden_layers))),
     "moonshine_streaming": _moonshine,
@@ -154,13 +166,16 @@ ADJUSTMENTS: dict[str, Callable[[Any], None]] = {
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=64, indexer_budget=8, indexer_compress_ratio=2
     ),
     "reformer": _reformer,
+    "rf_detr": _first_features,
     "sam": _sam,
+    "sam2_hiera_det_model": set_fields(global_attention_blocks=[]),
+    "sam2_vision_model": _pyramid,
     "sam_hq": _sam,
     "sapiens2": _sapiens_head,
     "shieldgemma2": set_fields(yes_token_index=8, no_token_index=9),
-    "step3p7": set_fields(sliding_window=4),
-    "step3p7_text": set_fields(sliding_window=4),
+    "step3p5": set_fields(sliding_window=4),
     "vitmatte": _matting,
+    "vjepa2": set_fields(crop_size=32, frames_per_clip=4),
     "wav2vec2-bert": set_fields(vocab_size=32),
 }
 """Model type of a configuration or of a part of one -> what is changed in it."""

@@ -273,6 +273,20 @@ def _clip(model: PreTrainedModel) -> Batch:
     return {**batch, **_text()} if "input_ids" in inspect.signature(model.forward).parameters else batch
 
 
+def _with_speech_labels(model: PreTrainedModel) -> Batch:
+    config = getattr(model.config, "model_config", model.config)
+    generator = torch.Generator().manual_seed(0)
+    text = _text()
+    tokens = text["input_ids"].shape[1]
+    return {
+        **text,
+        "duration_labels": torch.ones(ROWS, tokens, dtype=torch.long),  # a frame for each token
+        "spectrogram_labels": torch.randn(ROWS, tokens, config.num_mel_bins, generator=generator),
+        "pitch_labels": torch.randn(ROWS, tokens, 1, generator=generator),
+        "energy_labels": torch.randn(ROWS, tokens, 1, generator=generator),
+    }
+
+
 def _pose(model: PreTrainedModel) -> Batch:
     height, width = model.config.backbone_config.image_size
     return {"pixel_values": torch.zeros(ROWS, 3, height, width)}
@@ -285,6 +299,8 @@ OWN: dict[str, Callable[[PreTrainedModel], Batch]] = {
     "DepthProForDepthEstimation": _large_image,
     "DiaForConditionalGeneration": _channels,
     "EfficientLoFTRForKeypointMatching": _pairs_of_images,
+    "FastSpeech2ConformerModel": _with_speech_labels,
+    "FastSpeech2ConformerWithHifiGan": _with_speech_labels,
     "GraniteSpeech5ForCTC": _features,
     "IdeficsForVisionText2Text": _documents,
     "Kosmos2ForConditionalGeneration": _image_in_text,

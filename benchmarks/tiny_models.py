@@ -234,11 +234,18 @@ def _fill_gaps(config: PreTrainedConfig) -> None:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     config._experts_implementation = "eager"  # the grouped kernel wants larger matrices
-    rope, head_dim = getattr(config, "rope_parameters", None), getattr(config, "head_dim", None) or usual["head_dim"]
+    rope, head_dim = getattr(config, "rope_parameters", None), _head_dim(config) or usual["head_dim"]
     if isinstance(rope, dict) and "rope_theta" in rope and "mrope_section" not in rope and type(head_dim) is int:
         frequencies = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         third = frequencies // 3
         rope["mrope_section"] = [frequencies - 2 * third, third, third]  # the models' own default is for large heads
+
+
+def _head_dim(config: PreTrainedConfig) -> Any:
+    try:
+        return getattr(config, "head_dim", None)
+    except Exception:  # layers have different ones, and the configuration refuses to say which
+        return None
 
 
 def _smaller(name: str, value: Any, variant: Variant) -> Any:
