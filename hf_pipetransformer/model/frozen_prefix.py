@@ -29,7 +29,7 @@ class FreezableLayers:
     """Which parameters freeze with the units of one model; immutable, and the same on every process.
 
     Attributes:
-        owners: for each unit, the names of the parameters that it needs (`LayerStack.owners`).
+        owners: for each unit, the names of the parameters that are trained through it (`LayerStack.trained_with`).
         inside: for each unit, the names of those that lie in its own module; its gradient norm is computed over these.
         head: names of the parameters that the loss depends on even if every unit is frozen.
         trainable: names of the parameters that training would change if nothing was frozen: they require a gradient
@@ -51,10 +51,10 @@ class FreezableLayers:
         """
         names = stack.table.names
         return cls(
-            stack.owners,
+            stack.trained_with,
             tuple(
                 tuple(name for name in names if name in owned and _is_inside(name, unit, stack))
-                for unit, owned in zip(_units(stack), stack.owners, strict=True)
+                for unit, owned in zip(_units(stack), stack.trained_with, strict=True)
             ),
             _head_parameters(stack, batch),
             frozenset(name for name in names if stack.table[name].requires_grad) - stack.unreached,

@@ -14,10 +14,11 @@ own inputs, so only the layers' outputs have to be sent between devices.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -110,6 +111,18 @@ class _Pass:
     may_repeat: bool = False  # the model may be called several times, each time through all units
 
 
+def _forwards_of_autograd_functions() -> dict[CodeType, str]:
+    """The code of the forward of each autograd function that is defined in Python, with the function's name.
+
+    A frame is recognized by its code: reading its variables would keep them alive as long as the frame.
+    """
+    classes: list[type] = [torch.autograd.Function]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    forwards = {cls.__name__: getattr(cls, "forward", None) for cls in classes}
+    return {forward.__code__: name for name, forward in forwards.items() if isinstance(forward, FunctionType)}
+
+
 class LayerRangeRunner:
     """Overrides `forward` on the instances of the layer modules, so that ranges of them can be run.
 
@@ -118,10 +131,12 @@ class LayerRangeRunner:
     Args:
         model: the complete model.
         stacks: for each stack of layers, the names of its modules in the model.
+        copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
     """
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]], copies_carry: bool = False) -> None:
         self.model = model
+        self._copies_carry = copies_carry
         self.units: tuple[Unit, ...] = ()
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
@@ -372,6 +387,7 @@ class LayerRangeRunner:
             self._begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
+                self._refuse_own_backward(unit)
                 current.calls.append(unit)
             else:
                 self._check_order(index, unit)
@@ -380,6 +396,8 @@ class LayerRangeRunner:
                 self._frozen.skip(index)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
+                if self._copies_carry:
+                    values = tuple(value.clone() for value in values)
                 return self._structure(index, unit, len(values)).rebuild(values)
             if self._on_entry is not None:
                 self._on_entry()
@@ -394,6 +412,23 @@ class LayerRangeRunner:
             return output
 
         return forward
+
+    def _refuse_own_backward(self, unit: Unit) -> None:
+        """Refuse a unit that is called inside the forward of an autograd function, as Reformer's layers are.
+
+        The function's backward calls the layers again and sets gradients by itself, which autograd does not show.
+        """
+        frame = inspect.currentframe()
+        functions = _forwards_of_autograd_functions() if frame is not None else {}
+        while frame is not None:
+            if frame.f_code in functions:
+                raise UnsupportedModelError(
+                    self.model,
+                    f"it calls its layer {unit.name!r} inside an autograd function of its own"
+                    f" ({functions[frame.f_code]}), whose backward needs all layers.",
+                    "Set pipeline_parallel_size=1.",
+                )
+            frame = frame.f_back
 
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
         """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import KEYS_NAME, pop_keys
+from ..model.batch_statistics import running_statistics_kept
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
@@ -263,7 +264,7 @@ class ShapeBook:
 
     def _learn(self, batch: Batch) -> StageShapes:
         incoming = tuple(self._from_previous()) if self._stage.start > 0 else ()
-        with global_state_kept():
+        with global_state_kept(), running_statistics_kept(self._stage.stack.model):
             outgoing = self._stage.infer_shapes(incoming, batch)
         if not self._stage.is_last:
             self._to_next(outgoing)

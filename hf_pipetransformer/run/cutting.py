@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_stack import LayerStack, refuse_batch_statistics
+from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows, slice_rows
@@ -173,8 +173,6 @@ def _take_apart(
     with naming_long_rows(model, padded), left_as_found(model):
         stack = LayerStack.discover(model, inputs)
         stack.runner.kept_back, stack.runner.added = kept_back, added
-        if job.args.uses_pipeline:
-            refuse_batch_statistics(model)
         if job.freeze_callback is not None:
             freezable = FreezableLayers.of(stack, inputs)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
