@@ -200,7 +200,7 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
             with torch.no_grad():
                 runner.trace(batch, lambda unit, output: carry.__setitem__(unit.stack, tensors_of(output)))
             with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
-                output = output_tensors(stack.model(**batch))
+                output = output_tensors(stack.model(**runner.arguments(batch)))
             # T5 also returns its encoder's output, LLaVA its projector's: these do not contribute to training
             reached = {id(leaf) for leaf in reachable_leaves(loss_outputs(output))}
             return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)

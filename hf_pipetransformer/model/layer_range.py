@@ -14,7 +14,7 @@ own inputs, so only the layers' outputs have to be sent between devices.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 from .frozen_units import FrozenUnits, modules_around
-from .nested import tensors_of
+from .nested import in_new_containers, tensors_of
 
 Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
@@ -133,6 +133,11 @@ class LayerRangeRunner:
         self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
         """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        self.takes_batch = True
+        """Whether the loss calls the model on inputs of the batch; otherwise on what it makes of them (sentence pairs).
+
+        Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
+        """
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -191,7 +196,10 @@ class LayerRangeRunner:
         self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
 
     def begin_plain_call(self) -> None:
-        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass."""
+        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass.
+
+        While a runner is installed, it does so by itself.
+        """
         if self.model.training:
             self._frozen.begin()
         else:
@@ -311,9 +319,12 @@ class LayerRangeRunner:
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that are passed to the model."""
-        return (
-            {name: value for name, value in batch.items() if name not in self.kept_back} if self.kept_back else batch
-        )
+        return {
+            # sentence-transformers' models write their results into the dict that they are called on
+            name: in_new_containers(value) if isinstance(value, Mapping) else value
+            for name, value in batch.items()
+            if name not in self.kept_back
+        }
 
     @property
     def is_running(self) -> bool:
@@ -338,6 +349,7 @@ class LayerRangeRunner:
     def _running(self, current: _Pass) -> Iterator[None]:
         assert self.installed, "install() first"
         assert self._pass is None, "passes do not nest"
+        self._frozen.end()  # a plain call ends only when the next one begins
         self._pass = current
         try:
             yield
@@ -349,6 +361,8 @@ class LayerRangeRunner:
         """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains."""
         current = self._pass
         if current is None:
+            if self._frozen.num_frozen and self._computable is None:
+                self.begin_plain_call()  # in a backward, for example: losses that cache gradients call the model there
             return
         repeats = current.may_repeat and self._frozen.position == len(self.units)
         if repeats:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
 from .layer_range import Carry, LayerRangeRunner, Unit
-from .nested import tensors_of
+from .nested import in_new_containers, tensors_of
 from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
@@ -168,7 +168,7 @@ class LayerStack:
                         carry = self.runner.run(k, k + 1, carry, batch)
                     else:
                         with self.runner.to_the_end(k, carry):
-                            parts = output_tensors(self.model(**batch))
+                            parts = output_tensors(self.model(**self.runner.arguments(batch)))
         return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
 
 
@@ -313,7 +313,7 @@ def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str
             layer.forward = _noting(layer.forward, inputs, outputs)
         try:
             with torch.no_grad():
-                model(**batch)
+                model(**in_new_containers(batch))
         finally:
             for layer in layers:
                 del layer.__dict__["forward"]
@@ -356,7 +356,7 @@ def _reached_by_each_unit(
                 roots: Sequence[torch.Tensor] = carry[unit.stack]
             else:
                 with runner.to_the_end(k, carry):
-                    outputs = output_tensors(runner.model(**batch))
+                    outputs = output_tensors(runner.model(**runner.arguments(batch)))
                 roots = tuple(outputs.values())
                 trained = {id(leaf) for leaf in reachable_leaves(loss_outputs(outputs))}
             leaves = reachable_leaves(roots)

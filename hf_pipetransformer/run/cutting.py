@@ -25,6 +25,7 @@ from ..model.layer_stack import LayerStack, refuse_batch_statistics
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows, slice_rows
+from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import evaluation_mode
 from ..pipeline.devices import fits, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -163,16 +164,18 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
 def _take_apart(
     job: TrainingJob, sample: Batch, padded: Batch
 ) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
-    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs."""
+    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
+
+    Raises:
+        UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
+    """
     model = job.model
-    kept_back = _names_kept_back(job, sample)
-    inputs, padded = (
-        {name: value for name, value in batch.items() if name not in kept_back} for batch in (sample, padded)
-    )
+    kept_back, takes_batch = _how_called(job, sample)
+    inputs, padded = (inputs_of_model(job, batch, kept_back, takes_batch) for batch in (sample, padded))
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
         stack = LayerStack.discover(model, inputs)
-        stack.runner.kept_back = kept_back
+        stack.runner.kept_back, stack.runner.takes_batch = kept_back, takes_batch
         if job.args.uses_pipeline:
             refuse_batch_statistics(model)
         if job.freeze_callback is not None:
@@ -181,34 +184,87 @@ def _take_apart(
     return stack, freezable, unit_costs
 
 
-def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
-    """Return the inputs that `compute_loss` does not pass to the model: sample weights or labels that it takes out."""
-    calls: list[Mapping[str, Any]] = []
+def inputs_of_model(job: TrainingJob, batch: Batch, kept_back: Collection[str], takes_batch: bool) -> Batch:
+    """Return inputs of the model by name for probes on a batch.
+
+    Args:
+        job: the training job.
+        batch: the batch.
+        kept_back: names of inputs that the loss withholds from the model.
+        takes_batch: whether the loss calls the model on the batch's inputs. If not, those of its first call are
+            returned.
+    """
+    if takes_batch:
+        return {name: value for name, value in batch.items() if name not in kept_back}
+    calls, _ = calls_of_loss(job, batch)
+    assert calls, "the loss has called the model on another batch"
+    return calls[0]
+
+
+def calls_of_loss(job: TrainingJob, batch: Batch) -> tuple[list[Batch], KeyedInputs]:
+    """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
+
+    Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
+    returned: the same error will show when the model itself is called, or in the first step.
+    """
+    calls: list[Batch] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(dict(named_inputs(module, args, kwargs)))
+        inputs = named_inputs(module, args, kwargs)
+        # the model may write into a dict that it is called on
+        calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
 
     trainer, model = job.trainer, job.model
     given = KeyedInputs({})
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
-            inputs = dict(trainer._prepare_inputs(dict(sample)))
+            inputs = dict(trainer._prepare_inputs(dict(batch)))
             given = KeyedInputs(inputs)
             with trainer.compute_loss_context_manager():
                 trainer.compute_loss(model, inputs)
-    except Exception as error:  # the same error will show when the model itself is called
+    except Exception as error:
         if is_out_of_memory(error):
             raise
     finally:
         hook.remove()
+    return calls, given
+
+
+def _how_called(job: TrainingJob, sample: Batch) -> tuple[frozenset[str], bool]:
+    """Return how `compute_loss` calls the model.
+
+    Returns:
+        The inputs that it does not pass to the model, such as sample weights or labels that it takes out; and whether
+        it calls the model on the batch's inputs.
+
+    Raises:
+        UnsupportedModelError: it calls the model on other inputs, and there are several stages.
+    """
+    calls, given = calls_of_loss(job, sample)
     if not calls:
-        return frozenset()
+        return frozenset(), True
+    called_on = calls[0].keys()
+    if called_on.isdisjoint(sample) and tensors_of(calls[0]):
+        if job.args.uses_pipeline:
+            raise UnsupportedModelError(
+                job.model,
+                f"compute_loss calls it {len(calls)} times for a batch, on inputs of its own ({_names(called_on)})"
+                f" that are not inputs of the batch ({_names(sample)}), as losses over pairs of sentences do, but the"
+                " stages below the last one see the batch only.",
+                "Set pipeline_parallel_size=1.",
+            )
+        return frozenset(), False
     if given.are_exchanged(calls[0], job.not_in_keys):
         if job.args.uses_pipeline:
-            raise_for_exchanged_inputs(model)
-        return frozenset()
-    return frozenset(sample) - calls[0].keys()
+            raise_for_exchanged_inputs(job.model)
+        return frozenset(), True
+    return frozenset(sample) - called_on, True
+
+
+def _names(names: Collection[str], most: int = 4) -> str:
+    """The first few names, for a message."""
+    return ", ".join([*list(names)[:most], *(["..."] if len(names) > most else [])])
 
 
 def _costs_of_units(
@@ -296,7 +352,9 @@ def time_model(
         times = job.mesh.gather_objects(_read_times(cut, measured_on, checkpoint))[0]
         if times is None:
             with job.trainer.compute_loss_context_manager():
-                times = _time_parts(cut.pipeline, batch, job.device)
+                runner = cut.pipeline.stack.runner
+                inputs = batch if runner.takes_batch else inputs_of_model(job, batch, (), takes_batch=False)
+                times = _time_parts(cut.pipeline, inputs, job.device)
         cut.timing = Timing(times, measured_on)
     return cut.timing.times
 
