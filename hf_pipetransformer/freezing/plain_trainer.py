@@ -134,7 +134,8 @@ class PlainTrainer:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_looking:
             return
-        if self._prefix is None:
+        is_first = self._prefix is None
+        if is_first:
             if not model.training:
                 return
             self._forget_wrapper_hook()
@@ -142,7 +143,8 @@ class PlainTrainer:
         assert self._prefix is not None
         if model.training and self._decider.num_frozen > self._prefix.num_frozen:
             self._freeze(self._decider.num_frozen)
-        self._prefix.begin_forward()
+        if is_first:
+            self._prefix.begin_forward()
 
     def _find_layers(self, batch: dict[str, Any]) -> None:
         sample = slice_rows(batch, 0, SAMPLE_ROWS)

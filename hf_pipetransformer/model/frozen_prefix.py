@@ -111,8 +111,7 @@ class FrozenPrefix:
     """Freezes the bottom units of a complete model that is not split into stages.
 
     The model's runner overrides `forward` on the instances of the layer modules, so that frozen units run in eval mode
-    and build no graph, whatever mode the Trainer sets before a step. Evaluation is not affected. `begin_forward` must
-    be called before each forward of the model, from a hook.
+    and build no graph, whatever mode the Trainer sets before a step. Evaluation is not affected.
 
     Args:
         stack: the model's units.
@@ -152,7 +151,7 @@ class FrozenPrefix:
         return parameters
 
     def begin_forward(self) -> None:
-        """Prepare for a forward of the model; must be called before each one."""
+        """Prepare for a forward of the model that was called before this object was made; later ones need nothing."""
         self._stack.runner.begin_plain_call()
 
     def remove(self) -> None:

@@ -64,7 +64,6 @@ class FrozenUnits:
         Args:
             trains_before: in a model in eval mode, modules that are in training mode until the frozen units have run.
         """
-        self._leave()
         self.position, self.is_called = 0, True
         switched: list[nn.Module] = []
         if not self._model.training:
