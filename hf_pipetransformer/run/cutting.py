@@ -137,6 +137,9 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
             stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
     else:
         stack, freezable = LayerStack.uncut(model), None
+        if mesh.world_size > 1:
+            with mesh.failing_together(), global_state_kept():
+                _, stack.runner.takes_batch = _how_called(job, sample)
         unit_costs = (cost_of_whole(stack),)
     _make_equal(stack, mesh)
     # this only patches the forward for mixed precision, as for DDP
