@@ -152,8 +152,14 @@ def _cuts_or_freezes(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these samples, and check that all processes have the same batch. Collective over all processes."""
+    """Collate these samples, and check that all processes have the same model and, if it is shared, the same batch.
+
+    Collective over all processes.
+    """
     sample = collate(rows)
+    if not collate.is_shared:
+        check_same_everywhere(job.mesh, job.model, {})
+        return sample
 
     def draw() -> Batch:
         with seeded(job.args.seed):  # the collator draws the same from the global generators on every process

@@ -154,9 +154,9 @@ class TrainingJob:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
         return self.stock_prepare_inputs(inputs)
 
-    def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
-        """Return a collator for probing a few samples."""
-        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once)
+    def collator(self, collate_fn: Callable[[list[Any]], Any], is_shared: bool = True) -> SampleCollator:
+        """Return a collator for probing a few samples, which are the same on all processes if `is_shared` is set."""
+        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once, is_shared)
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Return samples of a loader on which the model's units are found, and the function that collates them.

@@ -34,6 +34,7 @@ from .metrics_file import RunRecorder
 from .preemption import Preemption
 from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .setup import Setup
+from .training_data import refuse_different_numbers
 
 
 class Doubt(Flag):
@@ -133,6 +134,8 @@ class Steps:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
         self.batch = GlobalBatch()
         taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction)
+        if not self._data.is_shared and self._job.mesh.world_size > 1:
+            refuse_different_numbers(self._job, len(taken), f" at step {self._job.trainer.state.global_step + 1}")
         self.batch.count_over_replicas(self._pipeline, self._setup.reduction)
         return taken, self.batch.num_items
 
