@@ -138,6 +138,8 @@ class LayerRangeRunner:
 
         Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
         """
+        self.nested_in: str | None = None
+        """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -319,12 +321,18 @@ class LayerRangeRunner:
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that are passed to the model."""
-        return {
-            # sentence-transformers' models write their results into the dict that they are called on
+        given = {
+            # some models write their results into the dict that they are called on
             name: in_new_containers(value) if isinstance(value, Mapping) else value
             for name, value in batch.items()
             if name not in self.kept_back
         }
+        return given if self.nested_in is None else {self.nested_in: given}
+
+    def batch_of(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch for which `arguments` returns these inputs of a call of the model."""
+        nested = inputs.get(self.nested_in) if self.nested_in is not None else inputs
+        return dict(nested) if isinstance(nested, Mapping) else {}
 
     @property
     def is_running(self) -> bool:

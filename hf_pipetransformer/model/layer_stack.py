@@ -88,7 +88,7 @@ class LayerStack:
 
     # ------------------------------------------------------------------------------------ discovery
     @classmethod
-    def discover(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
+    def discover(cls, model: nn.Module, batch: dict[str, Any], nested_in: str | None = None) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
         Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
@@ -101,6 +101,7 @@ class LayerStack:
         Args:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
+            nested_in: the model's only argument, if it is called on the batch as one dict.
 
         Raises:
             UnsupportedModelError: if the model has no sequential layers, or they depend on one another in a way that
@@ -109,7 +110,8 @@ class LayerStack:
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
-            runner = LayerRangeRunner(model, find_stacks(model, batch))
+            runner = LayerRangeRunner(model, find_stacks(model, batch if nested_in is None else {nested_in: batch}))
+            runner.nested_in = nested_in
             runner.install()
             try:
                 whole = output_tensors(runner.trace(batch))  # 1

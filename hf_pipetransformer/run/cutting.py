@@ -139,7 +139,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
         stack, freezable = LayerStack.uncut(model), None
         if mesh.world_size > 1:
             with mesh.failing_together(), global_state_kept():
-                _, stack.runner.takes_batch = _how_called(job, sample)
+                stack.runner.takes_batch = how_called(job, sample).takes_batch
         unit_costs = (cost_of_whole(stack),)
     _make_equal(stack, mesh)
     # this only patches the forward for mixed precision, as for DDP
@@ -179,12 +179,12 @@ def _take_apart(
         UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
     """
     model = job.model
-    kept_back, takes_batch = _how_called(job, sample)
-    inputs, padded = (inputs_of_model(job, batch, kept_back, takes_batch) for batch in (sample, padded))
+    called = how_called(job, sample)
+    inputs, padded = called.inputs(job, sample), called.inputs(job, padded)
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
-        stack = LayerStack.discover(model, inputs)
-        stack.runner.kept_back, stack.runner.takes_batch = kept_back, takes_batch
+        stack = LayerStack.discover(model, inputs, called.nested_in)
+        stack.runner.kept_back, stack.runner.takes_batch = called.kept_back, called.takes_batch
         if job.args.uses_pipeline:
             refuse_batch_statistics(model)
         if job.freeze_callback is not None:
@@ -193,28 +193,20 @@ def _take_apart(
     return stack, freezable, unit_costs
 
 
-def inputs_of_model(job: TrainingJob, batch: Batch, kept_back: Collection[str], takes_batch: bool) -> Batch:
-    """Return inputs of the model by name for probes on a batch.
-
-    Args:
-        job: the training job.
-        batch: the batch.
-        kept_back: names of inputs that the loss withholds from the model.
-        takes_batch: whether the loss calls the model on the batch's inputs. If not, those of its first call are
-            returned.
-    """
-    if takes_batch:
-        return {name: value for name, value in batch.items() if name not in kept_back}
-    calls, _ = calls_of_loss(job, batch)
-    assert calls, "the loss has called the model on another batch"
-    return calls[0]
+class _FirstCall(BaseException):
+    """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
 
 
-def calls_of_loss(job: TrainingJob, batch: Batch) -> tuple[list[Batch], KeyedInputs]:
+def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], KeyedInputs]:
     """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
 
     Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
     returned: the same error will show when the model itself is called, or in the first step.
+
+    Args:
+        job: the training job.
+        batch: the batch.
+        only_first: whether to leave the loss at its first call, so that the model does not run.
     """
     calls: list[Batch] = []
 
@@ -222,6 +214,8 @@ def calls_of_loss(job: TrainingJob, batch: Batch) -> tuple[list[Batch], KeyedInp
         inputs = named_inputs(module, args, kwargs)
         # the model may write into a dict that it is called on
         calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
+        if only_first:
+            raise _FirstCall
 
     trainer, model = job.trainer, job.model
     given = KeyedInputs({})
@@ -232,6 +226,8 @@ def calls_of_loss(job: TrainingJob, batch: Batch) -> tuple[list[Batch], KeyedInp
             given = KeyedInputs(inputs)
             with trainer.compute_loss_context_manager():
                 trainer.compute_loss(model, inputs)
+    except _FirstCall:
+        pass
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -240,19 +236,39 @@ def calls_of_loss(job: TrainingJob, batch: Batch) -> tuple[list[Batch], KeyedInp
     return calls, given
 
 
-def _how_called(job: TrainingJob, sample: Batch) -> tuple[frozenset[str], bool]:
-    """Return how `compute_loss` calls the model.
+@dataclass(frozen=True)
+class HowCalled:
+    """How `compute_loss` calls the model.
 
-    Returns:
-        The inputs that it does not pass to the model, such as sample weights or labels that it takes out; and whether
-        it calls the model on the batch's inputs.
+    Attributes:
+        kept_back: inputs of the batch that it does not pass to the model, such as sample weights or labels that it
+            takes out.
+        takes_batch: whether it calls the model on the batch's inputs.
+        nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
+    """
+
+    kept_back: frozenset[str] = frozenset()
+    takes_batch: bool = True
+    nested_in: str | None = None
+
+    def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
+        """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
+        if self.takes_batch:
+            return {name: value for name, value in batch.items() if name not in self.kept_back}
+        calls, _ = calls_of_loss(job, batch, only_first=True)
+        assert calls, "the loss has called the model on another batch"
+        return calls[0] if self.nested_in is None else dict(calls[0][self.nested_in])
+
+
+def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
+    """Find out how `compute_loss` calls the model.
 
     Raises:
-        UnsupportedModelError: it calls the model on other inputs, and there are several stages.
+        UnsupportedModelError: it calls the model on other inputs than the batch's, and there are several stages.
     """
     calls, given = calls_of_loss(job, sample)
     if not calls:
-        return frozenset(), True
+        return HowCalled()
     called_on = calls[0].keys()
     if called_on.isdisjoint(sample) and tensors_of(calls[0]):
         if job.args.uses_pipeline:
@@ -263,12 +279,14 @@ def _how_called(job: TrainingJob, sample: Batch) -> tuple[frozenset[str], bool]:
                 " stages below the last one see the batch only.",
                 "Set pipeline_parallel_size=1.",
             )
-        return frozenset(), False
+        only = next(iter(called_on)) if len(called_on) == 1 else None
+        is_nested = only is not None and all(isinstance(call.get(only), Mapping) for call in calls)
+        return HowCalled(takes_batch=False, nested_in=only if is_nested else None)
     if given.are_exchanged(calls[0], job.not_in_keys):
         if job.args.uses_pipeline:
             raise_for_exchanged_inputs(job.model)
-        return frozenset(), True
-    return frozenset(sample) - called_on, True
+        return HowCalled()
+    return HowCalled(kept_back=frozenset(sample) - called_on)
 
 
 def _names(names: Collection[str], most: int = 4) -> str:
@@ -362,8 +380,9 @@ def time_model(
         if times is None:
             with job.trainer.compute_loss_context_manager():
                 runner = cut.pipeline.stack.runner
-                inputs = batch if runner.takes_batch else inputs_of_model(job, batch, (), takes_batch=False)
-                times = _time_parts(cut.pipeline, inputs, job.device)
+                if not runner.takes_batch:
+                    batch = HowCalled(takes_batch=False, nested_in=runner.nested_in).inputs(job, batch)
+                times = _time_parts(cut.pipeline, batch, job.device)
         cut.timing = Timing(times, measured_on)
     return cut.timing.times
 
