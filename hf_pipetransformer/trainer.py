@@ -398,7 +398,8 @@ class PipeTransformerTrainer(Trainer):
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with nullcontext() if self._is_stock else translating_names(self.model, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # sentence-transformers' method has no second argument
+            super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._placed is None:
