@@ -134,12 +134,15 @@ class LayerRangeRunner:
         self.kept_back: frozenset[str] = frozenset()
         """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
         self.takes_batch = True
-        """Whether the loss calls the model on inputs of the batch; otherwise on what it makes of them (sentence pairs).
+        """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
 
         Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
         """
         self.nested_in: str | None = None
         """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
+        self.added: dict[str, Any] = {}
+        """Settings that the loss adds to the model's inputs (`use_cache=False`). Stages below the loss use them, too;
+        the whole model may refuse them without what else the loss adds."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -281,7 +284,7 @@ class LayerRangeRunner:
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
-                self.model(**self.arguments(batch))
+                self.model(**{**self.added, **self.arguments(batch)})
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}

@@ -15,7 +15,7 @@ from torch import nn
 from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.sharing import open_store
-from ..data.numbered_batches import TrainingBatches
+from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
@@ -60,15 +60,21 @@ def make_cache(
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
     collate: Callable[[Sequence[Any]], Batch] = job.collator(data.collate_fn)
+    not_in_keys = job.not_in_keys | runner.kept_back
+    if isinstance(data, NumberedBatches):
+        data.leave_out_of_keys(runner.kept_back)
 
-    def loss_of(batch: Batch) -> torch.Tensor:
+    def loss_of_batch(batch: Batch) -> torch.Tensor:
         with seeded(args.seed):  # methods that the user has overridden may draw random numbers
-            loss = trainer.compute_loss(job.model, dict(trainer._prepare_inputs(dict(batch))))
+            inputs = dict(trainer._prepare_inputs(dict(batch)))
+            with job.computing_loss():
+                loss = trainer.compute_loss(job.model, inputs)
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
     capacity = _expected_samples(job, data)
     why_not: str | None = None
+    loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
     if not runner.takes_batch:
         of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
         collate, loss_of = of_calls.first_call, of_calls.loss_of
@@ -78,7 +84,7 @@ def make_cache(
         capacity *= calls_per_sample
     with trainer.compute_loss_context_manager():
         verdicts = probe_boundaries(
-            pipeline.stack, pipeline.freezable, samples, collate, ignored=job.not_in_keys, loss_of=loss_of
+            pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
         )
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
@@ -111,7 +117,7 @@ def make_cache(
         storage_dtype,
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
-        job.not_in_keys,
+        not_in_keys,
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KeyedInputs, named_inputs
+from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, refuse_batch_statistics
@@ -184,7 +184,8 @@ def _take_apart(
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
         stack = LayerStack.discover(model, inputs, called.nested_in)
-        stack.runner.kept_back, stack.runner.takes_batch = called.kept_back, called.takes_batch
+        stack.runner.kept_back, stack.runner.added = called.kept_back, called.added
+        stack.runner.takes_batch = called.takes_batch
         if job.args.uses_pipeline:
             refuse_batch_statistics(model)
         if job.freeze_callback is not None:
@@ -224,7 +225,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
             inputs = dict(trainer._prepare_inputs(dict(batch)))
             given = KeyedInputs(inputs)
-            with trainer.compute_loss_context_manager():
+            with job.computing_loss():
                 trainer.compute_loss(model, inputs)
     except _FirstCall:
         pass
@@ -245,11 +246,13 @@ class HowCalled:
             takes out.
         takes_batch: whether it calls the model on the batch's inputs.
         nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
+        added: plain values that it adds to the model's inputs, such as `use_cache=False`.
     """
 
     kept_back: frozenset[str] = frozenset()
     takes_batch: bool = True
     nested_in: str | None = None
+    added: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
         """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
@@ -286,7 +289,7 @@ def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
         if job.args.uses_pipeline:
             raise_for_exchanged_inputs(job.model)
         return HowCalled()
-    return HowCalled(kept_back=frozenset(sample) - called_on)
+    return HowCalled(kept_back=frozenset(sample) - called_on, added=added_settings(sample, calls[0]))
 
 
 def _names(names: Collection[str], most: int = 4) -> str:
