@@ -606,6 +606,13 @@ def test_replicas_train_as_one_process(find_unused: bool, accumulation: int) -> 
     assert outcomes[0][2] == [sum(sizes.values())] * 3 + [active[0]] * 3 + [active[1]] * 3
 
 
+def test_the_only_process_of_a_launcher_has_a_wrapper_too() -> None:
+    """With gradient checkpointing, as TRL's trainers have it by default, DDP does not look for unused parameters."""
+    options = {"ddp_find_unused_parameters": False, "gradient_checkpointing": True}
+    ((_, _, reduced),) = run_ranks(train_replicated, 1, 16, **options)
+    assert reduced[0] > reduced[3] > reduced[-1]
+
+
 def test_replicas_train_twice() -> None:
     """After a training the wrapper reduces all parameters again: the Trainer keeps it for the next one."""
     outcomes = run_ranks(train_replicated, 2, 8, twice=True, ddp_find_unused_parameters=False)

@@ -17,7 +17,14 @@ import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer, PipeTransformerTrainingArguments
 
@@ -32,8 +39,16 @@ FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: FROZEN}, "activa
 
 
 # ------------------------------------------------------------------------------------------ model and data
-def bert_folder(folder: str, head: bool = False) -> str:
-    """A tiny BERT without dropout, with its tokenizer."""
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny BERT without dropout, "body", and the same with a head, "cross-encoder"."""
+    folder = tmp_path_factory.mktemp("models")
+    save_bert(str(folder / "body"), BertModel)
+    save_bert(str(folder / "cross-encoder"), BertForSequenceClassification)
+    return str(folder)
+
+
+def save_bert(folder: str, model_class: type[PreTrainedModel]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -54,15 +69,14 @@ def bert_folder(folder: str, head: bool = False) -> str:
         num_labels=1,
     )
     torch.manual_seed(0)
-    (BertForSequenceClassification if head else BertModel)(config).save_pretrained(folder)
-    return folder
+    model_class(config).save_pretrained(folder)
 
 
-def sentence_transformer(folder: str) -> Any:
+def sentence_transformer(models: str) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    body = Transformer(bert_folder(folder))
+    body = Transformer(f"{models}/body")
     return SentenceTransformer(modules=[body, Pooling(body.get_embedding_dimension())], device="cpu")
 
 
@@ -113,19 +127,19 @@ def freeze_callback() -> LayerFreezeCallback:
 
 
 # ------------------------------------------------------------------------------------------ runs
-def make_trainer(kind: str, way: str, folder: str, world_size: int = 1, **options: Any) -> Any:
+def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int = 1, **options: Any) -> Any:
     """A trainer: "stock", "by hand", "callback" (all three of the library), "ours" or "frozen"."""
     if kind == "cross-encoder":
         from sentence_transformers import CrossEncoder
         from sentence_transformers.cross_encoder import CrossEncoderTrainer as StockTrainer
         from sentence_transformers.cross_encoder import CrossEncoderTrainingArguments as StockArguments
 
-        model: Any = CrossEncoder(bert_folder(f"{folder}/model", head=True), num_labels=1, device="cpu")
+        model: Any = CrossEncoder(f"{models}/cross-encoder", num_labels=1, device="cpu")
     else:
         from sentence_transformers import SentenceTransformerTrainer as StockTrainer
         from sentence_transformers import SentenceTransformerTrainingArguments as StockArguments
 
-        model = sentence_transformer(f"{folder}/model")
+        model = sentence_transformer(models)
 
     @dataclass
     class Arguments(StockArguments, PipeTransformerTrainingArguments):
@@ -165,25 +179,21 @@ def values_of(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def train_all(rank: int, world_size: int, folder: str, kinds: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
+def train_all(
+    rank: int, world_size: int, models: str, folder: str, kinds: tuple[str, ...]
+) -> dict[str, dict[str, list[float]]]:
     """The losses of each way to train, and the cache hits of the last one, for each kind of loss."""
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     for kind in kinds:
         for way in ("stock", "ours", "by hand", "callback", "frozen"):
-            trainer = make_trainer(kind, way, f"{folder}/{kind}/{rank}", world_size)
+            trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size)
             trainer.train()
             found[kind][way] = values_of(trainer, "loss")
         found[kind]["hits"] = values_of(trainer, "cache_hit_rate")
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kinds"),
-    [(1, ("pairs", "triplet", "softmax", "cross-encoder")), (2, ("pairs", "cached", "duplicates"))],
-)
-def test_losses_are_those_of_the_stock_trainer(world_size: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """With freezing and a warm cache, too. "cached" calls the model in its backward."""
-    everything = run_ranks(train_all, world_size, str(tmp_path), kinds, timeout=250)[0]
+def assert_all_the_same(everything: dict[str, dict[str, list[float]]]) -> None:
     for kind, found in everything.items():
         assert found["ours"] == pytest.approx(found["stock"], abs=1e-4), kind
         assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4), kind
@@ -192,8 +202,23 @@ def test_losses_are_those_of_the_stock_trainer(world_size: int, kinds: tuple[str
         assert found["hits"][0] == 0.0 and found["hits"][-1] == 1.0, kind
 
 
-def refused(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> None:
-    make_trainer(kind, "ours", f"{folder}/{rank}", world_size, **options).train()
+@pytest.mark.parametrize(
+    ("world_size", "kinds"), [(1, ("pairs", "triplet", "softmax")), (2, ("pairs", "cached", "duplicates"))]
+)
+def test_losses_are_those_of_the_stock_trainer(
+    world_size: int, kinds: tuple[str, ...], models: str, tmp_path: Path
+) -> None:
+    """With freezing and a warm cache, too. "cached" calls the model in its backward."""
+    assert_all_the_same(run_ranks(train_all, world_size, models, str(tmp_path), kinds, timeout=250)[0])
+
+
+def test_a_cross_encoder_trains_freezes_and_caches(models: str, tmp_path: Path) -> None:
+    """In this process, without a launcher, under which the stock trainer of version 6.2 fails in DDP."""
+    assert_all_the_same(train_all(0, 1, models, str(tmp_path), ("cross-encoder",)))
+
+
+def refused(rank: int, world_size: int, models: str, folder: str, kind: str, options: dict[str, Any]) -> None:
+    make_trainer(kind, "ours", models, f"{folder}/{rank}", world_size, **options).train()
 
 
 @pytest.mark.parametrize(
@@ -205,9 +230,9 @@ def refused(rank: int, world_size: int, folder: str, kind: str, options: dict[st
     ],
 )
 def test_what_is_refused_is_refused_on_all_processes(
-    kind: str, options: dict[str, Any], message: str, tmp_path: Path
+    kind: str, options: dict[str, Any], message: str, models: str, tmp_path: Path
 ) -> None:
-    for error in run_ranks_expecting_error(refused, 2, str(tmp_path), kind, options):
+    for error in run_ranks_expecting_error(refused, 2, models, str(tmp_path), kind, options):
         assert isinstance(error, ValueError)
         with pytest.raises(ValueError, match=message):
             raise error
@@ -221,34 +246,34 @@ class StopsAt(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def interrupt_and_resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def interrupt_and_resume(rank: int, world_size: int, models: str, folder: str) -> dict[str, Any]:
     options = {"save_strategy": "epoch"}
-    whole = make_trainer("pairs", "frozen", f"{folder}/whole", **options)
+    whole = make_trainer("pairs", "frozen", models, f"{folder}/whole", **options)
     whole.train()
-    stopped = make_trainer("pairs", "frozen", f"{folder}/parts", **options)
+    stopped = make_trainer("pairs", "frozen", models, f"{folder}/parts", **options)
     stopped.add_callback(StopsAt(10))
     stopped.train()
-    resumed = make_trainer("pairs", "frozen", f"{folder}/parts", **options)
+    resumed = make_trainer("pairs", "frozen", models, f"{folder}/parts", **options)
     resumed.train(resume_from_checkpoint=True)
     return {"whole": values_of(whole, "loss"), "resumed": values_of(resumed, "loss")}
 
 
-def test_an_interrupted_training_resumes(tmp_path: Path) -> None:
+def test_an_interrupted_training_resumes(models: str, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
-    (found,) = run_ranks(interrupt_and_resume, 1, str(tmp_path))
+    (found,) = run_ranks(interrupt_and_resume, 1, models, str(tmp_path))
     assert found["resumed"][-6:] == pytest.approx(found["whole"][-6:], abs=1e-4)
     saved = SentenceTransformer(str(tmp_path / "parts" / "frozen" / f"checkpoint-{SAMPLES * EPOCHS // ROWS}"))
     assert saved.encode(["w1 w2"]).shape == (1, 16)
 
 
-def train_setfit(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
+def train_setfit(rank: int, world_size: int, models: str, folder: str) -> dict[str, list[float]]:
     from setfit import SetFitModel, Trainer, TrainingArguments
 
     found = {}
     for way, callbacks in {"by hand": [FreezesByHand()], "callback": [freeze_callback()]}.items():
         torch.manual_seed(0)
-        model = SetFitModel(model_body=sentence_transformer(f"{folder}/model"), model_head=None)
+        model = SetFitModel(model_body=sentence_transformer(models), model_head=None)
         arguments = TrainingArguments(
             f"{folder}/{way}", batch_size=ROWS, num_epochs=2, report_to="none", logging_steps=1, save_strategy="no"
         )
@@ -260,8 +285,8 @@ def train_setfit(rank: int, world_size: int, folder: str) -> dict[str, list[floa
 
 
 @pytest.mark.skipif(find_spec("setfit") is None, reason="SetFit is not installed")
-def test_the_callback_freezes_in_setfits_trainer(tmp_path: Path) -> None:
-    (found,) = run_ranks(train_setfit, 1, str(tmp_path))
+def test_the_callback_freezes_in_setfits_trainer(models: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(train_setfit, 1, models, str(tmp_path))
     assert len(found["by hand"]) > 4
     assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4)
 
