@@ -100,7 +100,7 @@ def loss_for(kind: str, model: Any) -> nn.Module:
     from sentence_transformers.sentence_transformer import losses
 
     if kind == "cached":
-        return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+        return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
     if kind == "softmax":
         return losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
     if kind == "cross-encoder":
@@ -153,7 +153,8 @@ def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int 
 
     is_ours = way in ("ours", "frozen")
     common = {
-        "per_device_train_batch_size": ROWS // world_size,
+        # "cached" has two mini-batches on each process
+        "per_device_train_batch_size": ROWS // (1 if kind == "cached" else world_size),
         "num_train_epochs": EPOCHS,
         "learning_rate": 1e-3,
         "logging_steps": 1,
