@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.numbered_batches import KeysApart
+from .data.numbered_batches import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, refuse_wrong_order
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
@@ -220,16 +220,16 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return make_stock()
         generations = training_data.generations_file(self._job)
-        loader = training_data.numbered_loader(self._job, make_stock, generations)
+        loader = training_data.training_loader(self._job, make_stock, generations)
         if self._pipeline_run is not None:
-            self._pipeline_run.latest_loader = loader
+            self._pipeline_run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
         """Register the training loader. The Trainer passes it here first, before the model is split.
 
         Raises:
-            ValueError: the user made the loader, and there are several processes or stages, or layers are frozen.
+            ValueError: the user made the loader, and there are several stages, or the processes' lengths differ.
         """
         run = self._pipeline_run
         if run is not None:
@@ -410,7 +410,8 @@ class PipeTransformerTrainer(Trainer):
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with nullcontext() if self._is_stock else translating_names(self.model, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # sentence-transformers' method has no second argument
+            super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._placed is None:

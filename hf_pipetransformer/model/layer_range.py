@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 from .frozen_units import FrozenUnits, modules_around
-from .nested import tensors_of
+from .nested import in_new_containers, tensors_of
 
 Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
@@ -148,6 +148,13 @@ class LayerRangeRunner:
         self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
         """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        self.takes_batch = True
+        """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
+
+        Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
+        """
+        self.nested_in: str | None = None
+        """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
         self.added: dict[str, Any] = {}
         """Settings that the loss adds to the model's inputs (`use_cache=False`). Stages below the loss use them, too;
         the whole model may refuse them without what else the loss adds."""
@@ -209,7 +216,10 @@ class LayerRangeRunner:
         self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
 
     def begin_plain_call(self) -> None:
-        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass."""
+        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass.
+
+        While a runner is installed, it does so by itself.
+        """
         if self.model.training:
             self._frozen.begin()
         else:
@@ -329,9 +339,18 @@ class LayerRangeRunner:
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that are passed to the model."""
-        return (
-            {name: value for name, value in batch.items() if name not in self.kept_back} if self.kept_back else batch
-        )
+        given = {
+            # some models write their results into the dict that they are called on
+            name: in_new_containers(value) if isinstance(value, Mapping) else value
+            for name, value in batch.items()
+            if name not in self.kept_back
+        }
+        return given if self.nested_in is None else {self.nested_in: given}
+
+    def batch_of(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch for which `arguments` returns these inputs of a call of the model."""
+        nested = inputs.get(self.nested_in) if self.nested_in is not None else inputs
+        return dict(nested) if isinstance(nested, Mapping) else {}
 
     @property
     def is_running(self) -> bool:
@@ -356,6 +375,7 @@ class LayerRangeRunner:
     def _running(self, current: _Pass) -> Iterator[None]:
         assert self.installed, "install() first"
         assert self._pass is None, "passes do not nest"
+        self._frozen.end()  # a plain call ends only when the next one begins
         self._pass = current
         try:
             yield
@@ -367,6 +387,8 @@ class LayerRangeRunner:
         """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains."""
         current = self._pass
         if current is None:
+            if self._frozen.num_frozen and self._computable is None:
+                self.begin_plain_call()  # in a backward, for example: losses that cache gradients call the model there
             return
         repeats = current.may_repeat and self._frozen.position == len(self.units)
         if repeats:

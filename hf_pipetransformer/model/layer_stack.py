@@ -23,7 +23,7 @@ from ..randomness import global_state_kept
 from .batch_statistics import running_statistics_kept
 from .dropout import WithoutDropout
 from .layer_range import Carry, LayerRangeRunner, Unit
-from .nested import tensors_of
+from .nested import in_new_containers, tensors_of
 from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
@@ -103,7 +103,7 @@ class LayerStack:
 
     # ------------------------------------------------------------------------------------ discovery
     @classmethod
-    def discover(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
+    def discover(cls, model: nn.Module, batch: dict[str, Any], nested_in: str | None = None) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
         Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
@@ -120,6 +120,7 @@ class LayerStack:
         Args:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
+            nested_in: the model's only argument, if it is called on the batch as one dict.
 
         Raises:
             UnsupportedModelError: if the model has no sequential layers, or they depend on one another in a way that
@@ -129,7 +130,7 @@ class LayerStack:
         refuse_by_configuration(model)
         with evaluation_mode(model):
             versions = {name: parameter._version for name, parameter in model.named_parameters()}
-            stacks = find_stacks(model, batch)
+            stacks = find_stacks(model, batch if nested_in is None else {nested_in: batch})
             alone = [[name] for names in stacks for name in names]
             refusals: list[UnsupportedModelError] = []
             for runner in (
@@ -137,6 +138,7 @@ class LayerStack:
                 LayerRangeRunner(model, alone),
                 LayerRangeRunner(model, alone, copies_carry=True),
             ):
+                runner.nested_in = nested_in
                 try:
                     stack = cls._discover_with(runner, batch)
                 except UnsupportedModelError as error:
@@ -212,7 +214,7 @@ class LayerStack:
                         carry = self.runner.run(k, k + 1, carry, batch)
                     else:
                         with self.runner.to_the_end(k, carry):
-                            parts = output_tensors(self.model(**batch))
+                            parts = output_tensors(self.model(**self.runner.arguments(batch)))
         return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
 
 
@@ -360,7 +362,7 @@ def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str
             layer.forward = _noting(layer.forward, inputs, outputs)
         try:
             with torch.no_grad():
-                model(**batch)
+                model(**in_new_containers(batch))
         finally:
             for layer in layers:
                 del layer.__dict__["forward"]
@@ -446,7 +448,7 @@ def _reached_by_each_unit(
                 roots: Sequence[torch.Tensor] = carry[unit.stack]
             else:
                 with runner.to_the_end(k, carry):
-                    outputs = output_tensors(runner.model(**batch))
+                    outputs = output_tensors(runner.model(**runner.arguments(batch)))
                 roots = tuple(outputs.values())
                 trained = {id(leaf) for leaf in reachable_leaves(loss_outputs(outputs))}
             leaves = reachable_leaves(roots)

@@ -376,7 +376,7 @@ class ElasticPipeline(nn.Module):
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
                 " pipeline_parallel_size=1."
             )
-        if self.placed is not None and self.placed.wrapped is not None and is_trained:
+        if self.placed is not None and self.num_replicas > 1 and is_trained:
             raise ValueError(
                 f"The gradients of the {self.num_replicas} replicas are averaged only in the Trainer's own"
                 " training_step. Call super().training_step() and compute your loss in compute_loss, or train in one"

@@ -332,6 +332,9 @@ class OptimizerState:
     groups' lists of parameters change. Its `state_dict` is that of a single process: it is complete inside `gathered`,
     and loading it keeps this process's part.
 
+    In a single process it may also update parameters outside of the model, such as a loss's own. They stay in their
+    groups, after the model's.
+
     Args:
         optimizer: created by the rules of `torch.optim` from the parameters of the table.
         table: the model's parameters, in the state in which the optimizer was created.
@@ -349,11 +352,12 @@ class OptimizerState:
         self._name_of = {id(table[name]): name for name in table.names}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
-        if foreign:
+        if foreign and (mesh.world_size > 1 or len(foreign) == len(parameters)):
             raise ValueError(
                 f"{len(foreign)} of the optimizer's {len(parameters)} parameters do not belong to the model (one has"
                 f" shape {foreign[0]}). Create the optimizer from the parameters of the model that is passed to the"
-                " trainer."
+                " trainer. (A loss with parameters of its own can be trained in one process: their gradients would"
+                " not be reduced over several.)"
             )
         self._known_groups: list[list[str]] = []
         self._gathered: dict[str, Any] | None = None
@@ -380,7 +384,7 @@ class OptimizerState:
         for hook in self._hooks:
             hook.remove()
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            group["params"] = [self._table[name] for name in names]
+            group["params"] = [*(self._table[name] for name in names), *self._foreign(group)]
         self.optimizer.state.pop(self._idle_parameter, None)
 
     def holders(self) -> Holders:
@@ -398,8 +402,8 @@ class OptimizerState:
         Parameters that the user has frozen temporarily stay, with their state and without a gradient.
         """
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            theirs = [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
-            group["params"] = [*(self._table[name] for name in names if self._updates(name)), *theirs]
+            mine = [self._table[name] for name in names if self._updates(name)]
+            group["params"] = [*mine, *self._foreign(group)]
         if self._is_idle:
             self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -445,13 +449,15 @@ class OptimizerState:
         """
         state = self._gather(holders)
         if self._mesh.rank == 0:
-            position = {name: i for i, name in enumerate(n for names in self._group_names for n in names)}
-            groups = [
-                {**{k: v for k, v in group.items() if k != "params"}, "params": [position[name] for name in names]}
-                for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True)
-            ]
+            groups: list[dict[str, Any]] = []
+            states: list[dict[str, Any]] = []  # of each parameter, in the order of their numbers
+            for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+                first = len(states)
+                states += [state.get(name, {}) for name in names]
+                states += [self._copied_state(p) for p in self._foreign(group)]
+                groups.append({**group, "params": list(range(first, len(states)))})
             self._gathered = {
-                "state": {position[name]: state[name] for name in position if name in state},
+                "state": {number: values for number, values in enumerate(states) if values},
                 "param_groups": groups,
             }
         try:
@@ -473,6 +479,15 @@ class OptimizerState:
         self.optimizer.state.pop(self._table[name], None)
 
     # ------------------------------------------------------------------------------------ inside
+    def _foreign(self, group: dict[str, Any]) -> list[nn.Parameter]:
+        """The parameters of a group that do not belong to the model."""
+        return [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
+
+    def _copied_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state for a parameter, with its tensors on the CPU."""
+        state = self.optimizer.state.get(parameter, {})
+        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
     def _updates(self, name: str) -> bool:
         return self._weights.is_here(name) and not self._weights.is_frozen(name)
 
@@ -505,15 +520,17 @@ class OptimizerState:
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        if [len(numbers) for numbers in saved] != [len(names) for names in self._group_names]:
+        foreign = [len(self._foreign(group)) for group in self.optimizer.param_groups]
+        sizes = [len(names) + more for names, more in zip(self._group_names, foreign, strict=True)]
+        if [len(numbers) for numbers in saved] != sizes:
             return None
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         position = 0
         for group, numbers, names in zip(state_dict["param_groups"], saved, self._group_names, strict=True):
             here = []
-            for number, name in zip(numbers, names, strict=True):
-                if self._updates(name):
+            for number, name in zip(numbers, [*names, *[None] * (len(numbers) - len(names))], strict=True):
+                if name is None or self._updates(name):  # those outside of the model have no name
                     if number in state_dict["state"]:
                         values = state_dict["state"][number]
                         # copied, because a memory-mapped file may be damaged or deleted later

@@ -169,9 +169,9 @@ class TrainingJob:
             with on_last_stage_only(self.trainer.accelerator):
                 yield
 
-    def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
-        """Return a collator for probing a few samples."""
-        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once)
+    def collator(self, collate_fn: Callable[[list[Any]], Any], is_shared: bool = True) -> SampleCollator:
+        """Return a collator for probing a few samples, which are the same on all processes if `is_shared` is set."""
+        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once, is_shared)
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Return samples of a loader on which the model's units are found, and the function that collates them.

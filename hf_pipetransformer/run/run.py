@@ -243,11 +243,12 @@ class PipelineRun(TrainerCallback):
         job, trainer, data = self._job, self._job.trainer, self.data
         assert data is not None
         # 1
-        check_same_size(job.mesh, data.dataset)
+        if data.is_shared:
+            check_same_size(job.mesh, data.dataset)
         rows: list[Any] = []
         collate: SampleCollator | None = None
         if job.is_probed:
-            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn)
+            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn, data.is_shared)
         with generators_kept(trainer, job.model):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
