@@ -441,6 +441,11 @@ class GivenBatches:
             self._sampled = self._sample()
         return self._sampled
 
+    def slice_of(self, batch: Any) -> BatchSlice:
+        """The slice is the whole batch."""
+        rows = batch_rows(with_name(batch), default=1)
+        return BatchSlice(rows, rows)
+
     @property
     def memory(self) -> dict[str, Any]:
         """Empty, because the loader's order is unknown."""
@@ -522,12 +527,6 @@ class NumberedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         self._epoch_read = None
         self.dataset.set_epoch(epoch)
-
-
-def whole_batch(batch: Any) -> BatchSlice:
-    """Return the slice of a batch that one process takes as a whole."""
-    rows = batch_rows(with_name(batch), default=1)
-    return BatchSlice(rows, rows)
 
 
 def first_samples(dataset: Any, count: int) -> list[Any]:

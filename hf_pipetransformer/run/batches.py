@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
-from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches, whole_batch
+from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.loss_scaling import LossReduction
-from ..model.micro_batch import Batch, with_name
+from ..model.micro_batch import Batch, batch_rows, with_name
 from ..model.nested import tensors_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..resilience.watchdog import PROGRESS
@@ -86,9 +86,10 @@ class GlobalBatch:
             except StopIteration:
                 break
             taken.append(batch)
-            part = data.last_slice if isinstance(data, NumberedBatches) else whole_batch(batch)
+            part = data.last_slice if isinstance(data, NumberedBatches) else data.slice_of(batch)
             if part is before and takes_others:
-                part = whole_batch(batch)
+                rows = batch_rows(with_name(batch), default=1)
+                part = BatchSlice(rows, rows)
             if part is before:
                 raise ValueError(
                     "The training loop reads from a different DataLoader than the one that"

@@ -94,7 +94,7 @@ def given_batches(job: TrainingJob, dataloader: Any) -> GivenBatches:
     Raises:
         ValueError: there are several processes or stages, or layers are frozen.
     """
-    if not job.takes_any_loader:
+    if job.mesh.world_size > 1 or job.args.uses_pipeline or job.freeze_callback is not None:
         raise ValueError(
             "The training DataLoader was not created by PipeTransformerTrainer.get_train_dataloader, so its samples"
             " cannot be distributed over pipelines or identified again after layers freeze. Pass train_dataset"
