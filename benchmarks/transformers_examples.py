@@ -11,7 +11,7 @@ generated data, offline:
     K=1       the changed script, one process
     K=2       the changed script, two processes, `--pipeline_parallel_size 2` on the command line
     frozen    as K=1; layers freeze on a schedule, and are computed again in each epoch
-    cached    as K=2, with the same schedule; the frozen layers' outputs are read from the cache
+    cached    as K=2, with the same schedule; in the last epoch the frozen layers' outputs are read from the cache
 
 The global batch is the same everywhere. `evaluate.load` needs the hub, so a stand-in without metrics takes its place;
 losses are compared. A script whose other requirements are not installed is skipped with the reason.
@@ -36,7 +36,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parents[1]
 WORDS = [f"word{n}" for n in range(200)]
 SAMPLES, EVAL_SAMPLES, BATCH, EPOCHS, LENGTH = 40, 12, 8, 3, 48
-FREEZE_SCHEDULE = {1: 1, 2: 2}
+FREEZE_SCHEDULE = {1: 2}
 TIMEOUT_S = 600
 NAMES = re.compile(r"(?<![\w.])((?:Seq2Seq)?Trainer|(?:Seq2Seq)?TrainingArguments)(?=[(),])")
 STAND_IN = '''"""Stands in for `evaluate`, whose `load` needs the hub."""
@@ -268,6 +268,7 @@ class Result:
         losses: layout -> the loss of each step.
         eval_loss: layout -> the loss of the evaluation at the end.
         differences: layout -> largest difference of a loss from the layout that it is compared with.
+        cached: share of the samples in the last epoch whose frozen layers' outputs came from the cache.
         errors: layout -> the end of the output of a run that has failed.
     """
 
@@ -277,6 +278,7 @@ class Result:
     losses: dict[str, list[float]] = field(default_factory=dict)
     eval_loss: dict[str, float] = field(default_factory=dict)
     differences: dict[str, float] = field(default_factory=dict)
+    cached: float | None = None
     errors: dict[str, str] = field(default_factory=dict)
 
 
@@ -353,6 +355,9 @@ def run_example(name: str, examples: Path, home: Path) -> Result:
         history = json.loads((output / "trainer_state.json").read_text())["log_history"]
         result.losses[layout] = [entry["loss"] for entry in history if "loss" in entry]
         metrics = json.loads((output / "all_results.json").read_text())
+        recorded = (output / "pipeline_metrics.jsonl").read_text() if layout == "cached" else ""
+        rates = re.findall(r'"cache_hit_rate": ([\d.]+)', recorded)
+        result.cached = float(rates[-1]) if rates else result.cached
         if "eval_loss" in metrics:
             result.eval_loss[layout] = metrics["eval_loss"]
     for layout, other in COMPARED.items():
@@ -364,11 +369,13 @@ def run_example(name: str, examples: Path, home: Path) -> Result:
 
 def table(results: list[Result]) -> str:
     """The results as a table in Markdown."""
-    lines = ["| script | lines changed | last loss, stock | K=1 − stock | K=2 − K=1 | frozen, cached − frozen |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines = [
+        "| script | lines changed | last loss, stock | K=1 − stock | K=2 − K=1 | frozen | cached − frozen | read from the cache |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for result in results:
         if result.skipped:
-            lines.append(f"| `{result.script}` | {result.lines or ''} | not run: {result.skipped} | | | |")
+            lines.append(f"| `{result.script}` | {result.lines or ''} | not run: {result.skipped} | | | | | |")
             continue
         last = {layout: f"{losses[-1]:.4f}" for layout, losses in result.losses.items()}
         shown = {
@@ -377,7 +384,7 @@ def table(results: list[Result]) -> str:
         }
         lines.append(
             f"| `{result.script}` | {result.lines} | {last.get('stock', 'failed')} | {shown['K=1']} | {shown['K=2']} |"
-            f" {last.get('frozen', 'failed')}, {shown['cached']} |"
+            f" {last.get('frozen', 'failed')} | {shown['cached']} | {result.cached or 0:.0%} |"
         )
     return "\n".join(lines)
 

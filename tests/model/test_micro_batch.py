@@ -63,7 +63,7 @@ def test_slices_are_views():
 
 
 def test_micro_batches_of_unequal_size_are_an_error_of_the_caller():
-    with pytest.raises(AssertionError, match="4 rows are not divisible into 3"):
+    with pytest.raises(AssertionError, match="4 samples are not divisible into 3"):
         split_batch(mixed_batch(), 3)
 
 
