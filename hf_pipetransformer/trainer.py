@@ -38,7 +38,7 @@ from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
-from .run.checkpointing import CheckpointWrite, PipelineState
+from .run.checkpointing import CheckpointWrite, exporting_state
 from .run.collectives import LogsOfAllStages
 from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
@@ -120,7 +120,6 @@ class PipeTransformerTrainer(Trainer):
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
-        self.callback_handler.callbacks.insert(0, PipelineState())
         if args.uses_pipeline:
             self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job.mesh))
 
@@ -162,7 +161,8 @@ class PipeTransformerTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if not self._is_stock:
-            self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
+            if self.args.world_size > 1:
+                self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
             # the loop calls the accelerator both to clip and to get the norm that it logs
             self.accelerator.clip_grad_norm_ = self._clip_grad_norm_over_stages
 
@@ -390,7 +390,7 @@ class PipeTransformerTrainer(Trainer):
         )
         self._checkpoint_write = write
         try:
-            with phase("save"), write:
+            with exporting_state(self), phase("save"), write:
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoint_write = None

@@ -296,7 +296,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self._warn_of_unused()
         if not self.leaves_model_to_trainer:
             self.average_tokens_across_devices = False
-            if getattr(self, "enable_jit_checkpoint", False):
+            if self.enable_jit_checkpoint:
                 raise ValueError(
                     "enable_jit_checkpoint=True is not supported, because each process would save a checkpoint at a"
                     " different step. Unset it: PipeTransformerTrainer already handles SIGTERM by saving a checkpoint"
@@ -424,6 +424,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             or self.auto_find_batch_size
             or self._splits_batches
             or self.train_sampling_strategy == "batch_rebalance"
+            or (self.enable_jit_checkpoint and self.world_size == 1)
             or any(name in str(self.optim) for name in FUSED_BACKWARD_OPTIMIZERS)
         )
 

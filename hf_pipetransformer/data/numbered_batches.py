@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import BatchKeys
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import batch_rows
+from ..model.micro_batch import batch_rows, with_name
 from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
 from ..resilience.watchdog import PROGRESS
 from .node_order import order_by_node
@@ -264,6 +264,11 @@ class NumberedBatches(Dataset[Any]):
         # older checkpoints do not contain it: there, the order was always drawn from the seed
         self._kept_draws = {epoch: {SEED: self._seed + epoch} if drawn_from is None else drawn_from}
 
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch whose batches are read."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read already and is kept
@@ -456,7 +461,7 @@ class GivenBatches:
 
     def slice_of(self, batch: Any) -> BatchSlice:
         """The slice is the whole batch of this process; those of the others are assumed to be as large."""
-        rows = batch_rows(batch)
+        rows = batch_rows(with_name(batch), default=1)
         return BatchSlice(rows, rows * self._processes)
 
     @property
@@ -513,12 +518,20 @@ class NumberedLoader(DataLoader[Any]):
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+        self._epoch_read: int | None = None  # to its end, and not set since
 
     def __iter__(self) -> Any:
         if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
             self.dataset.use_collator(self.collate_fn)
             self.collate_fn = _the_only_one
-        return super().__iter__()
+        if self._epoch_read == self.dataset.epoch:
+            # the loop has not set it (it reads a user's wrapper), and would get the same order again
+            self.set_epoch(self.dataset.epoch + 1)
+        return self._one_epoch(super().__iter__())
+
+    def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self._epoch_read = self.dataset.epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -530,6 +543,7 @@ class NumberedLoader(DataLoader[Any]):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
+        self._epoch_read = None
         self.dataset.set_epoch(epoch)
 
 

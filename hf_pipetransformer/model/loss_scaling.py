@@ -63,10 +63,13 @@ class LossReduction:
         return self.counts([batch])[0]
 
     def counts(self, batches: Sequence[Batch]) -> list[int | float]:
-        """`count` of several batches. On an accelerator, reading them waits for the device once, not for each."""
+        """`count` of several batches. On an accelerator, reading them waits for the device once, not for each.
+
+        A batch that does not show its number of samples counts as one.
+        """
         counted = [self._counted(batch) for batch in batches]
         read = iter(torch.stack(on_device).tolist() if (on_device := [c for c in counted if c is not None]) else [])
-        return [batch_rows(b) if c is None else next(read) for b, c in zip(batches, counted, strict=True)]
+        return [batch_rows(b, default=1) if c is None else next(read) for b, c in zip(batches, counted, strict=True)]
 
     def source(self, batch: Batch) -> torch.Tensor | None:
         """The input whose values are counted; None if samples are."""

@@ -28,15 +28,37 @@ MOST_UNUSED_POSITIONS = 2
 """Positions at the start of an embedding table beyond `max_position_embeddings`, as in OPT and BART."""
 
 
-def batch_rows(batch: Mapping[str, Any]) -> int:
-    """Number of samples: the first dimension of the batch's first tensor.
+UNNAMED = "(unnamed inputs)"
+"""Name of the one entry of a batch that the user's collator returns as a tuple or list instead of a dict."""
+
+
+def with_name(batch: Any) -> Mapping[str, Any]:
+    """Return a batch as a mapping, whatever the user's collator returns."""
+    return batch if isinstance(batch, Mapping) else {UNNAMED: batch}
+
+
+def as_the_user_made_it(batch: Batch) -> Any:
+    """Return the batch that was passed to `with_name`."""
+    return batch.get(UNNAMED, batch)
+
+
+def batch_rows(batch: Mapping[str, Any], default: int | None = None) -> int:
+    """Number of samples: the first dimension of the batch's first tensor, or the length of its first list.
+
+    Args:
+        batch: the batch.
+        default: returned if the batch has neither.
 
     Raises:
-        ValueError: if the batch contains no tensor that has a dimension.
+        ValueError: if the batch has neither, and there is no default.
     """
     for tensor in tensors_of(batch):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
+    lists = (value for value in batch.values() if isinstance(value, (list, tuple)))
+    rows = next(map(len, lists), default)
+    if rows is not None:
+        return rows
     raise ValueError(
         f"The batch has no tensor with a batch dimension, but only {sorted(batch)}. Check the data collator."
     )
@@ -102,7 +124,7 @@ def _is_one_per_row(value: Any, rows: int) -> bool:
 
 
 @contextmanager
-def naming_long_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
+def naming_long_rows(model: nn.Module, batch: Any) -> Iterator[None]:
     """Inside, an error that the model raises for more tokens than it has positions is replaced by one that says so.
 
     Raises:
@@ -134,8 +156,10 @@ def _most_tokens(model: nn.Module) -> int | None:
     return None
 
 
-def _most_tokens_in(batch: Mapping[str, Any]) -> int:
+def _most_tokens_in(batch: Any) -> int:
     """Number of tokens of a sample, or of the longest document in it if its positions show where documents begin."""
+    if not isinstance(batch, Mapping):
+        return 0
     tokens, positions = batch.get("input_ids"), batch.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.numel():
         with suppress(RuntimeError):  # after a kernel has failed, a device does not answer any more

@@ -12,7 +12,7 @@ import torch
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.loss_scaling import LossReduction
-from ..model.micro_batch import Batch
+from ..model.micro_batch import Batch, batch_rows, with_name
 from ..model.nested import tensors_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..resilience.watchdog import PROGRESS
@@ -31,8 +31,8 @@ def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None
     """
     are_same = keys is not None and keys.inputs.are(inputs, job.not_in_keys)
     moved = job.to_device(inputs)
-    given = KeyedInputs(moved)
-    batch = dict(job.trainer._prepare_inputs(moved))
+    given = KeyedInputs(with_name(moved))
+    batch = dict(with_name(job.trainer._prepare_inputs(moved)))
     if keys is not None:
         are_same = are_same and given.are(batch, job.not_in_keys)
         batch[KEYS_NAME] = keys.tensor if are_same else keys.blank().tensor
@@ -62,8 +62,20 @@ class GlobalBatch:
         num_batches: int,
         data: NumberedBatches | GivenBatches,
         reduction: LossReduction,
+        takes_others: bool,
     ) -> list[Any]:
-        """Take the next batches from the loop's iterator, and count the items in this pipeline's slices of them."""
+        """Take the next batches from the loop's iterator, and count the items in this pipeline's slices of them.
+
+        Args:
+            batches: the loop's iterator.
+            num_batches: number of batches to take, if there are as many.
+            data: the batches that the loop is expected to read.
+            reduction: says what the loss counts.
+            takes_others: whether batches of other loaders are taken, too, as the user's loader may combine several.
+
+        Raises:
+            ValueError: the loop reads from another loader, and `takes_others` is not set.
+        """
         taken: list[Any] = []
         items: int | float = 0
         for _ in range(num_batches):
@@ -75,6 +87,9 @@ class GlobalBatch:
                 break
             taken.append(batch)
             part = data.last_slice if isinstance(data, NumberedBatches) else data.slice_of(batch)
+            if part is before and takes_others:
+                rows = batch_rows(with_name(batch), default=1)
+                part = BatchSlice(rows, rows)
             if part is before:
                 raise ValueError(
                     "The training loop reads from a different DataLoader than the one that"
@@ -82,7 +97,7 @@ class GlobalBatch:
                     " returns (or a wrapper around it), or pass train_dataset and data_collator instead of overriding"
                     " it."
                 )
-            part = replace(part, items=reduction.count(batch) if part.rows else 0)
+            part = replace(part, items=reduction.count(dict(with_name(batch))) if part.rows else 0)
             self.waiting.append(part)
             self.num_rows += part.global_rows
             items += part.items

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -50,6 +50,23 @@ class PipelineState(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"memory": self.memory}}
 
 
+@contextmanager
+def exporting_state(trainer: Trainer) -> Iterator[None]:
+    """Inside the context, a `PipelineState` is among the trainer's callbacks. It may be nested.
+
+    Outside of it, the list of callbacks is the user's.
+    """
+    handler = trainer.callback_handler
+    if any(isinstance(callback, PipelineState) for callback in handler.callbacks):
+        yield
+        return
+    handler.callbacks.insert(0, PipelineState())
+    try:
+        yield
+    finally:  # by its type: resuming may replace the object
+        handler.callbacks[:] = [c for c in handler.callbacks if not isinstance(c, PipelineState)]
+
+
 class WritePhase(IntEnum):
     """Progress in writing a checkpoint."""
 
@@ -65,6 +82,8 @@ class WritePhase(IntEnum):
 
 class CheckpointWrite:
     """One checkpoint while it is written. Entering and leaving are collective over all processes.
+
+    Inside `exporting_state` only.
 
     Args:
         job: the training job.

@@ -136,6 +136,14 @@ class TrainingJob:
         return not self.sums_nothing_up or self.args.uses_pipeline or self.freeze_callback is not None
 
     @property
+    def takes_any_loader(self) -> bool:
+        """Whether the loop may read batches of which this package does not know the samples.
+
+        It may if one process trains the whole model, and no layers are frozen.
+        """
+        return self.mesh.world_size == 1 and not self.args.uses_pipeline and self.freeze_callback is None
+
+    @property
     def rows_at_once(self) -> int:
         """Maximum number of samples to collate and run together in a probe; no more than in a training batch."""
         stages = self.args.pipeline_parallel_size

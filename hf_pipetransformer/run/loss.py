@@ -18,7 +18,7 @@ from torch import nn
 from ..cache.content_keys import NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..data.numbered_batches import BatchSlice
 from ..model.loss_scaling import IGNORED, LossReduction
-from ..model.micro_batch import Batch, batch_rows
+from ..model.micro_batch import Batch, as_the_user_made_it, batch_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
 from ..token_slices.kv_slices import SliceCache
@@ -85,7 +85,7 @@ class TrainersLoss:
         """Return the loss of a prepared batch, 0-dimensional. Another seed gives other random numbers."""
         trainer = self.job.trainer
         with seeded(self.job.args.seed + seed), self.job.computing_loss():
-            loss = trainer.compute_loss(self.job.model, batch, num_items_in_batch=num_items)
+            loss = trainer.compute_loss(self.job.model, as_the_user_made_it(batch), num_items_in_batch=num_items)
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
@@ -121,7 +121,8 @@ class TrainersLoss:
             }
         trainer = self.job.trainer
         with self.job.computing_loss():
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=asked if self.passes_items(batch) else None)
+            asked = asked if self.passes_items(batch) else None
+            loss = trainer.compute_loss(model, as_the_user_made_it(inputs), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
         return loss.mean() * weight
 
@@ -230,8 +231,8 @@ class BatchInFlight:
         assert pipeline.stage is not None
         if not self.part.rows or self._reduction.kind in ("sum", "mean", "plain_sum"):
             return float(bool(self.part.rows))
-        here = sum(batch_rows(part) for part in pipeline.stage.micro_batches)  # a collator may pack samples
-        return batch_rows(micro_batch) / here * (self.part.rows / self.num_rows)
+        here = sum(batch_rows(part, default=1) for part in pipeline.stage.micro_batches)  # a collator may pack samples
+        return batch_rows(micro_batch, default=1) / here * (self.part.rows / self.num_rows)
 
     @contextmanager
     def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:

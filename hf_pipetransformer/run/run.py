@@ -33,6 +33,7 @@ from ..resilience.watchdog import PROGRESS, watching
 from ..token_slices.token_schedule import Slicing
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import make_cache
+from .checkpointing import exporting_state
 from .consistency import check_same_size
 from .cutting import CutModel, time_model
 from .job import COST_SAMPLE_ROWS, TrainingJob
@@ -101,6 +102,7 @@ class PipelineRun(TrainerCallback):
         job = self._job
         with ExitStack() as entered:
             entered.push(self._close)
+            entered.enter_context(exporting_state(job.trainer))
             entered.enter_context(self.log.recording(before=[self]))
             entered.enter_context(self._naming_writes_to_placeholders())
             entered.enter_context(self.preemption.signal)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.micro_batch import Batch
+from ..model.micro_batch import Batch, with_name
 from ..model.nested import on_device
 from ..randomness import generators_kept, seeded
 
@@ -41,7 +41,7 @@ class SampleCollator:
         """Collate these samples into a batch. The caller must restore the collator's own generators."""
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         with seeded(self.seed):
-            batch = dict(self.collate_fn(list(rows)))
+            batch = dict(with_name(self.collate_fn(list(rows))))
         return on_device(batch, device)
 
     def apart(self, rows: Sequence[Any]) -> list[Batch]:

@@ -133,7 +133,7 @@ class Steps:
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
         self.batch = GlobalBatch()
-        taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction)
+        taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction, self._job.takes_any_loader)
         if not self._data.is_shared and self._job.mesh.world_size > 1:
             refuse_different_numbers(self._job, len(taken), f" at step {self._job.trainer.state.global_step + 1}")
         self.batch.count_over_replicas(self._pipeline, self._setup.reduction)

@@ -63,11 +63,17 @@ def test_slices_are_views():
 
 
 def test_micro_batches_of_unequal_size_are_an_error_of_the_caller():
-    with pytest.raises(AssertionError, match="4 rows are not divisible into 3"):
+    with pytest.raises(AssertionError, match="4 samples are not divisible into 3"):
         split_batch(mixed_batch(), 3)
 
 
-@pytest.mark.parametrize("batch", [{}, {"texts": ["a"], "scale": torch.tensor(1.0)}])
+def test_a_batch_without_tensors_has_as_many_samples_as_its_lists():
+    batch = {"texts": ["a", "b", "c"], "scale": torch.tensor(1.0)}
+    assert batch_rows(batch) == 3
+    assert slice_rows(batch, 1, 3)["texts"] == ["b", "c"]
+
+
+@pytest.mark.parametrize("batch", [{}, {"text": "a", "scale": torch.tensor(1.0)}])
 def test_a_batch_without_a_tensor_is_named(batch):
     with pytest.raises(ValueError, match=r"no tensor with a batch dimension.*data collator"):
         batch_rows(batch)

@@ -174,7 +174,7 @@ def failing_step(rank, world_size):
     pipeline = Pipeline(2, "gpipe")
     pipeline.step(batch_of(4), 2)
     expected = pipeline.take_gradients()
-    with pytest.raises(AssertionError, match="4 rows are not divisible into 3"):
+    with pytest.raises(AssertionError, match="4 samples are not divisible into 3"):
         pipeline.step(batch_of(4), 3)
     assert pipeline.stage.micro_batches == ()
     pipeline.step(batch_of(4), 2)

@@ -70,8 +70,16 @@ class ReturnsItsOwn:
         return torch.utils.data.DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
 
-def test_a_loader_that_does_not_read_our_batches_is_refused(tmp_path: Path) -> None:
-    trainer = pipeline_trainer(replace(RUN, trainer=ReturnsItsOwn), 1, str(tmp_path), use_cpu=True)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_loader_that_does_not_read_our_batches_does_in_one_process_unless_layers_freeze(
+    tmp_path: Path, freezes: bool
+) -> None:
+    run = replace(RUN, trainer=ReturnsItsOwn, per_device=8).with_options(remove_unused_columns=False)
+    options = {"freeze_policy": "alpha"} if freezes else {}
+    trainer = pipeline_trainer(run, 1, str(tmp_path), use_cpu=True, **options)
+    if not freezes:
+        assert_same_training([outcome_of(trainer)], reference(0, 1, run))
+        return
     with pytest.raises(ValueError, match="reads from a different DataLoader"):
         trainer.train()
 

@@ -1,0 +1,949 @@
+"""In one process, without stages and frozen layers, a script does what it does with the stock Trainer.
+
+Each scenario is a script in which the two classes are left open. It runs with the stock classes and with ours, and
+what it returns must be equal: logs, weights, events, names of files, errors. Where it is not, the documentation says
+so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_callback import ExportableState
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST
+
+DIFFERENCES = Path(__file__).parents[2] / "recipes" / "drop_in.md"
+DIGITS = 5
+STOCK_FIELDS = {one.name for one in fields(TrainingArguments)}
+
+
+# ------------------------------------------------------------------------------------------ a model, and its data
+class Line(nn.Module):
+    """y = slope x + offset; the loss is a mean, although the signature has `**kwargs`."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, slope: float = 0.0) -> None:
+        super().__init__()
+        self.slope, self.offset = nn.Parameter(torch.tensor(slope)), nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+        y = self.slope * x + self.offset
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+class LineConfig(PreTrainedConfig):
+    model_type = "line"
+
+
+class PretrainedLine(PreTrainedModel):
+    config_class = LineConfig
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: LineConfig) -> None:
+        super().__init__(config)
+        self.line = Line()
+        self.post_init()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+        return self.line(x, labels)
+
+
+class NoisyLine(Line):
+    """It draws from all three global generators."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+        return super().forward(x + 0.1 * torch.randn(1) + 0.1 * numpy.random.rand() + 0.1 * random.random(), labels)
+
+
+class OrderedLine(Line):
+    """It remembers the samples in the order in which they have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+        self.seen += x.tolist()
+        return super().forward(x, labels)
+
+
+class Points:
+    """Points near a line; each of `labels` has values of its own."""
+
+    def __init__(self, size: int = 24, labels: tuple[str, ...] = ("labels",), seed: int = 0) -> None:
+        draw = numpy.random.RandomState(seed)
+        self.x = draw.normal(size=size).astype(numpy.float32)
+        self.y = {name: (2 * self.x + draw.normal(size=size)).astype(numpy.float32) for name in labels}
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.x[index], **{name: values[index] for name, values in self.y.items()}}
+
+
+class PointStream(IterableDataset):
+    def __init__(self, size: int = 24) -> None:
+        self.points = Points(size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.points[index] for index in range(len(self.points)))
+
+
+class PointsThatEnd(PointStream):
+    """A stream that gives each sample once, as a socket does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.rest = super().__iter__()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self.rest
+
+
+# ------------------------------------------------------------------------------------------ scripts
+@dataclass(frozen=True)
+class Classes:
+    """The two classes, and an empty folder."""
+
+    trainer: Any
+    arguments: Any
+    folder: Path
+
+    def args(self, **options: Any) -> Any:
+        common = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "learning_rate": 0.1}
+        return self.arguments(**{"output_dir": str(self.folder), "save_strategy": "no", **common, **options})
+
+    def make(self, model: nn.Module | None = None, mixin: type | None = None, **given: Any) -> Any:
+        """A trainer. What is no field of the arguments goes to the trainer."""
+        options = {name: given.pop(name) for name in STOCK_FIELDS & set(given)}
+        if model is None and "model_init" not in given:
+            model = Line()
+        data = {"train_dataset": Points(), "eval_dataset": Points(10, seed=1)}
+        cls = self.trainer if mixin is None else type("Own", (mixin, self.trainer), {})
+        return cls(model=model, args=self.args(**options), **{**data, **given})
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("checkpoint-*"))
+
+
+def rounded(value: Any) -> Any:
+    """Without times, and as plain values."""
+    if isinstance(value, dict):
+        timed = ("runtime", "per_second", "preparation_time")
+        return {key: rounded(inner) for key, inner in value.items() if not any(name in key for name in timed)}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    if isinstance(value, (torch.Tensor, numpy.ndarray)):
+        return rounded(value.tolist())
+    return round(value, DIGITS) if isinstance(value, float) else value
+
+
+def outcome(trainer: Any, *more: Any, **options: Any) -> Any:
+    """What a training leaves behind."""
+    trainer.train(**options)
+    weights = {name: value.float() for name, value in trainer.model.state_dict().items()}
+    return [rounded(trainer.state.log_history), rounded(weights), trainer.state.epoch, *more]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def names_of(callbacks: list[Any]) -> list[str]:
+    return [type(callback).__name__ for callback in callbacks]
+
+
+Scenario = Callable[[Classes], Any]
+SCENARIOS: list[Scenario] = []
+
+
+def scenario(script: Scenario) -> Scenario:
+    SCENARIOS.append(script)
+    return script
+
+
+def run(script: Scenario, folder: Path, is_ours: bool) -> Any:
+    set_seed(0)
+    classes = (PipeTransformerTrainer, PipeTransformerTrainingArguments) if is_ours else (Trainer, TrainingArguments)
+    return script(Classes(*classes, folder / ("ours" if is_ours else "stock")))
+
+
+# ------------------------------------------------------------------------------------------ arguments
+@scenario
+def arguments_that_contradict_one_another(given: Classes) -> Any:
+    wrong: list[dict[str, Any]] = [
+        {"torch_empty_cache_steps": 0},
+        {"eval_strategy": "sometimes"},
+        {"logging_strategy": "steps", "logging_steps": 0},
+        {"save_strategy": "steps", "save_steps": 10.5},
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
+        {"save_strategy": "best"},
+        {"fp16": True, "bf16": True},
+        {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {"warmup_steps": -1},
+        {"dataloader_prefetch_factor": 2},
+    ]
+    return [error_of(lambda options=options: given.args(**options)) for options in wrong]  # type: ignore[misc]
+
+
+@scenario
+def arguments_as_plain_values(given: Classes) -> Any:
+    args = given.args(lr_scheduler_kwargs='{"factor": 0.5}', accelerator_config={"split_batches": False})
+    again = given.arguments(**{name: value for name, value in args.to_dict().items() if name in STOCK_FIELDS})
+    differs = ("output_dir", "average_tokens_across_devices")
+    shown = {n: v for n, v in json.loads(args.to_json_string()).items() if n in STOCK_FIELDS and n not in differs}
+    return shown, again.to_dict() == args.to_dict(), sorted(STOCK_FIELDS & set(args.to_sanitized_dict()))
+
+
+@scenario
+def arguments_of_a_subclass(given: Classes) -> Any:
+    extra = [("slope", float, field(default=0.0)), ("dtype", torch.dtype, field(default=torch.bfloat16))]
+    own = make_dataclass("Own", extra, bases=(given.arguments,))
+    args = own(str(given.folder), slope=2.0, use_cpu=True, report_to="none")
+    return args.slope, args.to_dict()["dtype"], json.loads(args.to_json_string())["dtype"], args.report_to
+
+
+@scenario
+def arguments_on_a_command_line(given: Classes) -> Any:
+    model_arguments = make_dataclass("ModelArguments", [("name", str, field(default="line"))])
+    parser = HfArgumentParser((model_arguments, given.arguments))
+    words = ["--name", "a", "--output_dir", "out", "--use_cpu", "--bf16", "--warmup_steps", "0.5"]
+    words += ["--lr_scheduler_kwargs", '{"a": 1}', "--label_names", "one", "two", "--report_to", "none"]
+    model, args = parser.parse_args_into_dataclasses(words)
+    _, from_dict = parser.parse_dict({"output_dir": "out", "use_cpu": True, "learning_rate": 1.0})
+    named = (model.name, args.bf16, args.warmup_steps, args.lr_scheduler_kwargs, args.label_names)
+    return named, from_dict.learning_rate, set(vars(args)) >= STOCK_FIELDS
+
+
+@scenario
+def arguments_by_their_setters(given: Classes) -> Any:
+    args = given.args().set_training(learning_rate=1e-4, batch_size=32).set_optimizer("adafactor").set_save("no")
+    args = args.set_evaluate(strategy="epoch").set_lr_scheduler("cosine").set_dataloader(drop_last=True)
+    again = replace(args, seed=3)
+    return (
+        args.train_batch_size,
+        str(args.optim),
+        str(again.lr_scheduler_type),
+        again.seed,
+        given.args() == given.args(),
+    )
+
+
+@scenario
+def accelerators_configuration(given: Classes) -> Any:
+    found = []
+    for config in ({"even_batches": False}, {"split_batches": True}, {"dispatch_batches": True}):
+        accelerator = given.make(accelerator_config=config).accelerator
+        found.append([accelerator.even_batches, accelerator.split_batches, accelerator.dispatch_batches])
+    return found
+
+
+# ------------------------------------------------------------------------------------------ callbacks
+class Records(TrainerCallback):
+    """The names of all events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+
+for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
+    setattr(Records, _event, lambda self, *_, _event=_event, **__: self.events.append(_event))
+
+
+class Remembers(TrainerCallback, ExportableState):
+    def __init__(self, value: str = "default") -> None:
+        self.value = value
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"value": self.value}, "attributes": {}}
+
+
+class Controls(TrainerCallback):
+    """Asks for everything in the second step, and for the end in the fourth."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            control.should_evaluate = control.should_save = control.should_log = True
+        control.should_training_stop = state.global_step == 4
+
+
+@scenario
+def callbacks_of_a_new_trainer(given: Classes) -> Any:
+    trainer = given.make(callbacks=[Records, Controls()])
+    return names_of(trainer.callback_handler.callbacks), trainer.callback_handler.callback_list
+
+
+@scenario
+def callbacks_added_and_removed(given: Classes) -> Any:
+    found = []
+    for name in ("remove_callback", "pop_callback"):
+        for which in (DefaultFlowCallback, 0):
+            trainer = given.make()
+            callbacks = trainer.callback_handler.callbacks
+            popped = getattr(trainer, name)(which if isinstance(which, type) else callbacks[which])
+            found.append([type(popped).__name__, *names_of(callbacks)])
+            trainer.add_callback(Records)
+            found.append(names_of(callbacks))
+    return found
+
+
+@scenario
+def events_in_their_order(given: Classes) -> Any:
+    found = []
+    for options in (
+        {"logging_steps": 3},
+        {"save_strategy": "steps", "save_steps": 2},
+        {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2},
+        {"eval_strategy": "epoch", "eval_on_start": True},
+    ):
+        records = Records()
+        trainer = given.make(callbacks=[records], num_train_epochs=2, **options)
+        trainer.train()
+        trainer.predict(Points(5))
+        found.append(records.events)
+    return found
+
+
+@scenario
+def callbacks_that_control(given: Classes) -> Any:
+    return outcome(given.make(callbacks=[Controls()])), given.checkpoints
+
+
+@scenario
+def callbacks_with_a_state(given: Classes) -> Any:
+    steps = {"eval_steps": 2, "save_steps": 2, "eval_strategy": "steps", "save_strategy": "steps", "max_steps": 2}
+    options = {**steps, "load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
+    given.make(callbacks=[EarlyStoppingCallback(5, 0.2), Remembers("one"), Remembers("two")], **options).train()
+    trainer = given.make(callbacks=[EarlyStoppingCallback(), Remembers(), Remembers(), Records()], **options)
+    trainer.train(resume_from_checkpoint=str(given.folder / "checkpoint-2"))
+    callbacks = trainer.callback_handler.callbacks
+    stopping = next(one for one in callbacks if isinstance(one, EarlyStoppingCallback))
+    return stopping.early_stopping_patience, [one.value for one in callbacks if isinstance(one, Remembers)]
+
+
+@scenario
+def callback_that_fails(given: Classes) -> Any:
+    class Fails(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise KeyError("a callback's own error")
+
+    trainer = given.make(callbacks=[Fails()], max_steps=4)
+    failure = error_of(trainer.train)
+    trainer.remove_callback(Fails)
+    return failure, outcome(trainer)
+
+
+@scenario
+def callback_that_evaluates(given: Classes) -> Any:
+    found = []
+
+    class Evaluates(TrainerCallback):
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            found.append([rounded(trainer.evaluate()), trainer.predict(Points(5)).predictions.shape])
+
+    trainer = given.make(callbacks=[Evaluates()], num_train_epochs=2)
+    return outcome(trainer), found
+
+
+# ------------------------------------------------------------------------------------------ data
+@scenario
+def sizes_of_loaders(given: Classes) -> Any:
+    found = []
+    for drop_last in (False, True):
+        options = {
+            "per_device_train_batch_size": 5,
+            "per_device_eval_batch_size": 4,
+            "dataloader_drop_last": drop_last,
+        }
+        trainer = given.make(**options)
+        train, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+        found.append([len(train), train.total_batch_size, trainer.num_examples(train), len(evaluation)])
+        found.append([len(trainer.get_eval_dataloader(Points(7))), len(trainer.get_test_dataloader(Points(7)))])
+    return found
+
+
+@scenario
+def loader_that_is_read_by_hand(given: Classes) -> Any:
+    loader = given.make().get_train_dataloader()
+    passes = [[rounded(batch["x"]) for batch in loader] for _ in range(3)]
+    loader.set_epoch(0)
+    next(iter(loader))
+    return passes, [rounded(batch["x"]) for batch in loader]
+
+
+class Chain:
+    """Several loaders, without anything that a `DataLoader` has."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader
+
+
+class ChainsItsLoaders:
+    def get_train_dataloader(self) -> Any:
+        return Chain(super().get_train_dataloader(), super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return Chain(super().get_eval_dataloader(eval_dataset), super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
+
+
+class ChainsAnotherLoader:
+    def get_train_dataloader(self) -> Any:
+        return Chain(super().get_train_dataloader(), DataLoader(Points(8, seed=2), 4))  # type: ignore[arg-type, misc]
+
+
+class WrapsItsLoader:
+    def get_train_dataloader(self) -> Any:
+        return Chain(super().get_train_dataloader())  # type: ignore[misc]
+
+
+class GivesAGenerator:
+    def get_train_dataloader(self) -> Any:
+        return (batch for batch in super().get_train_dataloader())  # type: ignore[misc]
+
+
+@scenario
+def loaders_in_one(given: Classes) -> Any:
+    trainer = given.make(mixin=ChainsItsLoaders)
+    return outcome(trainer), rounded(trainer.evaluate()["eval_loss"])
+
+
+@scenario
+def loaders_of_other_origin_in_one(given: Classes) -> Any:
+    return outcome(given.make(mixin=ChainsAnotherLoader))
+
+
+@scenario
+def loader_in_a_wrapper(given: Classes) -> Any:
+    return outcome(given.make(mixin=WrapsItsLoader))
+
+
+@scenario
+def loader_that_can_be_read_once(given: Classes) -> Any:
+    return outcome(given.make(mixin=GivesAGenerator, max_steps=2))
+
+
+@scenario
+def streams(given: Classes) -> Any:
+    trainer = given.make(train_dataset=PointStream(), eval_dataset=PointStream(11), max_steps=5)
+    evaluated = rounded(trainer.evaluate())
+    refused = error_of(lambda: given.make(train_dataset=PointStream()))
+    return outcome(trainer), evaluated, trainer.predict(PointStream(9)).predictions.shape, refused
+
+
+@scenario
+def data_that_is_missing(given: Classes) -> Any:
+    trainer = given.trainer(Line(), given.args())
+    return [error_of(call) for call in (trainer.train, trainer.get_eval_dataloader, trainer.evaluate)]
+
+
+@scenario
+def columns_that_the_model_does_not_read(given: Classes) -> Any:
+    datasets = pytest.importorskip("datasets")
+    points = Points()
+    columns = {"x": points.x, "labels": points.y["labels"], "note": ["text"] * len(points)}
+    data = datasets.Dataset.from_dict(columns)
+
+    class Strict(Line):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            return super().forward(x, labels)
+
+    trainer = given.make(Strict(), train_dataset=data, eval_dataset=data)
+    loaders = (trainer.get_train_dataloader(), trainer.get_eval_dataloader())
+    nothing = datasets.Dataset.from_dict({"other": [1.0, 2.0]})
+    refused = error_of(given.make(Strict(), train_dataset=nothing).train)
+    return outcome(trainer), [sorted(next(iter(loader))) for loader in loaders], refused
+
+
+@scenario
+def batches_that_are_tuples(given: Classes) -> Any:
+    class Unpacks:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(*inputs)
+            return (outputs[0], outputs) if return_outputs else outputs[0]
+
+    pairs = [(point["x"], point["labels"]) for point in Points()]  # type: ignore[attr-defined]
+    options = {"train_dataset": pairs, "remove_unused_columns": False, "mixin": Unpacks}
+
+    def collate(rows: list[Any]) -> Any:
+        return tuple(torch.tensor(numpy.array(column)) for column in zip(*rows, strict=True))
+
+    accumulations = (1, 2)
+    return [
+        outcome(given.make(data_collator=collate, gradient_accumulation_steps=n, **options)) for n in accumulations
+    ]
+
+
+@scenario
+def batches_without_tensors(given: Classes) -> Any:
+    class ReadsTexts(Line):
+        def forward(self, texts: list[str]) -> Any:  # type: ignore[override]
+            return {"loss": self.slope * sum(map(len, texts)) / len(texts)}
+
+    texts = ["x" * length for length in range(12)]
+    options = {"train_dataset": texts, "remove_unused_columns": False}
+    return outcome(given.make(ReadsTexts(1.0), data_collator=lambda rows: {"texts": rows}, **options))
+
+
+@scenario
+def batches_with_other_values(given: Classes) -> Any:
+    def collate(rows: list[Any]) -> Any:
+        return {**default_data_collator(rows), "nothing": None, "texts": ["a"] * len(rows), "number": 3}
+
+    class Weighs(Line):
+        def forward(self, x: Any, labels: Any = None, texts: Any = (), number: int = 0, **_: Any) -> Any:
+            loss, y = super().forward(x, labels)
+            return {"loss": loss * len(texts) * number, "y": y}
+
+    trainer = given.make(Weighs(), data_collator=collate)
+    return outcome(trainer), rounded(trainer.evaluate())
+
+
+@scenario
+def labels_in_a_dict_and_none(given: Classes) -> Any:
+    class ReadsDict(Line):
+        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
+            loss, y = super().forward(x, torch.zeros_like(x) if labels is None else labels["y"])
+            return {"loss": loss, "y": y}
+
+    def nested(rows: list[Any]) -> Any:
+        batch = default_data_collator(rows)
+        return {"x": batch["x"], "labels": {"y": batch["labels"]}}
+
+    def without(rows: list[Any]) -> Any:
+        return {"x": default_data_collator(rows)["x"]}
+
+    trainers = [given.make(ReadsDict(), data_collator=collate) for collate in (nested, without)]
+    return [[outcome(trainer), rounded(trainer.evaluate())] for trainer in trainers]
+
+
+# ------------------------------------------------------------------------------------------ training
+@scenario
+def seeds_and_models_made_by_a_function(given: Classes) -> Any:
+    found = []
+    for make in (lambda: Line(), lambda trial: Line(1.0)):
+        trainer = given.make(model_init=make)
+        found += [outcome(trainer), outcome(trainer)]
+        trainer.args.seed = 314
+        found.append(outcome(trainer))
+    return found, error_of(lambda: given.make(model_init=lambda one, two: Line()))
+
+
+@scenario
+def random_models(given: Classes) -> Any:
+    return outcome(given.make(NoisyLine()))
+
+
+@scenario
+def lengths_of_trainings(given: Classes) -> Any:
+    options = ({"num_train_epochs": 1.5}, {"max_steps": 7}, {"num_train_epochs": 1, "dataloader_drop_last": True})
+    accumulations = ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 50})
+    return [outcome(given.make(**one)) for one in (*options, *accumulations)]
+
+
+@scenario
+def losses_that_are_not_finite(given: Classes) -> Any:
+    class Breaks(Line):
+        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
+            return (self.slope * float("nan"), x)
+
+    trainers = [given.make(Breaks(), max_steps=2, logging_nan_inf_filter=is_filtered) for is_filtered in (True, False)]
+    return [[str(entry.get("loss")) for entry in outcome(trainer)[0]] for trainer in trainers]
+
+
+@scenario
+def models_without_a_loss(given: Classes) -> Any:
+    class Silent(Line):
+        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
+            return {"y": self.slope * x}
+
+    trainer = given.make(Silent())
+    return error_of(trainer.train), error_of(lambda: trainer.predict(Points(4)))
+
+
+@scenario
+def methods_of_the_users_own(given: Classes) -> Any:
+    calls: list[str] = []
+
+    def counting(name: str) -> Any:
+        def method(self: Any, *args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return getattr(super(own, self), name)(*args, **options)
+
+        return method
+
+    names = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs", "evaluation_loop", "log")
+    more = (
+        "create_optimizer",
+        "create_scheduler",
+        "save_model",
+        "_save_checkpoint",
+        "get_train_dataloader",
+        "store_flos",
+    )
+    own = type("Own", (given.trainer,), {name: counting(name) for name in (*names, *more)})
+    steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = own(Line(), given.args(**steps), train_dataset=Points(), eval_dataset=Points())
+    trainer.train()
+    return calls
+
+
+@scenario
+def compiled_models(given: Classes) -> Any:
+    compiled: Any = torch.compile(Line(), backend="eager")
+    options = {"max_steps": 2, "remove_unused_columns": False}
+    return outcome(given.make(torch_compile=True, torch_compile_backend="eager", **options)), outcome(
+        given.make(compiled, **options)
+    )
+
+
+@scenario
+def batch_sizes_that_do_not_fit(given: Classes) -> Any:
+    class RunsOut(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.train_batch_size >= 16:
+                raise RuntimeError("CUDA out of memory.")
+
+    options = {"per_device_train_batch_size": 16, "auto_find_batch_size": True, "save_strategy": "steps"}
+    trainer = given.make(callbacks=[RunsOut()], max_steps=2, save_steps=1, **options)
+    trainer.train()
+    again = given.make(max_steps=2, save_steps=1, **options)
+    again.train(resume_from_checkpoint=True)
+    return trainer._train_batch_size, again._train_batch_size
+
+
+@scenario
+def trainings_one_after_another(given: Classes) -> Any:
+    trainer = given.make()
+    first, second = outcome(trainer), outcome(trainer)
+    return first, second, trainer.model_wrapped is trainer.model, trainer.is_in_train, rounded(trainer.evaluate())
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+def accuracy(evaluated: Any) -> dict[str, float]:
+    predictions = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
+    return {"near": float((numpy.abs(predictions - evaluated.label_ids) < 1).mean())}
+
+
+@scenario
+def evaluations(given: Classes) -> Any:
+    options: list[dict[str, Any]] = [
+        {},
+        {"eval_accumulation_steps": 1},
+        {"prediction_loss_only": True},
+        {"eval_use_gather_object": True},
+        {"bf16_full_eval": True},
+        {"preprocess_logits_for_metrics": lambda logits, labels: logits + 1},
+        {"eval_dataset": {"one": Points(5), "two": Points(9)}},
+        {"include_for_metrics": ["loss"]},
+    ]
+    return [rounded(given.make(Line(1.5), compute_metrics=accuracy, **one).evaluate()) for one in options]
+
+
+@scenario
+def metrics_batch_by_batch(given: Classes) -> Any:
+    seen: list[int] = []
+
+    def count(evaluated: Any, compute_result: bool) -> dict[str, Any]:
+        seen.append(len(evaluated.label_ids))
+        return {"batches": len(seen), "rows": sum(seen)} if compute_result else {}
+
+    return rounded(given.make(compute_metrics=count, batch_eval_metrics=True, per_device_eval_batch_size=4).evaluate())
+
+
+@scenario
+def predictions(given: Classes) -> Any:
+    class Twice(Line):
+        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
+            loss, y = super().forward(x, labels)
+            return loss, y, 2 * y
+
+    names = ("labels", "more")
+    trainer = given.make(Twice(1.5), label_names=list(names))
+    several = trainer.predict(Points(11, labels=names))
+    ragged = [
+        {"x": numpy.ones(1 + index // 8, "f4"), "labels": numpy.ones(1 + index // 8, "f4")} for index in range(20)
+    ]
+    padded = given.make(eval_accumulation_steps=1).predict(ragged)
+    parts = (several.predictions, several.label_ids, several.metrics, padded.predictions, padded.label_ids)
+    return [rounded(part) for part in parts]
+
+
+@scenario
+def steps_by_hand(given: Classes) -> Any:
+    trainer = given.make(Line(1.5), compute_loss_func=lambda outputs, labels, **_: (outputs[0] - labels).abs().mean())
+    batch = default_data_collator([Points()[index] for index in range(4)])
+    trained = trainer.training_step(trainer.model, dict(batch), 4)
+    return rounded(trained), rounded(trainer.prediction_step(trainer.model, dict(batch), prediction_loss_only=True)[0])
+
+
+@scenario
+def early_stopping(given: Classes) -> Any:
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    stopping = EarlyStoppingCallback(1)
+    trainer = given.make(callbacks=[stopping], num_train_epochs=20, learning_rate=1.0, save_total_limit=2, **options)
+    result = outcome(trainer)
+    best = trainer.state.best_model_checkpoint
+    return result, trainer.state.best_global_step, Path(best).name, given.checkpoints, rounded(trainer.evaluate())
+
+
+# ------------------------------------------------------------------------------------------ optimizers
+@scenario
+def optimizers_of_the_users_own(given: Classes) -> Any:
+    found = []
+    for has_scheduler in (False, True):
+        model = Line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if has_scheduler else None
+        trainer = given.make(model, optimizers=(optimizer, scheduler))
+        found.append([outcome(trainer), trainer.lr_scheduler is scheduler])
+    by_class = (torch.optim.SGD, {"lr": 0.05})
+    found.append(outcome(given.make(optimizer_cls_and_kwargs=by_class)))
+    return found, error_of(lambda: given.make(optimizer_cls_and_kwargs=by_class, optimizers=(optimizer, None)))
+
+
+@scenario
+def optimizers_by_their_names(given: Classes) -> Any:
+    return [outcome(given.make(optim=name, max_steps=3)) for name in ("adafactor", "sgd", "rmsprop", "adagrad")]
+
+
+@scenario
+def schedules(given: Classes) -> Any:
+    options: list[dict[str, Any]] = [
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3.0, "lr_end": 1e-3}, "warmup_steps": 2},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.02}, "warmup_steps": 0.25},
+        {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "eval_strategy": "epoch",
+            "lr_scheduler_kwargs": {"patience": 0},
+        },
+    ]
+    return [outcome(given.make(**one)) for one in options]
+
+
+@scenario
+def what_is_asked_of_an_optimizer(given: Classes) -> Any:
+    trainer = given.make(PretrainedLine(LineConfig()), weight_decay=0.1)
+    before = error_of(trainer.get_learning_rates)
+    trainer.create_optimizer_and_scheduler(num_training_steps=9)
+    groups = [[len(group["params"]), group["weight_decay"]] for group in trainer.optimizer.param_groups]
+    return before, trainer.get_learning_rates(), trainer.get_num_trainable_parameters(), groups, outcome(trainer)
+
+
+@scenario
+def parameters_that_do_not_train(given: Classes) -> Any:
+    class Unused(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(2))
+
+    model = Unused()
+    model.offset.requires_grad_(False)
+    return outcome(given.make(model)), model.offset.requires_grad
+
+
+@scenario
+def clipping(given: Classes) -> Any:
+    return [outcome(given.make(max_grad_norm=most)) for most in (0.1, 0.0)]
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+@scenario
+def files_of_a_checkpoint(given: Classes) -> Any:
+    found = []
+    for model, options in ((PretrainedLine(LineConfig()), {}), (Line(), {}), (Line(), {"save_only_model": True})):
+        folder = given.folder / str(len(found))
+        given.make(model, output_dir=str(folder), max_steps=2, **SAVES, **options).train()
+        files = {path.name for path in (folder / "checkpoint-2").iterdir()}
+        state = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())
+        found.append([sorted(files - {MANIFEST}), sorted(state)])
+    return found
+
+
+@scenario
+def resuming(given: Classes) -> Any:
+    found = []
+    for make in (lambda: PretrainedLine(LineConfig()), NoisyLine):
+        for options in ({}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}):
+            once = given.make(make(), **SAVES, **options)
+            found.append(outcome(once))
+            again = given.make(make(), **SAVES, **options)
+            found.append(outcome(again, resume_from_checkpoint=str(given.folder / "checkpoint-4")))
+            assert found[-1][1] == found[-2][1]
+    return found
+
+
+@scenario
+def order_of_samples_after_resuming(given: Classes) -> Any:
+    once, again = OrderedLine(), OrderedLine()
+    given.make(once, **SAVES).train()
+    given.make(again, **SAVES).train(resume_from_checkpoint=str(given.folder / "checkpoint-4"))
+    assert once.seen[-len(again.seen) :] == again.seen
+    return once.seen, len(again.seen)
+
+
+@scenario
+def checkpoints_that_are_not_there(given: Classes) -> Any:
+    named = error_of(lambda: given.make().train(resume_from_checkpoint="nowhere"))
+    return named, error_of(lambda: given.make().train(resume_from_checkpoint=True)).replace(str(given.folder), "")
+
+
+@scenario
+def resuming_with_other_arguments(given: Classes) -> Any:
+    given.make(max_steps=2, per_device_train_batch_size=2, **SAVES).train()
+    trainer = given.make(max_steps=4, per_device_train_batch_size=4, **SAVES)
+    trainer.train(resume_from_checkpoint=str(given.folder / "checkpoint-2"))
+    state = TrainerState.load_from_json(str(given.folder / "checkpoint-2" / "trainer_state.json"))
+    return state.train_batch_size, trainer._train_batch_size, trainer.state.global_step
+
+
+@scenario
+def checkpoints_that_are_kept(given: Classes) -> Any:
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 8}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    found = []
+    for options in ({}, {**steps, **best}):
+        trainer = given.make(save_total_limit=1, **SAVES, **options)
+        found.append([outcome(trainer), Path(trainer.state.best_model_checkpoint or "none").name, given.checkpoints])
+    return found
+
+
+@scenario
+def best_checkpoints_alone(given: Classes) -> Any:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 8, "metric_for_best_model": "loss"}
+    return outcome(given.make(save_strategy="best", **options)), given.checkpoints
+
+
+@scenario
+def saving_by_hand(given: Classes) -> Any:
+    trainer = given.make(PretrainedLine(LineConfig()), max_steps=2)
+    trainer.save_model(str(given.folder / "before"))
+    result = trainer.train()
+    trainer.save_model()
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    trainer._save_checkpoint(trainer.model, None)
+    resumed = given.make(PretrainedLine(LineConfig()), max_steps=4)
+    files = sorted(path.name for path in (given.folder / "before").iterdir())
+    return files, outcome(resumed, resume_from_checkpoint=True), sorted(result.metrics)
+
+
+@scenario
+def checkpoint_just_in_time(given: Classes) -> Any:
+    class AsksForIt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                names = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
+                names["JITCheckpointCallback"].jit_manager._enable_checkpoint()  # as its handler of SIGTERM does
+
+    trainer = given.make(enable_jit_checkpoint=True, callbacks=[AsksForIt()])
+    return outcome(trainer), given.checkpoints, names_of(trainer.callback_handler.callbacks)[-2:]
+
+
+@pytest.mark.parametrize("script", SCENARIOS, ids=lambda script: script.__name__)
+def test_a_script_does_the_same_with_our_classes(script: Scenario, tmp_path: Path) -> None:
+    expected, found = (run(script, tmp_path, is_ours) for is_ours in (False, True))
+    assert found == expected
+
+
+# ------------------------------------------------------------------------------------------ documented differences
+def differences() -> str:
+    text = DIFFERENCES.read_text()
+    return text[text.index("## What differs in one process") :]
+
+
+def test_files_beside_the_stock_trainers_are_documented(tmp_path: Path) -> None:
+    def files(given: Classes) -> set[str]:
+        given.make(max_steps=2, **SAVES).train()
+        return {path.name for path in given.folder.rglob("*")}
+
+    expected, found = (run(files, tmp_path, is_ours) for is_ours in (False, True))
+    assert found > expected
+    assert all(f"`{name}`" in differences() for name in found - expected)
+
+
+def test_callbacks_beside_the_users_are_documented(tmp_path: Path) -> None:
+    seen: dict[str, list[str]] = {}
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen["inside"] = names_of(trainer.callback_handler.callbacks)
+
+    trainer = Classes(PipeTransformerTrainer, PipeTransformerTrainingArguments, tmp_path).make(callbacks=[Looks()])
+    before = names_of(trainer.callback_handler.callbacks)
+    trainer.train()
+    seen["behind"] = names_of(trainer.callback_handler.callbacks)
+    for names in seen.values():
+        assert names[-len(before) :] == before  # ours come first
+    ours = {name for names in seen.values() for name in names[: -len(before)]}
+    assert ours and all(f"`{name}`" in differences() for name in ours)
+
+
+def test_a_stream_that_runs_dry_ends_the_training(tmp_path: Path) -> None:
+    def dry(given: Classes) -> Any:
+        trainer = given.make(train_dataset=PointsThatEnd(20), per_device_train_batch_size=4, max_steps=9)
+        return error_of(trainer.train), trainer.state.global_step
+
+    (stock, _), ours = (run(dry, tmp_path, is_ours) for is_ours in (False, True))
+    assert "ValueError: Batch does not contain any data" in stock
+    assert ours == ("none", 5)
+
+
+def test_a_mean_over_samples_is_that_of_the_accumulated_batch(tmp_path: Path) -> None:
+    """The stock Trainer adds the micro-steps' means, because the model's signature has `**kwargs`."""
+
+    def first_loss(given: Classes) -> float:
+        model = BertForSequenceClassification(
+            BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        )
+        rows = [{"input_ids": [1, 2, index % 3], "labels": index % 2} for index in range(16)]
+        trainer = given.make(model.eval(), train_dataset=rows, gradient_accumulation_steps=2, max_steps=1)
+        trainer.train()
+        return trainer.state.log_history[0]["loss"]
+
+    stock, ours = (run(first_loss, tmp_path, is_ours) for is_ours in (False, True))
+    assert stock == pytest.approx(2 * ours, rel=0.05)
