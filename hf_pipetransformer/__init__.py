@@ -3,6 +3,7 @@
 from .errors import UnsupportedModelError
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezeDecision, FreezePolicy
+from .seq2seq import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
 from .trainer import PipeTransformerTrainer
 from .training_args import PipeTransformerTrainingArguments
 
@@ -12,6 +13,8 @@ __all__ = [
     "FreezeDecision",
     "FreezePolicy",
     "LayerFreezeCallback",
+    "PipeTransformerSeq2SeqTrainer",
+    "PipeTransformerSeq2SeqTrainingArguments",
     "PipeTransformerTrainer",
     "PipeTransformerTrainingArguments",
     "UnsupportedModelError",

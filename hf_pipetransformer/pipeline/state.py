@@ -228,21 +228,30 @@ class WeightState:
         finally:
             self._lists_placeholders = False
 
+    @contextmanager
+    def whole(self, holders: Holders, device: torch.device) -> Iterator[None]:
+        """Inside, every process has every weight, for computing without gradients; those of others are on `device`.
+
+        What this process holds stays as it is, and so does the optimizer's state. Afterwards the other parameters are
+        placeholders again. Collective over all processes.
+        """
+        self.onload()
+        missing, self._missing = self._missing, set()
+        placeholders = {name: self._table[name].data for name in missing}
+        try:
+            self._receive(missing, holders, device)
+            yield
+        finally:
+            for name, nothing in placeholders.items():
+                self._table[name].data = nothing
+            self._missing = missing
+
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Restore every weight on every process, on `device`. Collective over all processes."""
         self.onload()
         for name, flag in self._flags_of_first_holders(holders).items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
-        lacking = [name for name, ranks in holders.items() if len(ranks) < self._mesh.world_size]
-        for source in sorted({holders[name][0] for name in lacking}):
-            names = [name for name in lacking if holders[name][0] == source]
-            theirs = [self._table[name] for name in names]
-            if self._mesh.rank == source:
-                self._mesh.send_to_all(theirs)
-                continue
-            for name, value in zip(names, self._mesh.receive_from_one(theirs, source), strict=True):
-                if not self.is_here(name):
-                    self._table[name].data = value.to(device)
+        self._receive(self._missing, holders, device)
         for name in holders:
             _move(self._table[name], device)
         self._is_whole_again(device)
@@ -264,6 +273,19 @@ class WeightState:
         self._is_whole_again(next(iter(weights.values())).data.device)
 
     # ------------------------------------------------------------------------------------ inside
+    def _receive(self, missing: Collection[str], holders: Holders, device: torch.device) -> None:
+        """Fill these placeholders with the weights of their first holders. Collective over all processes."""
+        lacking = [name for name, ranks in holders.items() if len(ranks) < self._mesh.world_size]
+        for source in sorted({holders[name][0] for name in lacking}):
+            names = [name for name in lacking if holders[name][0] == source]
+            theirs = [self._table[name] for name in names]
+            if self._mesh.rank == source:
+                self._mesh.send_to_all(theirs)
+                continue
+            for name, value in zip(names, self._mesh.receive_from_one(theirs, source), strict=True):
+                if name in missing:
+                    self._table[name].data = value.to(device)
+
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
             buffer.data = buffer.data.to(device)
