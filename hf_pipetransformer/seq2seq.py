@@ -43,6 +43,22 @@ class PipeTransformerSeq2SeqTrainer(PipeTransformerTrainer, Seq2SeqTrainer):  # 
 
     args: PipeTransformerSeq2SeqTrainingArguments
 
+    def __init__(
+        self,
+        model: Any = None,
+        args: PipeTransformerSeq2SeqTrainingArguments | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> None:
+        if args is None:
+            args = PipeTransformerSeq2SeqTrainingArguments(output_dir="tmp_trainer")
+        if not isinstance(args, PipeTransformerSeq2SeqTrainingArguments):
+            raise ValueError(
+                f"args is a {type(args).__name__}, but PipeTransformerSeq2SeqTrainer requires"
+                " PipeTransformerSeq2SeqTrainingArguments. Pass an instance of it; it accepts the same fields."
+            )
+        super().__init__(model, args, *positional, **keywords)
+
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
         if not self._is_stock and not self._returns_several_sequences:
             # `Seq2SeqTrainer` keeps the samples that fill up the last batches of several processes, which one process

@@ -37,7 +37,15 @@ def memory_budget(device: torch.device, processes: int) -> int | None:
     if device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         return int(psutil.virtual_memory().available / here * USABLE_MEMORY)
-    memory = free_and_total(device)
+    return device_budget(device)
+
+
+def device_budget(device: torch.device) -> int | None:
+    """Number of bytes of an accelerator's memory that may be used; None if it is not known, and on the CPU.
+
+    The CPU's memory is no bound for a model, because the model was created there.
+    """
+    memory = free_and_total(device) if device.type != "cpu" else None
     return int(memory[1] * USABLE_MEMORY) if memory is not None else None
 
 

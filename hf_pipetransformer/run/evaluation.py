@@ -22,7 +22,7 @@ from transformers import Trainer
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
 from ..data.numbered_batches import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
-from ..pipeline.devices import fits, memory_budget
+from ..pipeline.devices import device_budget, fits
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.plan import MIB, PipelinePlan
 from ..planning.plan_choice import largest_bytes_with_whole_model
@@ -91,7 +91,7 @@ def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) ->
     if not is_asked or args.eval_strategy == "no" or plan.pipeline_parallel_size == 1:
         return
     needed = largest_bytes_with_whole_model(plan, sum(p.nbytes for p in job.model.parameters()))
-    budget = memory_budget(job.device, args.world_size) if job.device.type != "cpu" else None
+    budget = device_budget(job.device)
     if job.mesh.any(budget is not None and needed > budget):
         raise _too_large(job, needed, "of a device while it also holds the training state of its stage")
 
