@@ -230,8 +230,8 @@ def test_predictions_of_a_model_that_is_not_trained() -> None:
 
 # ---------------------------------------------------------------------------------------- freezing and the cache
 FREEZING = {
-    "max_steps": 15,
-    "eval_steps": 5,
+    "max_steps": 20,  # four epochs: the third and fourth read what the second has stored
+    "eval_steps": 9,
     "freeze_policy": "schedule",
     "freeze_schedule": {1: 3},
     "generation_num_beams": 1,
