@@ -20,6 +20,19 @@ def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device
     return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor subclass around other tensors, such as torchao's quantised weights.
+
+    Its dtype is the one that it is computed with; values and scales are in the tensors inside.
+    """
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def can_have_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a parameter can be trained: quantised weights cannot."""
+    return parameter.is_floating_point() and not is_wrapper(parameter)
+
+
 class ParameterTable:
     """Every parameter of a model by its first name, with all its names in the model.
 
@@ -59,12 +72,16 @@ class ParameterTable:
 
     @contextmanager
     def replaced(self, substitutes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, these parameters have other values in all modules, and require no gradient."""
-        originals = {name: (self[name], self[name].data, self[name].requires_grad) for name in substitutes}
+        """Inside, these parameters have other values in all modules, and require no gradient.
+
+        Wrappers of other tensors keep their values.
+        """
+        names = [name for name in substitutes if not is_wrapper(self[name])]
+        originals = {name: (self[name], self[name].data, self[name].requires_grad) for name in names}
         try:
-            for name, substitute in substitutes.items():
+            for name in names:
                 self[name].requires_grad_(False)
-                self[name].data = substitute
+                self[name].data = substitutes[name]
             yield
         finally:
             for parameter, data, requires_grad in originals.values():
@@ -73,9 +90,9 @@ class ParameterTable:
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:
-        """Inside, every parameter requires a gradient; afterwards the flags are restored."""
-        before = {name: self[name].requires_grad for name in self.names}
-        for name in self.names:
+        """Inside, every parameter that can have a gradient requires one; afterwards the flags are restored."""
+        before = {name: self[name].requires_grad for name in self.names if can_have_gradient(self[name])}
+        for name in before:
             self[name].requires_grad_(True)
         try:
             yield
