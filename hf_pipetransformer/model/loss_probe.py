@@ -45,7 +45,7 @@ from .loss_scaling import (
 )
 from .micro_batch import Batch, batch_rows
 from .nested import tensors_of
-from .placeholders import evaluation_mode, placeholder, reachable_leaves
+from .placeholders import evaluation_mode, placeholder, reachable_leaves, values_of
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
@@ -537,9 +537,11 @@ def _state_of(model: nn.Module, *others: Any) -> dict[str, Any]:
     only saved buffers, because they also keep tables that are computed from the inputs.
     """
     state: dict[str, Any] = {
-        f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
+        f"the parameter {name}{f' (part {part})' if part else ''}": torch.linalg.vector_norm(value.float())
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter.numel()  # such as those of a teacher that follows the model
+        if not parameter.requires_grad  # such as those of a teacher that follows the model
+        for part, value in enumerate(values_of(parameter))
+        if value.numel()
     }
     modules = list(model.named_modules())
     for part in with_parts(*others):

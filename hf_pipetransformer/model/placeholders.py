@@ -7,7 +7,7 @@ values. So tied weights, hooks on parameters, a user's lists and the optimizer's
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,45 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     Its dtype is the one that it is computed with; values and scales are in the tensors inside.
     """
     return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _places_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
+    """The objects and their attributes that hold a tensor's values."""
+    if not is_wrapper(tensor):
+        return [(tensor, "data")]
+    places: list[tuple[torch.Tensor, str]] = []
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        inside = getattr(tensor, name)
+        places += _places_of(inside) if is_wrapper(inside) else [(tensor, name)]
+    return places
+
+
+def values_of(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors with a parameter's values: its `data`, or those inside a wrapper (int8 values, scales)."""
+    return [getattr(owner, name) for owner, name in _places_of(parameter)]
+
+
+def set_values(parameter: torch.Tensor, values: Iterable[torch.Tensor]) -> None:
+    """Put other tensors in the place of `values_of(parameter)`; the parameter stays the same object."""
+    for (owner, name), value in zip(_places_of(parameter), values, strict=True):
+        setattr(owner, name, value)
+
+
+def with_values(parameter: torch.Tensor, values: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A new tensor of the parameter's kind with other values, of which it takes as many as it needs."""
+    if not is_wrapper(parameter):
+        return next(values)
+    names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside = {name: with_values(getattr(parameter, name), values) for name in names}
+    rebuilt: torch.Tensor = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
+        inside, context, parameter.shape, parameter.stride()
+    )
+    return rebuilt
+
+
+def num_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter's values, for a wrapper those that it takes and not those that it stands for."""
+    return sum(value.nbytes for value in values_of(parameter))
 
 
 def can_have_gradient(parameter: torch.Tensor) -> bool:
