@@ -6,6 +6,7 @@ values. So tied weights, hooks on parameters, a user's lists and the optimizer's
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,9 +68,22 @@ def num_bytes(parameter: torch.Tensor) -> int:
     return sum(value.nbytes for value in values_of(parameter))
 
 
+def has_state(parameter: torch.Tensor) -> bool:
+    """Whether it is a quantised weight of a class of its own, whose scales are attributes (bitsandbytes)."""
+    plain = type(parameter) in (torch.Tensor, nn.Parameter) or is_wrapper(parameter)
+    return not plain and not parameter.is_floating_point()
+
+
 def can_have_gradient(parameter: torch.Tensor) -> bool:
     """Whether a parameter can be trained: quantised weights cannot."""
     return parameter.is_floating_point() and not is_wrapper(parameter)
+
+
+def _substitutes(parameter: torch.Tensor, substitute: torch.Tensor) -> list[torch.Tensor]:
+    if not is_wrapper(parameter):
+        return [substitute]
+    is_nan = substitute.numel() > 0 and math.isnan(substitute[(0,) * substitute.dim()])
+    return [placeholder(v, math.nan if is_nan and v.is_floating_point() else 0.0) for v in values_of(parameter)]
 
 
 class ParameterTable:
@@ -113,18 +127,20 @@ class ParameterTable:
     def replaced(self, substitutes: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, these parameters have other values in all modules, and require no gradient.
 
-        Wrappers of other tensors keep their values.
+        Args:
+            substitutes: placeholders, by name. A wrapper gets one with the same fill for each of its tensors; a weight
+                that has state keeps its values, as it could not compute with others.
         """
-        names = [name for name in substitutes if not is_wrapper(self[name])]
-        originals = {name: (self[name], self[name].data, self[name].requires_grad) for name in names}
+        replaced = {name: self[name] for name in substitutes if not has_state(self[name])}
+        originals = [(parameter, values_of(parameter), parameter.requires_grad) for parameter in replaced.values()]
         try:
-            for name in names:
-                self[name].requires_grad_(False)
-                self[name].data = substitutes[name]
+            for name, parameter in replaced.items():
+                parameter.requires_grad_(False)
+                set_values(parameter, _substitutes(parameter, substitutes[name]))
             yield
         finally:
-            for parameter, data, requires_grad in originals.values():
-                parameter.data = data
+            for parameter, values, requires_grad in originals:
+                set_values(parameter, values)
                 parameter.requires_grad_(requires_grad)
 
     @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psutil
 import torch
+from torch import nn
 
 USABLE_MEMORY = 0.9
 """Fraction of a device's memory that a stage may be planned to fill."""
@@ -56,6 +57,12 @@ def fits(size: int, device: torch.device) -> bool:
     """
     memory = free_and_total(device) if device.type != "cpu" else None
     return memory is None or size < memory[0] * USABLE_MEMORY
+
+
+def is_on(module: nn.Module, device: torch.device) -> bool:
+    """Whether all parameters and buffers of a module are on a device; without an index it is the first of its kind."""
+    places = {(tensor.device.type, tensor.device.index or 0) for tensor in (*module.parameters(), *module.buffers())}
+    return places <= {(device.type, device.index or 0)}
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KeyedInputs, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_stack import LayerStack, refuse_batch_statistics
+from ..model.layer_stack import LayerStack, refuse_batch_statistics, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows, slice_rows
-from ..model.placeholders import evaluation_mode
-from ..pipeline.devices import fits, name_of_device
+from ..model.placeholders import evaluation_mode, num_bytes
+from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
 from ..pipeline.stage import StageModule
@@ -104,7 +104,7 @@ class CutModel:
         Collective over all processes. Does nothing if the model is not placed.
         """
         if self.pipeline.is_placed:
-            size = sum(p.nbytes for p in self.pipeline.model.parameters())
+            size = sum(map(num_bytes, self.pipeline.model.parameters()))
             device = self.pipeline.device
             self.pipeline.gather(device if fits(size, device) else torch.device("cpu"))
 
@@ -124,7 +124,8 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     mesh, model = job.mesh, job.model
     if job.args.uses_pipeline:
         refuse_distributed_model(model)  # model_init may have returned such a model
-    if fits(sum(p.nbytes for p in model.parameters()), job.device):
+    # a quantised model is often on its device already, and may refuse to be moved
+    if not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
     sample: Batch = {}
     if _cuts_or_freezes(job) or mesh.world_size > 1:
@@ -175,6 +176,7 @@ def _take_apart(
         stack.runner.kept_back = kept_back
         if job.args.uses_pipeline:
             refuse_batch_statistics(model)
+            refuse_weights_with_state(model)
         if job.freeze_callback is not None:
             freezable = FreezableLayers.of(stack, inputs)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())

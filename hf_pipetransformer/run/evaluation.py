@@ -22,7 +22,8 @@ from transformers import Trainer
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
 from ..data.numbered_batches import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
-from ..pipeline.devices import device_budget, fits
+from ..model.placeholders import num_bytes
+from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.plan import MIB, PipelinePlan
 from ..planning.plan_choice import largest_bytes_with_whole_model
@@ -69,11 +70,12 @@ def move_whole_to_device(job: TrainingJob) -> None:
     Raises:
         ValueError: the model does not fit the device of some process. Every process raises it.
     """
-    size = sum(p.nbytes for p in job.model.parameters())
-    is_here = all(p.device.type == job.device.type for p in job.model.parameters())
+    size = sum(map(num_bytes, job.model.parameters()))
+    is_here = is_on(job.model, job.device)
     if job.mesh.any(not is_here and not fits(size, job.device)):
         raise _too_large(job, size, "that are free on a device")
-    job.model.to(job.device)
+    if not is_here:
+        job.model.to(job.device)
 
 
 def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) -> None:
@@ -90,7 +92,7 @@ def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) ->
     is_asked = job.generates(prediction_loss_only=True if job.trainer.compute_metrics is None else None)
     if not is_asked or args.eval_strategy == "no" or plan.pipeline_parallel_size == 1:
         return
-    needed = largest_bytes_with_whole_model(plan, sum(p.nbytes for p in job.model.parameters()))
+    needed = largest_bytes_with_whole_model(plan, sum(map(num_bytes, job.model.parameters())))
     budget = device_budget(job.device)
     if job.mesh.any(budget is not None and needed > budget):
         raise _too_large(job, needed, "of a device while it also holds the training state of its stage")
