@@ -260,18 +260,24 @@ class Generates(TrainerCallback):
         model.generate(torch.tensor([[7, 8, EOS]]), max_length=4)
 
 
-def generating_in_a_callback(rank: int, world_size: int, stages: int) -> list[int]:
-    trainer = make("t5", world_size, stages, "callback")
-    trainer.add_callback(Generates())
+def generating_elsewhere(rank: int, world_size: int, stages: int, in_metrics: bool) -> list[int]:
+    """In a callback, or in the metrics of an evaluation that generates nothing itself."""
+    trainer = make("t5", world_size, stages, "callback", predict_with_generate=not in_metrics)
+    if in_metrics:
+        trainer.compute_metrics = lambda _: Generates().on_step_end(None, None, None, trainer.model) or {}
+        trainer.preprocess_logits_for_metrics = lambda logits, _: logits[0]
+    else:
+        trainer.add_callback(Generates())
     trainer.train()
     return trainer.model.generate(torch.tensor([[7, 8, EOS]]), max_length=4).tolist()  # whole again
 
 
-def test_generating_in_a_callback() -> None:
-    for error in run_ranks_expecting_error(generating_in_a_callback, WORLD, 2):
+@pytest.mark.parametrize("in_metrics", [False, True])
+def test_generating_elsewhere_is_refused_by_name(in_metrics: bool) -> None:
+    for error in run_ranks_expecting_error(generating_elsewhere, WORLD, 2, in_metrics):
         assert isinstance(error, ValueError) and not isinstance(error, UnsupportedModelError)
         assert "generate() was called while T5ForConditionalGeneration is split over pipeline stages" in str(error)
-    assert len(run_ranks(generating_in_a_callback, 1, 1)) == 1
+    assert len(run_ranks(generating_elsewhere, 1, 1, in_metrics)) == 1
 
 
 def without_room(rank: int, world_size: int, budget: int, in_training: bool) -> None:
