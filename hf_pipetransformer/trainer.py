@@ -31,7 +31,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.numbered_batches import KeysApart
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, refuse_wrong_order
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
 from .model.micro_batch import naming_long_rows
@@ -39,6 +39,7 @@ from .pipeline.elastic_pipeline import ElasticPipeline
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
 from .run.checkpointing import CheckpointWrite, PipelineState
+from .run.collectives import LogsOfAllStages
 from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
@@ -53,7 +54,7 @@ from .run.resuming import (
 from .run.run import PipelineRun
 from .run.run_log import recording
 from .run.samples import SampleCollator
-from .training_args import PipeTransformerTrainingArguments
+from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ class PipeTransformerTrainer(Trainer):
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: KeysApart | None = None
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        refuse_wrong_order(cls, PipeTransformerTrainer, Trainer, first=True)
+
     def __init__(
         self,
         model: Any = None,
@@ -96,21 +101,28 @@ class PipeTransformerTrainer(Trainer):
         freeze_policy: FreezePolicy | None = None,
         **keywords: Any,
     ) -> None:
-        if args is None:
+        if args is None and super().__init__.__func__ is Trainer.__init__:  # type: ignore[attr-defined]
             args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, PipeTransformerTrainingArguments):
             raise ValueError(
-                f"args is a {type(args).__name__}, but PipeTransformerTrainer requires"
-                " PipeTransformerTrainingArguments. Pass an instance of it; it accepts the same fields."
+                f"args is a {type(args).__name__}, but {type(self).__name__} requires"
+                " PipeTransformerTrainingArguments. Pass an instance of it as args=...; it accepts the same fields."
+                " With another library's trainer, pass a dataclass that derives from its arguments and from"
+                " PipeTransformerTrainingArguments, in this order."
             )
         if args.uses_pipeline:
             refuse_distributed_model(model)
-        super().__init__(model, args, *positional, **keywords)
+        # by name: a trainer of another library may have other arguments in between
+        make = super().__init__
+        with naming_lost_arguments(args):
+            make(model, args, *positional, **keywords) if positional else make(model=model, args=args, **keywords)
         policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
         if not isinstance(policy, NeverFreeze):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         self.callback_handler.callbacks.insert(0, PipelineState())
+        if args.uses_pipeline:
+            self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job))
 
     @property
     def pipeline(self) -> ElasticPipeline | None:

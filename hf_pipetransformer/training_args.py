@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+from .errors import refuse_wrong_order
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.schedules import SCHEDULES
 from .resilience.exit import end_at_exit
@@ -252,6 +255,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     watchdog_timeout: float = field(
         default=30.0, metadata={"help": "Seconds after which a process that hangs ends the job; 0: never."}
     )
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # a dataclass takes the defaults of its first base for all fields that this one has, inherited ones too
+        refuse_wrong_order(cls, PipeTransformerTrainingArguments, TrainingArguments, first=False)
 
     def __post_init__(self) -> None:
         self._check_cache()
@@ -515,3 +523,23 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             " one process, regardless of --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or"
             " torchrun.)"
         )
+
+
+@contextmanager
+def naming_lost_arguments(args: PipeTransformerTrainingArguments) -> Iterator[None]:
+    """Inside the context, another library's trainer may turn arguments into its own class, which lacks our fields.
+
+    Raises:
+        ValueError: its class has been called with our fields.
+    """
+    try:
+        yield
+    except TypeError as error:
+        ours = {one.name for one in fields(args)} - {one.name for one in fields(TrainingArguments)}
+        if "unexpected keyword argument" not in str(error) or not any(f"'{name}'" in str(error) for name in ours):
+            raise
+        library = str(error).partition(".__init__")[0]
+        raise ValueError(
+            f"args is a {type(args).__name__}, which the trainer turns into {library}, and {error}. Pass a dataclass"
+            f" that derives from both: class Arguments({library}, PipeTransformerTrainingArguments)."
+        ) from error

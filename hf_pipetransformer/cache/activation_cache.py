@@ -313,7 +313,7 @@ class ActivationCache:
         if awaited is None or not runner.is_running or module is not self._stack.model:
             return
         self._awaited = None
-        if not awaited.inputs.are(named_inputs(module, args, kwargs), self._ignored):
+        if not awaited.inputs.are(named_inputs(module, args, kwargs), self._ignored, runner.added):
             self.met_other_inputs = True
             return
         runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)

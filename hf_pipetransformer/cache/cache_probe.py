@@ -145,7 +145,7 @@ class _Rows:
     """A batch of some of the samples, on the model's device."""
 
     batch: Batch
-    indices: Sequence[int]  # indices of the samples
+    indices: Sequence[int]  # for each row the index of its sample, plus the number of samples for each block before
     spans: Sequence[slice]
 
     @property
@@ -205,7 +205,7 @@ class _Probe:
             self._keys.clear()
             sample = self._rows(range(len(self._samples)))
         self.padded_left = any(bool(span.start) for span in sample.spans)
-        order = sorted(sample.indices, key=lambda i: _num_tokens(sample.spans[i]))
+        order = sorted(range(len(self._samples)), key=lambda i: _num_tokens(sample.spans[i]))
         shortest = self._rows(order[:1])
         self._choose_tensors(shortest)  # 1
         with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
@@ -397,7 +397,7 @@ class _Probe:
 
     # ------------------------------------------------------------------------------------ running and judging
     def _rows(self, indices: Sequence[int]) -> _Rows:
-        """Collate some of the samples.
+        """Collate some of the samples. A collator may make several rows of each, in blocks (`micro_batch`).
 
         Raises:
             _Refusal: they have no keys, or their keys differ from those in another batch.
@@ -412,6 +412,10 @@ class _Probe:
             raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
         if keys is None:
             raise _Refusal("the batch contains inputs other than tensors and plain values")
+        if len(keys) % len(indices):
+            raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
+        blocks = range(len(keys) // len(indices))
+        indices = [block * len(self._samples) + i for block in blocks for i in indices]
         if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, keys, strict=True)):
             raise _Refusal(
                 "a sample has different inputs in another batch, so its cached state would not be found again"

@@ -282,12 +282,13 @@ class KeyedInputs:
     def padded_length(self) -> int | None:
         return padded_length({name: value for name, (value, _) in self._inputs.items()})
 
-    def are(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
+    def are(self, inputs: Mapping[str, Any], ignored: Collection[str], added: Mapping[str, Any] | None = None) -> bool:
         """Whether a model that is called on these inputs computes the same states.
 
         Args:
             inputs: the model's arguments.
             ignored: names of inputs that no frozen layer reads.
+            added: settings that the loss adds to every batch, by name (`added_settings`).
         """
         unread = {*ignored, *NOT_OF_STATES}
         are_here = all(
@@ -296,7 +297,8 @@ class KeyedInputs:
             if name not in unread
         )
         return are_here and all(
-            name in self._inputs or name in unread or value is None for name, value in inputs.items()
+            name in self._inputs or name in unread or value is None or _is_setting(added or {}, name, value)
+            for name, value in inputs.items()
         )
 
     def are_exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
@@ -353,6 +355,25 @@ class BatchKeys:
     def blank(self) -> BatchKeys:
         """The same with `without_keys`, for use where the keys must have no effect."""
         return BatchKeys(without_keys(self.tensor), self.inputs)
+
+
+def added_settings(batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values among a model's arguments that are not in the batch: the loss adds them to every batch.
+
+    Args:
+        batch: the batch.
+        inputs: the model's arguments in a call on this batch.
+    """
+    varying = NOT_OF_STATES - {"use_cache"}  # a call's number of items
+    return {
+        name: value
+        for name, value in inputs.items()
+        if name not in batch and name not in varying and value is not None and isinstance(value, _PLAIN)
+    }
+
+
+def _is_setting(added: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name in added and type(value) is type(added[name]) and value == added[name]
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -147,6 +147,9 @@ class LayerRangeRunner:
         self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
         """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        self.added: dict[str, Any] = {}
+        """Settings that the loss adds to the model's inputs (`use_cache=False`). Stages below the loss use them, too;
+        the whole model may refuse them without what else the loss adds."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -294,7 +297,7 @@ class LayerRangeRunner:
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
-                self.model(**self.arguments(batch))
+                self.model(**{**self.added, **self.arguments(batch)})
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}

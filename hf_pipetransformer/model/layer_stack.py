@@ -47,6 +47,7 @@ class LayerStack:
             the layers, the last one those of the head. A parameter needed by several units (a tied head, ALBERT's
             layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
+        rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
         only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
             encoder's output): if the unit runs alone, they get no gradient.
@@ -69,6 +70,7 @@ class LayerStack:
         self.boundaries = tuple(boundaries)
         self.unreached = unreached
         self.only_returned = only_returned
+        self.rows_per_sample = 1
 
     @property
     def num_units(self) -> int:

@@ -93,6 +93,7 @@ def probe_loss(
     is_cut: bool,
     apart: Sequence[Batch] = (),
     tolerance: Tolerance,
+    blocks: int = 1,
 ) -> LossProbe:
     """Probe a loss. Afterwards the model, its weights, random generators and `others` are as before.
 
@@ -107,6 +108,7 @@ def probe_loss(
         is_cut: whether the model will be split into several stages.
         apart: as in `find_loss_reduction`.
         tolerance: tolerance of the comparisons.
+        blocks: number of rows that the collator has made of each sample, perhaps in blocks.
 
     Raises:
         UnsupportedModelError: with several stages, if the loss or the model keeps state, or the loss needs more of the
@@ -130,6 +132,7 @@ def probe_loss(
                         is_cut=is_cut,
                         apart=apart,
                         tolerance=tolerance,
+                        blocks=blocks,
                         accepts_nothing=factor != FACTORS[-1],
                     )
                 if found is not None:
@@ -160,6 +163,7 @@ def _probe_moved(
     is_cut: bool,
     apart: Sequence[Batch],
     tolerance: Tolerance,
+    blocks: int,
     accepts_nothing: bool,
 ) -> LossProbe | None:
     """`probe_loss` with changed weights; None if the loss is almost zero and `accepts_nothing` is set."""
@@ -177,10 +181,9 @@ def _probe_moved(
     with study.mode(evaluates=is_random):
         if is_random:  # layers may have been skipped
             reached = study.reached(first)
-        reduction = (
-            unexamined(shifts_labels, keeps_state)
-            if keeps_state is not None
-            else find_loss_reduction(
+        reduction = unexamined(shifts_labels, keeps_state or "")
+        for rows_of_sample in sorted({1, blocks}) if keeps_state is None else ():
+            reduction = find_loss_reduction(
                 study.outcome,
                 batches,
                 shifts_labels=shifts_labels,
@@ -188,8 +191,10 @@ def _probe_moved(
                 passes_items=passes_items,
                 apart=apart,
                 tolerance=tolerance,
+                blocks=rows_of_sample,
             )
-        )
+            if reduction.kind != "whole":
+                break
     if reduction.kind != "whole" and (found := _hooks_on_parts(study.model)) is not None:
         reduction = unexamined(shifts_labels, found)
     if reduction.kind != "whole" and is_random and study.mixes_rows(first):

@@ -48,6 +48,7 @@ class LossReduction:
         reason: why no other kind than "whole" was found, or why a kind was not tried.
         depends_on_padding: parts that are collated separately, and so padded to other lengths, do not add up to the
             whole.
+        blocks: number of rows that the collator makes of a sample, block by block (`micro_batch`).
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class LossReduction:
     key: str = "labels"
     reason: str = field(default="", compare=False)
     depends_on_padding: bool = field(default=False, compare=False)
+    blocks: int = 1
 
     def count(self, batch: Batch) -> int | float:
         """Number of items in a batch: tokens or samples that have a label, or the sum of their weights."""
@@ -194,6 +196,7 @@ def find_loss_reduction(
     passes_items: bool = True,
     apart: Sequence[Batch] = (),
     tolerance: Tolerance = EXACT,
+    blocks: int = 1,
 ) -> LossReduction:
     """Find by trial how the loss of a batch follows from the losses of its samples.
 
@@ -206,6 +209,7 @@ def find_loss_reduction(
         passes_items: whether the Trainer passes `num_items_in_batch` to this loss.
         apart: a batch, followed by its parts as they are if each is collated separately, as replicas do.
         tolerance: tolerance of the comparisons.
+        blocks: number of rows that the collator has made of each sample.
 
     Returns:
         The reduction; of kind "whole", with the reason, if no other kind fits.
@@ -213,7 +217,7 @@ def find_loss_reduction(
     candidates: list[LossReduction] | None = None
     reason = ""
     for number, batch in enumerate(batches):
-        if batch_rows(batch) < 2:
+        if batch_rows(batch) < 2 * blocks:
             return _of_a_single_row(loss_of, batch, shifts_labels, passes_items, tolerance)
         items = items_passed(batch, shifts_labels, passes_items)
         try:
@@ -228,8 +232,11 @@ def find_loss_reduction(
             raise
         if candidates is None:
             doubled = loss_of(batch, 2 * items) if items is not None else whole
-            candidates = list(_candidates(batch, whole, doubled, shifts_labels, label_names, tolerance))
-        parts = _unequal_parts(batch)
+            candidates = [
+                replace(candidate, blocks=blocks)
+                for candidate in _candidates(batch, whole, doubled, shifts_labels, label_names, tolerance)
+            ]
+        parts = _unequal_parts(batch, blocks)
         outcomes: dict[tuple[int, NumItems], LossOutcome] = {}
         fitting = []
         for reduction in candidates:
@@ -330,11 +337,11 @@ def _is_weight(value: torch.Tensor) -> bool:
     return bool((value >= 0).all()) if value.is_floating_point() else True
 
 
-def _unequal_parts(batch: Batch) -> list[Batch]:
+def _unequal_parts(batch: Batch, blocks: int) -> list[Batch]:
     """Parts of one sample, of up to half, and of the rest, of unequal sizes so that a missing weight shows."""
-    rows = batch_rows(batch)
-    bounds = sorted({0, 1, max(1, rows // 2), rows})
-    return [slice_rows(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
+    samples = batch_rows(batch) // blocks
+    bounds = sorted({0, 1, max(1, samples // 2), samples})
+    return [slice_rows(batch, start, stop, blocks) for start, stop in itertools.pairwise(bounds)]
 
 
 def _of_a_single_row(

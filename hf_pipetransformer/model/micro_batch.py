@@ -1,13 +1,17 @@
 """Splits a batch into micro-batches along the batch dimension.
 
 row: one entry along the batch dimension of a batch, i.e. one sample.
+
+A collator may make several rows of a sample, in blocks: a preference pair's batch is [chosen 1, chosen 2, rejected 1,
+rejected 2]. With `blocks`, a part of it has the same samples' rows of each block, and is laid out in the same way.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,21 +42,43 @@ def batch_rows(batch: Mapping[str, Any]) -> int:
     )
 
 
-def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
+def slice_rows(batch: Mapping[str, Any], start: int, stop: int, blocks: int = 1) -> Batch:
     """Samples [start, stop) of every tensor, list or tuple that has one entry per sample; other values unchanged.
 
     Includes those inside dicts, lists and tuples.
+
+    Args:
+        batch: the whole batch.
+        start: the first sample.
+        stop: the sample after the last one.
+        blocks: number of rows of each sample; values with one entry per sample, beside them, are cut as well.
     """
-    return _cut(batch, batch_rows(batch), lambda value: value[start:stop])
+    rows = batch_rows(batch)
+    size = rows // blocks
+    part = _cut(batch, size, lambda value: value[start:stop])
+    if blocks == 1:
+        return part
+    return _cut(
+        part, rows, partial(_chosen, [block * size + i for block in range(blocks) for i in range(start, stop)])
+    )
 
 
 def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
     """Some samples of every tensor, list or tuple that has one entry per sample; other values unchanged."""
+    return _cut(batch, batch_rows(batch), partial(_chosen, rows))
 
-    def chosen(value: Any) -> Any:
-        return value[rows] if isinstance(value, torch.Tensor) else type(value)(value[row] for row in rows)
 
-    return _cut(batch, batch_rows(batch), chosen)
+def _chosen(rows: list[int], value: Any) -> Any:
+    return value[rows] if isinstance(value, torch.Tensor) else type(value)(value[row] for row in rows)
+
+
+def join_rows(parts: Sequence[torch.Tensor], dim: int, blocks: int = 1) -> torch.Tensor:
+    """The tensor of a whole batch from those of its parts, along the dimension of the rows: undoes `slice_rows`."""
+    if blocks == 1:
+        return torch.cat(list(parts), dim=dim)
+    return torch.cat(
+        [block for of_block in zip(*(p.chunk(blocks, dim) for p in parts), strict=True) for block in of_block], dim=dim
+    )
 
 
 def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:
@@ -133,12 +159,12 @@ def _is_idle_soon(device: torch.device) -> bool:
     return True
 
 
-def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:
+def split_batch(batch: Mapping[str, Any], count: int, blocks: int = 1) -> list[Batch]:
     """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples."""
-    rows = batch_rows(batch)
-    assert rows % count == 0, f"{rows} rows are not divisible into {count} micro-batches"
-    size = rows // count
-    return [slice_rows(batch, i * size, (i + 1) * size) for i in range(count)]
+    samples = batch_rows(batch) // blocks
+    assert samples % count == 0, f"{samples} samples are not divisible into {count} micro-batches"
+    size = samples // count
+    return [slice_rows(batch, i * size, (i + 1) * size, blocks) for i in range(count)]
 
 
 def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -135,7 +135,7 @@ class PlacedPipeline:
             plan.schedule,
         )
         self._trials = MicrobatchTrials(
-            partial(plan.promising_microbatches, within=WORTH_A_TRIAL),
+            lambda rows: plan.promising_microbatches(rows // stage.stack.rows_per_sample, within=WORTH_A_TRIAL),
             self.messages.largest,
             partial(synchronise, stage.device),
         )
@@ -233,7 +233,7 @@ class PlacedPipeline:
         inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
         together = [inputs], [self._scheduler.joined(batch, received)]
         losses = []
-        for batches, values in ((split_batch(inputs, len(received)), received), together):
+        for batches, values in ((split_batch(inputs, len(received), stage.stack.rows_per_sample), received), together):
             with stage.holding(batches):
                 for rows, arrived in zip(batches, values, strict=True):
                     with stage.running_to_the_end(arrived, rows) as mine:

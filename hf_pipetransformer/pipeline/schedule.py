@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.torch_version import TorchVersion
 
-from ..model.micro_batch import Batch, batch_rows, split_batch
+from ..model.micro_batch import Batch, batch_rows, join_rows, split_batch
 from ..planning.schedules import schedule_of_step
 from .older_torch import OlderPipelineStage
 from .stage import ShapeBook, StageModule, StageShapes
@@ -98,7 +98,7 @@ class PipelineScheduler:
         stage.gradients_synchronise = gradients_synchronise
         index = torch.arange(num_microbatches)  # the argument that torch splits into micro-batches
         target = index if self._stage.is_last else None
-        with self._stage.holding(split_batch(batch, num_microbatches), shapes):
+        with self._stage.holding(split_batch(batch, num_microbatches, self._stage.stack.rows_per_sample), shapes):
             schedule.step(index=index, target=target, return_outputs=False)
 
     def joined(self, batch: Batch, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ class PipelineScheduler:
         for carried, parts in zip(whole, zip(*received, strict=True), strict=True):
             shapes = zip(carried.shape, parts[0].shape, strict=True)
             rows = next((d for d, (size, of_part) in enumerate(shapes) if size != of_part), None)
-            values.append(parts[0] if rows is None else torch.cat(parts, dim=rows))
+            values.append(parts[0] if rows is None else join_rows(parts, rows, self._stage.stack.rows_per_sample))
         return values
 
     def _for(self, shapes: StageShapes, num_microbatches: int) -> tuple[_ScheduledStage, PipelineScheduleSingle]:

@@ -91,6 +91,15 @@ class WeightState:
         """Whether user code has changed `requires_grad` of a parameter that is here. Cheap, and not collective."""
         return [parameter.requires_grad for parameter in self._here] != self._flags_here
 
+    def refreeze(self) -> None:
+        """Undo `requires_grad=True` on parameters that a freeze policy has frozen. Not collective.
+
+        PEFT sets it on all parameters of an adapter that it makes active, for one after a loss has used another.
+        """
+        for name in self._frozen:
+            if self._table[name].requires_grad and self.is_here(name):
+                self._table[name].requires_grad_(False)
+
     def read_flags(self) -> None:
         """Record which parameters of the complete model the user wants to train. Not collective."""
         assert self.is_whole

@@ -14,7 +14,7 @@ from torch import nn
 from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.sharing import open_store
-from ..data.numbered_batches import TrainingBatches
+from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -55,17 +55,22 @@ def make_cache(
     args, trainer = job.args, job.trainer
     assert pipeline.freezable is not None
     collate = job.collator(data.collate_fn)
+    not_in_keys = job.not_in_keys | pipeline.stack.runner.kept_back
+    if isinstance(data, NumberedBatches):
+        data.leave_out_of_keys(pipeline.stack.runner.kept_back)
 
     def loss_of(batch: Batch) -> torch.Tensor:
         with seeded(args.seed):  # methods that the user has overridden may draw random numbers
-            loss = trainer.compute_loss(job.model, dict(trainer._prepare_inputs(dict(batch))))
+            inputs = dict(trainer._prepare_inputs(dict(batch)))
+            with job.computing_loss():
+                loss = trainer.compute_loss(job.model, inputs)
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
     samples = varied_samples(data.spread_rows(SAMPLES_TO_PROBE), collate)
     with trainer.compute_loss_context_manager():
         verdicts = probe_boundaries(
-            pipeline.stack, pipeline.freezable, samples, collate, ignored=job.not_in_keys, loss_of=loss_of
+            pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
         )
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
     # probe_boundaries has refused a collator that cannot collate all of them together
@@ -96,7 +101,7 @@ def make_cache(
         storage_dtype,
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
-        job.not_in_keys,
+        not_in_keys,
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(

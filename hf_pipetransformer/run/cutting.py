@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KeyedInputs, named_inputs
+from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, refuse_batch_statistics, refuse_weights_with_state
@@ -166,14 +166,14 @@ def _take_apart(
 ) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
     """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs."""
     model = job.model
-    kept_back = _names_kept_back(job, sample)
+    kept_back, added = _changes_of_loss(job, sample)
     inputs, padded = (
         {name: value for name, value in batch.items() if name not in kept_back} for batch in (sample, padded)
     )
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
         stack = LayerStack.discover(model, inputs)
-        stack.runner.kept_back = kept_back
+        stack.runner.kept_back, stack.runner.added = kept_back, added
         if job.args.uses_pipeline:
             refuse_batch_statistics(model)
             refuse_weights_with_state(model)
@@ -183,8 +183,13 @@ def _take_apart(
     return stack, freezable, unit_costs
 
 
-def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
-    """Return the inputs that `compute_loss` does not pass to the model: sample weights or labels that it takes out."""
+def _changes_of_loss(job: TrainingJob, sample: Batch) -> tuple[frozenset[str], dict[str, Any]]:
+    """Return what `compute_loss` changes about the model's inputs.
+
+    Returns:
+        Names of the inputs that it does not pass on: sample weights or labels that it takes out; and the plain values
+        that it adds: `use_cache=False`, for one.
+    """
     calls: list[Mapping[str, Any]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,7 +202,7 @@ def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
         with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
             inputs = dict(trainer._prepare_inputs(dict(sample)))
             given = KeyedInputs(inputs)
-            with trainer.compute_loss_context_manager():
+            with job.computing_loss():
                 trainer.compute_loss(model, inputs)
     except Exception as error:  # the same error will show when the model itself is called
         if is_out_of_memory(error):
@@ -205,12 +210,12 @@ def _names_kept_back(job: TrainingJob, sample: Batch) -> frozenset[str]:
     finally:
         hook.remove()
     if not calls:
-        return frozenset()
+        return frozenset(), {}
     if given.are_exchanged(calls[0], job.not_in_keys):
         if job.args.uses_pipeline:
             raise_for_exchanged_inputs(model)
-        return frozenset()
-    return frozenset(sample) - calls[0].keys()
+        return frozenset(), {}
+    return frozenset(sample) - calls[0].keys(), added_settings(sample, calls[0])
 
 
 def _costs_of_units(

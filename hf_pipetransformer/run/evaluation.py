@@ -30,6 +30,7 @@ from ..planning.plan_choice import largest_bytes_with_whole_model
 from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
+from .collectives import on_last_stage_only
 from .job import TrainingJob
 from .training_data import keying_collator
 
@@ -140,7 +141,7 @@ def in_training(
             collate_fn = getattr(base, "collate_fn", None)
             # also before the first freeze, because persistent workers keep the collator that they started with
             if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
-                base.collate_fn = keying_collator(job, generations, collate_fn)
+                base.collate_fn = keying_collator(job, generations, collate_fn, pipeline.stack.runner.kept_back)
                 stack.callback(setattr, base, "collate_fn", collate_fn)
             if pipeline.cache is not None and not cache.weights_hold():
                 pipeline.use_cache(None)  # e.g. averaged weights
@@ -173,7 +174,7 @@ def predict(
         if pipeline.is_split:
 
             def head(batch: Batch) -> Prediction:
-                with _handing_on_prepared(job.trainer, batch):
+                with _handing_on_prepared(job.trainer, batch), on_last_stage_only(job.trainer.accelerator):
                     return stock(job.model, batch)
 
             result: Prediction = pipeline.predict(prepared(job, inputs, keys), head)

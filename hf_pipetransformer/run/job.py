@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,6 +22,7 @@ from ..model.micro_batch import batch_rows, select_rows
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
+from .collectives import on_last_stage_only
 from .samples import SampleCollator
 
 COST_SAMPLE_ROWS = 16
@@ -162,6 +164,19 @@ class TrainingJob:
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
         return self.stock_prepare_inputs(inputs)
+
+    @contextmanager
+    def computing_loss(self) -> Iterator[None]:
+        """Context in which the user's `compute_loss` is called: the trainer's own, with collectives that cannot hang.
+
+        It is the same when the loss is probed on all processes, so what the last stage may not call is refused then.
+        """
+        with self.trainer.compute_loss_context_manager():
+            if not self.args.uses_pipeline:
+                yield
+                return
+            with on_last_stage_only(self.trainer.accelerator):
+                yield
 
     def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
         """Return a collator for probing a few samples."""

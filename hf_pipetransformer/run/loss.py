@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.content_keys import KeyedInputs, named_inputs
+from ..cache.content_keys import NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..data.numbered_batches import BatchSlice
 from ..model.loss_scaling import IGNORED, LossReduction
 from ..model.micro_batch import Batch, batch_rows
@@ -84,7 +84,7 @@ class TrainersLoss:
     def of_batch(self, batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
         """Return the loss of a prepared batch, 0-dimensional. Another seed gives other random numbers."""
         trainer = self.job.trainer
-        with seeded(self.job.args.seed + seed), trainer.compute_loss_context_manager():
+        with seeded(self.job.args.seed + seed), self.job.computing_loss():
             loss = trainer.compute_loss(self.job.model, batch, num_items_in_batch=num_items)
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
@@ -120,7 +120,7 @@ class TrainersLoss:
                 if isinstance(value := inputs.get(name), torch.Tensor)
             }
         trainer = self.job.trainer
-        with trainer.compute_loss_context_manager():
+        with self.job.computing_loss():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=asked if self.passes_items(batch) else None)
         assert isinstance(loss, torch.Tensor)
         return loss.mean() * weight
@@ -245,10 +245,15 @@ class BatchInFlight:
             yield
             return
         model, ignored = pipeline.model, self._loss.job.not_in_keys
-        given = KeyedInputs(inputs)
+        given, settings = KeyedInputs(inputs), pipeline.stack.runner.added
 
         def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.exchanges_inputs |= given.are_exchanged(named_inputs(model, args, kwargs), ignored)
+            called = named_inputs(model, args, kwargs)
+            added = added_settings(inputs, called)
+            has_other_settings = any(
+                added.get(name) != settings.get(name) for name in (added.keys() | settings.keys()) - NOT_OF_STATES
+            )
+            self.exchanges_inputs |= has_other_settings or given.are_exchanged(called, ignored)
 
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
         try:

@@ -75,7 +75,8 @@ def find_reduction(
 
     Args:
         loss: the trainer's loss.
-        stack: the units of the model; the names of parameters without a gradient are added to `stack.unreached`.
+        stack: the units of the model; the names of parameters without a gradient are added to `stack.unreached`, and
+            `stack.rows_per_sample` is set.
         data: the training batches.
         collate: collates samples; None if nothing is probed.
 
@@ -86,7 +87,8 @@ def find_reduction(
     if job.sums_nothing_up and not job.args.uses_pipeline:
         return unexamined(loss.shifts_labels), False  # nothing is added up
     assert collate is not None
-    sample = _sample_for_loss(loss, data, collate)
+    sample, num_samples = _sample_for_loss(loss, data, collate)
+    rows = batch_rows(sample)
     variants = label_variants(
         sample,
         loss.label_names,
@@ -108,11 +110,13 @@ def find_reduction(
             is_cut=job.args.uses_pipeline,
             apart=_collated_apart(job, data, collate),
             tolerance=EXACT if loss.is_exact else HALF_PRECISION,
+            blocks=rows // num_samples if rows % num_samples == 0 else 1,
         )
     # results may differ between processes by rounding, or by what a collator draws
     found = job.mesh.gather_objects(mine)
     reduction = found[0].reduction
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
+    stack.rows_per_sample = reduction.blocks
     if reduction.kind != "whole" and reduction.reason:
         logger.warning("The loss of %s: %s.", type(job.model).__name__, reduction.reason)
     return reduction, found[0].is_random
@@ -132,21 +136,23 @@ def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
     return range(num_labels) if are_classes else ()
 
 
-def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> Batch:
-    """Return samples of different classes, prepared as for a step.
+def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, int]:
+    """Return a batch of samples of different classes, prepared as for a step, and their number.
 
-    Their number is that of a training batch, and at most `LOSS_SAMPLE_ROWS`.
+    The number is that of a training batch, and at most `LOSS_SAMPLE_ROWS`.
     """
     samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
     rows = min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once, len(samples))
     chosen = of_different_classes(samples, loss.label_names)
+    chosen = chosen[: max(rows, 2)]
     try:
-        batch = collate(chosen[: max(rows, 2)])
+        batch = collate(chosen)
     except Exception:
         if rows > 1:
             raise
-        batch = collate(chosen[:1])  # samples of different lengths that are trained one per batch
-    return _prepared(loss.job, batch)[0]
+        chosen = chosen[:1]
+        batch = collate(chosen)  # samples of different lengths that are trained one per batch
+    return _prepared(loss.job, batch)[0], len(chosen)
 
 
 def _collated_apart(job: TrainingJob, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, ...]:
@@ -195,7 +201,7 @@ def find_windows(
         UnsupportedModelError: they cannot be split for this model or loss, or the probe has failed.
     """
     job = loss.job
-    if reduction.kind not in ("sum", "mean"):
+    if reduction.kind not in ("sum", "mean") or reduction.blocks > 1:
         raise UnsupportedModelError(
             job.model,
             "its loss is not a plain sum or mean over samples or tokens, so token slices would change it.",

@@ -194,7 +194,9 @@ class Steps:
     def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """Return what a micro-batch contributes to the global batch's loss. Called on the last stage."""
         assert self._in_flight is not None
-        return self._in_flight.loss_of(self._pipeline, micro_batch)
+        loss = self._in_flight.loss_of(self._pipeline, micro_batch)
+        self._pipeline.weights.refreeze()
+        return loss
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by their norm over all stages. Collective over the pipeline.

@@ -132,15 +132,18 @@ def generations_file(job: TrainingJob) -> Path | None:
     return current_file(folder, output_dir, nodes)
 
 
-def keying_collator(job: TrainingJob, generations: Path, collate_fn: Any) -> KeyingCollator:
+def keying_collator(
+    job: TrainingJob, generations: Path, collate_fn: Any, kept_back: frozenset[str] = frozenset()
+) -> KeyingCollator:
     """Wrap the user's collator so that it adds the cache key of each sample.
 
     Args:
         job: the training job.
         generations: the file returned by `generations_file`.
         collate_fn: the user's collator.
+        kept_back: names of further inputs that do not count: the loss does not pass them to the model.
     """
-    return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys)
+    return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys | kept_back)
 
 
 def _order_of_first(job: TrainingJob, order: list[int]) -> list[int]:

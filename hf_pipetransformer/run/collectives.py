@@ -1,0 +1,125 @@
+"""Collectives that user code calls where only the last stage of a pipeline runs: `compute_loss`, `prediction_step`.
+
+    accelerator.gather, gather_for_metrics, reduce,      this process's values, as in a training on one process
+    pad_across_processes
+    any other collective of torch.distributed            refused by name: the other stages would never enter it
+
+The values that such code logs (TRL's trainers override `log`) exist on the last stage only, and rank 0 is a first
+stage; `LogsOfAllStages` brings them there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+if TYPE_CHECKING:
+    from .job import TrainingJob
+
+GATHERING = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
+"""Methods of an `Accelerator` that return their first argument when there is one process."""
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+)
+"""Functions of `torch.distributed` that all processes of a group must call."""
+LOGGED_BY_ALL = ("learning_rate", "_runtime")
+"""How keys end that the stock Trainer logs on every process: with each step's loss, and after an evaluation."""
+
+
+@contextmanager
+def on_last_stage_only(accelerator: Accelerator) -> Iterator[None]:
+    """Inside the context, this thread's collectives mean this process alone, or are refused.
+
+    Raises:
+        ValueError: a function of `torch.distributed` is called inside that all processes would have to call.
+    """
+    thread = threading.get_ident()
+    methods = {name: vars(accelerator).get(name) for name in GATHERING}
+    functions = {name: getattr(dist, name) for name in COLLECTIVES}
+    vars(accelerator).update(dict.fromkeys(GATHERING, _first))
+    for name, function in functions.items():
+        setattr(dist, name, _refusing(name, function, thread))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+        for name, method in methods.items():
+            del vars(accelerator)[name]
+            if method is not None:  # the user had replaced it, or the code around this context
+                vars(accelerator)[name] = method
+
+
+def _first(*values: Any, **named: Any) -> Any:
+    """Return the first argument, whatever its name."""
+    return values[0] if values else next(iter(named.values()))
+
+
+def _refusing(name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return function(*args, **kwargs)
+        raise ValueError(
+            f"compute_loss or prediction_step calls torch.distributed.{name} (directly or through another library),"
+            " but in a pipeline only the processes of the last stage compute the loss, so the others would never"
+            " enter it. Use the accelerator's gather, gather_for_metrics or reduce, which return this process's"
+            " values there, call it in a callback, or set pipeline_parallel_size=1."
+        )
+
+    return call
+
+
+class LogsOfAllStages(TrainerCallback):
+    """Adds to rank 0's logs what only other stages have logged: metrics that a `compute_loss` collects.
+
+    Several processes of the last stage (replicas) have each logged values of their own samples; numbers are averaged.
+
+    Args:
+        job_of: returns the training job.
+    """
+
+    def __init__(self, job_of: Callable[[], TrainingJob]) -> None:
+        self._job_of = job_of
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or not any(key.endswith(LOGGED_BY_ALL) for key in logs):
+            return  # one process may log alone
+        everyone = self._job_of().mesh.gather_objects(logs)
+        added: dict[str, Any] = {}
+        for key in dict.fromkeys(key for theirs in everyone for key in theirs if key not in everyone[0]):
+            values = [theirs[key] for theirs in everyone if key in theirs]
+            are_numbers = all(isinstance(value, (int, float)) for value in values)
+            added[key] = statistics.fmean(values) if are_numbers and len(values) > 1 else values[0]
+        logs.update({key: value for key, value in added.items() if key not in logs})
+        if state.log_history:
+            state.log_history[-1] = {**logs, **state.log_history[-1]}  # the stock method has copied the logs

@@ -1,0 +1,189 @@
+"""TRL's trainers with our two classes put in: the losses of the stock trainer on one process, or a refusal by name."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+
+pytestmark = [
+    pytest.mark.slow,  # importing TRL takes seconds in every process
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
+]
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+WORDS = 60
+SAMPLES, ROWS = 24, 8
+FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}, "num_train_epochs": 4}
+KINDS = {
+    "sft": ("SFTTrainer", "SFTConfig"),
+    "reward": ("RewardTrainer", "RewardConfig"),
+    "dpo": ("DPOTrainer", "DPOConfig"),
+    "kto": ("KTOTrainer", "KTOConfig"),
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_data(kind: str) -> Any:
+    from datasets import Dataset
+
+    draw = random.Random(0)
+
+    def text(shortest: int, longest: int) -> str:
+        return "".join(f" w{draw.randrange(WORDS)}" for _ in range(draw.randrange(shortest, longest)))
+
+    def texts(shortest: int, longest: int) -> list[str]:
+        return [text(shortest, longest) for _ in range(SAMPLES)]
+
+    if kind == "sft":
+        return Dataset.from_dict({"text": texts(4, 12)})
+    if kind == "kto":
+        labels = [i % 2 == 0 for i in range(SAMPLES)]
+        return Dataset.from_dict({"prompt": texts(3, 5), "completion": texts(3, 7), "label": labels})
+    return Dataset.from_dict({"prompt": texts(3, 5), "chosen": texts(3, 7), "rejected": texts(3, 7)})
+
+
+def make_model(kind: str, folder: str) -> Any:
+    """A reward model, or the policy in a folder, from where TRL loads the reference model."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    if kind == "reward":
+        return LlamaForSequenceClassification(config)
+    if not os.path.isdir(folder):
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def trainer_of(kind: str, world_size: int, ours: bool, policy: str, **options: Any) -> Any:
+    import trl
+
+    stock, stock_arguments = (getattr(trl, name) for name in KINDS[kind])
+    trainer_class, arguments_class = stock, stock_arguments
+    if ours:
+        trainer_class = type("Mixed", (PipeTransformerTrainer, stock), {})
+        arguments_class = dataclass(type("Arguments", (stock_arguments, PipeTransformerTrainingArguments), {}))
+    arguments = arguments_class(
+        **{
+            "output_dir": f"out-{kind}",
+            "per_device_train_batch_size": ROWS // world_size,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+            **options,
+        }
+    )
+    return trainer_class(
+        model=make_model(kind, policy),
+        args=arguments,
+        train_dataset=make_data(kind),
+        processing_class=make_tokenizer(),
+    )
+
+
+def logs_of(
+    rank: int, world_size: int, policy: str, runs: list[tuple[str, bool, dict[str, Any]]]
+) -> list[list[dict[str, Any]]]:
+    """The logs of several trainings, one after the other."""
+    histories = []
+    for kind, ours, options in runs:
+        trainer = trainer_of(kind, world_size, ours, policy, **options)
+        trainer.train()
+        histories.append(trainer.state.log_history)
+    return histories
+
+
+def losses(history: list[dict[str, Any]]) -> list[float]:
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("trl") / "policy")
+    make_model("sft", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(policy: str) -> dict[str, list[dict[str, Any]]]:
+    runs: list[Any] = [(kind, False, {}) for kind in KINDS]
+    return dict(zip(KINDS, run_ranks(logs_of, 1, policy, runs, timeout=250)[0], strict=True))
+
+
+def test_one_process(policy: str, stock: dict[str, list[dict[str, Any]]]) -> None:
+    runs: list[Any] = [(kind, True, {}) for kind in KINDS]
+    runs += [(k, True, {**FREEZING, "activation_cache": c}) for k in ("sft", "reward", "dpo") for c in ("on", "off")]
+    histories = run_ranks(logs_of, 1, policy, runs, timeout=250)[0]
+    for kind, history in zip(KINDS, histories, strict=False):
+        assert losses(history) == losses(stock[kind])
+    for cached, computed in zip(histories[len(KINDS) :: 2], histories[len(KINDS) + 1 :: 2], strict=True):
+        torch.testing.assert_close(losses(cached), losses(computed), rtol=0, atol=1e-5)
+        assert max(entry.get("cache_hit_rate", 0.0) for entry in cached) == 1.0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_stages(policy: str, stock: dict[str, list[dict[str, Any]]], world_size: int) -> None:
+    kinds = ("sft", "reward", "dpo")
+    runs: list[Any] = [(k, True, {"pipeline_parallel_size": 2, "num_microbatches": 2}) for k in kinds]
+    histories = run_ranks(logs_of, world_size, policy, runs, timeout=250)[0]
+    for kind, history in zip(kinds, histories, strict=True):
+        torch.testing.assert_close(losses(history), losses(stock[kind]), rtol=0, atol=5e-5)
+        logged = {key for entry in stock[kind] for key in entry}
+        assert logged <= {key for entry in history for key in entry}, "rank 0 logs what the last stage has collected"
+
+
+def two_stages_of(rank: int, world_size: int, policy: str, kind: str) -> None:
+    trainer_of(kind, world_size, True, policy, pipeline_parallel_size=2).train()
+
+
+def test_a_loss_that_makes_its_inputs_is_refused(policy: str) -> None:
+    errors = run_ranks_expecting_error(two_stages_of, 2, policy, "kto", timeout=100)
+    assert all("compute_loss called the model with different inputs" in str(error) for error in errors)
+
+
+def recipe(rank: int, world_size: int, method: str) -> dict[str, float]:
+    import run_trl
+
+    config = str(RECIPES / "configs" / "dpo_demo.yaml")
+    few = ["--generated_data", "24", "--num_train_epochs", "1", "--per_device_train_batch_size", "4"]
+    return run_trl.main([config, "--method", method, "--output_dir", method, *few])
+
+
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+def test_the_recipe(method: str) -> None:
+    results = run_ranks(recipe, 2, method, timeout=120)[0]
+    assert results["eval_num_tokens"] > 0 and math.isfinite(results["eval_loss"])

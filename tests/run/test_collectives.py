@@ -1,0 +1,156 @@
+"""User code on the last stage alone: its collectives and logs; rows in blocks; classes in the wrong order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import run_ranks, run_ranks_expecting_error
+from training_data import PadCollator
+from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
+from transformers import Trainer, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+
+RUN = Run(samples=40, epochs=1, accumulation=1, per_device=4)
+
+
+class GathersMetrics:
+    """Gathers a metric in each call of `compute_loss`, and logs its mean, as TRL's trainers do."""
+
+    def compute_loss(self: Any, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        inputs["use_cache"] = False  # a BERT accepts and ignores it
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        count = torch.tensor(len(outputs.logits), device=outputs.logits.device)
+        rows = self.accelerator.gather_for_metrics(count).sum()
+        together = self.accelerator.reduce(count, reduction="sum")
+        assert len(self.accelerator.gather(outputs.logits)) == int(rows) == int(together)
+        self.rows = [*getattr(self, "rows", []), int(rows)]
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if getattr(self, "rows", None):
+            logs["rows_seen"] = float(sum(self.rows))
+            self.rows = []
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def gathering(rank: int, world_size: int) -> Any:
+    trainer = pipeline_trainer(replace(RUN, trainer=GathersMetrics, per_device=8).with_options(logging_steps=1), 2)
+    outcome = outcome_of(trainer)
+    return outcome, [entry.get("rows_seen") for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def test_a_loss_that_gathers_metrics() -> None:
+    expected = run_ranks(reference, 1, RUN)[0]
+    results = run_ranks(gathering, 2)
+    assert_same_training([outcome for outcome, _ in results], expected)
+    batch = RUN.per_device * WORLD  # the reference's global batch
+    on_rank_0 = results[0][1]
+    assert len(on_rank_0) == len(expected.losses) and None not in on_rank_0
+    assert sum(on_rank_0) == RUN.samples and max(on_rank_0) <= batch
+
+
+class CallsDistributed:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+def calling(rank: int, world_size: int) -> None:
+    pipeline_trainer(replace(RUN, trainer=CallsDistributed), 2).train()
+
+
+def test_another_collective_is_refused_before_the_first_step() -> None:
+    errors = run_ranks_expecting_error(calling, 2, timeout=60)
+    for error in errors:
+        assert isinstance(error, ValueError) and "torch.distributed.all_reduce" in str(error)
+        assert "accelerator's gather" in str(error)
+
+
+# ------------------------------------------------------------------------------------------ rows in blocks
+class Pairs:
+    """Makes two rows of each sample: the batch is [all first rows, all second rows], as of preference pairs."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        second = [{**sample, "input_ids": sample["input_ids"][::-1]} for sample in samples]
+        batch = PadCollator("text-classification")([*samples, *second])
+        weight = torch.tensor([1.0 + len(sample["input_ids"]) / 10 for sample in samples])  # one for each pair
+        return {**batch, "margin": weight}
+
+
+class LossOfPairs:
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.data_collator = Pairs()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        margin = inputs["margin"]
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ("margin", "labels")})
+        chosen, rejected = outputs.logits[:, 0].chunk(2)
+        loss = -F.logsigmoid(chosen - rejected - margin).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+PAIRS = Run(
+    samples=40,
+    epochs=1,
+    accumulation=1,
+    per_device=4,
+    trainer=LossOfPairs,
+    options={"remove_unused_columns": False},
+)
+
+
+def pairs(rank: int, world_size: int) -> Any:
+    trainer = pipeline_trainer(replace(PAIRS, per_device=16 // world_size), 2, num_microbatches=2)
+    outcome = outcome_of(trainer)
+    assert trainer.pipeline.stack.rows_per_sample == 2
+    return outcome
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_pairs_stay_together(world_size: int) -> None:
+    expected = run_ranks(reference, 1, PAIRS)[0]
+    assert_same_training(run_ranks(pairs, world_size), expected)
+
+
+# ------------------------------------------------------------------------------------------ classes in the wrong order
+class OtherTrainer(Trainer):
+    pass
+
+
+@dataclass
+class OtherArguments(TrainingArguments):
+    learning_rate: float = field(default=0.25)
+
+
+def test_a_trainer_that_comes_first_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"class Mixed\(PipeTransformerTrainer, OtherTrainer\)"):
+        type("Mixed", (OtherTrainer, PipeTransformerTrainer), {})
+    assert type("Mixed", (PipeTransformerTrainer, OtherTrainer), {}).__mro__[2] is OtherTrainer
+
+
+def test_arguments_that_come_second_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"class Mixed\(OtherArguments, PipeTransformerTrainingArguments\)"):
+        type("Mixed", (PipeTransformerTrainingArguments, OtherArguments), {})
+    mixed = dataclass(type("Mixed", (OtherArguments, PipeTransformerTrainingArguments), {}))
+    assert mixed(output_dir="x", use_cpu=True).learning_rate == 0.25  # type: ignore[call-arg]
+
+
+class ConvertsArguments(Trainer):
+    def __init__(self, model: Any, args: Any, **keywords: Any) -> None:
+        super().__init__(model, OtherArguments(**args.to_dict()), **keywords)
+
+
+def test_arguments_that_a_library_converts() -> None:
+    mixed = type("Mixed", (PipeTransformerTrainer, ConvertsArguments), {})
+    with pytest.raises(ValueError, match=r"class Arguments\(OtherArguments, PipeTransformerTrainingArguments\)"):
+        mixed(torch.nn.Linear(1, 1), PipeTransformerTrainingArguments(output_dir="x", use_cpu=True))
+    with pytest.raises(ValueError, match="args is a NoneType"):
+        mixed(torch.nn.Linear(1, 1))
