@@ -1,6 +1,7 @@
 """The pair for sequence-to-sequence models: `transformers.Seq2SeqTrainer` over a pipeline.
 
-The order of the bases matters: `PipeTransformerTrainer` calls the next class in line, which then is `Seq2SeqTrainer`.
+The order of the bases matters: `PipeTransformerTrainer` calls the next class in line, which then is `Seq2SeqTrainer`;
+of the arguments, the library's own come first.
 What generating needs of the pipeline is in `run/evaluation.py`, and also serves a user's own mixin of the two.
 """
 
@@ -18,7 +19,7 @@ from .training_args import PipeTransformerTrainingArguments
 
 
 @dataclass
-class PipeTransformerSeq2SeqTrainingArguments(PipeTransformerTrainingArguments, Seq2SeqTrainingArguments):
+class PipeTransformerSeq2SeqTrainingArguments(Seq2SeqTrainingArguments, PipeTransformerTrainingArguments):
     """
     Arguments of a [`PipeTransformerSeq2SeqTrainer`].
 

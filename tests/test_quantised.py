@@ -151,6 +151,7 @@ def with_one_stage(rank: int, world_size: int, folder: str) -> list[float]:
     return outcome_of(trainer).losses
 
 
+@pytest.mark.slow
 def test_weights_with_a_state_of_their_own_can_freeze_with_one_stage(tmp_path: Path) -> None:
     (losses,) = run_ranks(with_one_stage, 1, str(tmp_path))
     (wanted,) = run_ranks(trained, 1, "stand-in", 1, str(tmp_path / "one"), activation_cache="off", **FREEZING)
