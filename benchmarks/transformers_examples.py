@@ -370,7 +370,8 @@ def run_example(name: str, examples: Path, home: Path) -> Result:
 def table(results: list[Result]) -> str:
     """The results as a table in Markdown."""
     lines = [
-        "| script | lines changed | last loss, stock | K=1 − stock | K=2 − K=1 | frozen | cached − frozen | read from the cache |"
+        "| script | lines changed | last loss, stock | K=1 − stock | K=2 − K=1 | frozen | cached − frozen"
+        " | read from the cache |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for result in results:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import UnsupportedModelError
     from .freezing.callback import LayerFreezeCallback
     from .freezing.policies import FreezeDecision, FreezePolicy
+    from .seq2seq import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
     from .trainer import PipeTransformerTrainer
     from .training_args import PipeTransformerTrainingArguments
 
@@ -19,6 +20,8 @@ __all__ = [
     "FreezeDecision",
     "FreezePolicy",
     "LayerFreezeCallback",
+    "PipeTransformerSeq2SeqTrainer",
+    "PipeTransformerSeq2SeqTrainingArguments",
     "PipeTransformerTrainer",
     "PipeTransformerTrainingArguments",
     "UnsupportedModelError",
@@ -29,6 +32,8 @@ _MODULE_OF = {
     "FreezeDecision": "freezing.policies",
     "FreezePolicy": "freezing.policies",
     "LayerFreezeCallback": "freezing.callback",
+    "PipeTransformerSeq2SeqTrainer": "seq2seq",
+    "PipeTransformerSeq2SeqTrainingArguments": "seq2seq",
     "PipeTransformerTrainer": "trainer",
     "PipeTransformerTrainingArguments": "training_args",
     "UnsupportedModelError": "errors",

@@ -138,12 +138,12 @@ class ModelArguments:
 
 
 def parse_arguments(
-    arguments: list[str], data_class: type
-) -> tuple[ModelArguments, Any, PipeTransformerTrainingArguments]:
+    arguments: list[str], data_class: type, training_class: type = PipeTransformerTrainingArguments
+) -> tuple[ModelArguments, Any, Any]:
     """Parses `[config.yaml | config.json] [--name value ...]`; what comes later wins."""
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments = config_to_arguments(Path(arguments[0])) + arguments[1:]
-    parser = HfArgumentParser((ModelArguments, data_class, PipeTransformerTrainingArguments), usage=USAGE)
+    parser = HfArgumentParser((ModelArguments, data_class, training_class), usage=USAGE)
     group_help(parser, data_class)
     return parser.parse_args_into_dataclasses(args=arguments)
 

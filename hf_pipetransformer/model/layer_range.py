@@ -34,6 +34,10 @@ Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
 
 
+GENERATE = "generate"
+"""Method of transformers' models that calls the model once for each token."""
+
+
 class _RangeDone(BaseException):
     """Raised to leave the model's forward after the last unit of a range.
 
@@ -76,25 +80,35 @@ class _OutputStructure:
         return recursively_apply(lambda _: next(supply), self.template, test_type=is_gap)
 
 
-class ForwardOverride:
-    """Replaces a module's `forward` temporarily. A copy of the module gets the earlier forward, bound to the copy.
+class MethodOverride:
+    """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
 
     Args:
-        module: the module whose `forward` is replaced.
-        forward: the function that is called instead.
+        module: the module whose method is replaced.
+        name: name of the method, which the module's class has.
+        function: the function that is called instead.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
-        self._earlier = module.__dict__.get("forward")
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module, self._name, self._function = module, name, function
+        self._earlier = module.__dict__.get(name)
+        setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Restore the earlier method."""
+        if self._earlier is None:
+            del self._module.__dict__[self._name]
+        else:
+            setattr(self._module, self._name, self._earlier)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._earlier is not None:
             return copy.deepcopy(self._earlier, memo)
-        return MethodType(type(self._module).forward, memo.get(id(self._module), self._module))
+        method = getattr(type(self._module), self._name)
+        return MethodType(method, memo.get(id(self._module), self._module))
 
 
 @dataclass
@@ -163,7 +177,8 @@ class LayerRangeRunner:
             for name in names:
                 layers.setdefault(model.get_submodule(name), (stack, name))
         self._layers = [(stack, name, module) for module, (stack, name) in layers.items()]
-        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._replaced: list[MethodOverride] = []
+        self._refusing: list[MethodOverride] = []  # in place of `generate`, while this process has some units only
         self._hook: RemovableHandle | None = None
 
     # ------------------------------------------------------------------------------------ life cycle
@@ -175,9 +190,8 @@ class LayerRangeRunner:
         if self.installed:
             return
         for stack, name, module in self._layers:
-            earlier_override = module.__dict__.get("forward")
-            self._replaced.append((module, earlier_override))
-            module.forward = ForwardOverride(module, self._ranged_forward(Unit(name, module, stack), module.forward))
+            forward = self._ranged_forward(Unit(name, module, stack), module.forward)
+            self._replaced.append(MethodOverride(module, "forward", forward))
         self._hook = self.model.register_forward_pre_hook(
             lambda module, _: self._begin_call() if module is self.model else None  # ignores copies of the model
         )
@@ -187,20 +201,29 @@ class LayerRangeRunner:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        for module, earlier_override in self._replaced:
-            if earlier_override is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = earlier_override
+        for override in self._replaced:
+            override.remove()
         self._replaced.clear()
 
     def restrict_to(self, computable: range | None) -> None:
         """Set the units whose weights are on this process; None means all units.
 
         Calling the model outside of this range then fails with a clear error, where it would otherwise compute with
-        weights that are not here.
+        weights that are not here, and so does `generate`, which calls the model many times.
         """
         self._computable = computable
+        for override in self._refusing:
+            override.remove()
+        self._refusing = []
+        if computable is not None:
+            # those of PEFT, and the models inside, have it as well
+            generating = [module for module in self.model.modules() if hasattr(type(module), GENERATE)]
+            self._refusing = [MethodOverride(module, GENERATE, self._refuse_to_generate) for module in generating]
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether this process may have the weights of some units only."""
+        return self._computable is not None
 
     @property
     def num_frozen(self) -> int:
@@ -466,6 +489,16 @@ class LayerRangeRunner:
                 " layers depends on the input, or the loss function calls the model more than once.",
                 "Set pipeline_parallel_size=1.",
             )
+
+    def _refuse_to_generate(self, *_: Any, **__: Any) -> Any:
+        assert self._computable is not None
+        raise ValueError(
+            f"generate() was called while {type(self.model).__name__} is split over pipeline stages: this process"
+            f" holds layers {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and"
+            " generating takes all of them. Generate in the trainer's evaluations, with predict_with_generate=True and"
+            " compute_metrics (see PipeTransformerSeq2SeqTrainer): during them every process has the whole model. Or"
+            " call generate() before or after train(), or set pipeline_parallel_size=1."
+        )
 
     def _check_weights_are_here(self, unit: Unit) -> None:
         if self._computable is None:

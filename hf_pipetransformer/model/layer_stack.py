@@ -24,7 +24,7 @@ from .batch_statistics import running_statistics_kept
 from .dropout import WithoutDropout
 from .layer_range import Carry, LayerRangeRunner, Unit
 from .nested import in_new_containers, tensors_of
-from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
+from .placeholders import ParameterTable, evaluation_mode, has_state, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 
@@ -269,13 +269,9 @@ def refuse_by_configuration(model: nn.Module) -> None:
     """Refuse models whose configuration alone shows that they have no exact pipeline.
 
     Raises:
-        UnsupportedModelError: for quantised weights, a router loss over all layers, outputs of all layers, or layers
-            that are skipped at random.
+        UnsupportedModelError: for a router loss over all layers, outputs of all layers, or layers that are skipped at
+            random.
     """
-    if getattr(model, "is_quantized", False):
-        raise UnsupportedModelError(
-            model, "its weights are quantized and cannot be moved between stages.", "Load it without quantization."
-        )
     config = getattr(model, "config", None)
     configs = [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
     for part in configs:
@@ -299,6 +295,22 @@ def refuse_by_configuration(model: nn.Module) -> None:
                     f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
                     f"Set config.{field}=0.0.",
                 )
+
+
+def refuse_weights_with_state(model: nn.Module) -> None:
+    """Refuse quantised weights of a class of their own that keep more than their values, such as bitsandbytes'.
+
+    Raises:
+        UnsupportedModelError: if the model has such a parameter; the message names it.
+    """
+    for name, parameter in model.named_parameters():
+        if has_state(parameter):
+            raise UnsupportedModelError(
+                model,
+                f"{name!r} is a {type(parameter).__name__}: its weights are quantized, and what they are computed with"
+                " is no plain tensor and cannot be moved between stages.",
+                "Quantize it with torchao, load it without quantization, or set pipeline_parallel_size=1.",
+            )
 
 
 def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:

@@ -46,7 +46,7 @@ from .loss_scaling import (
 )
 from .micro_batch import Batch, batch_rows
 from .nested import tensors_of
-from .placeholders import evaluation_mode, placeholder, reachable_leaves
+from .placeholders import evaluation_mode, placeholder, reachable_leaves, values_of
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
@@ -545,9 +545,11 @@ def _state_of(model: nn.Module, *others: Any) -> dict[str, Any]:
     normalisation are left out: each stage keeps those of its layers, and `normalised_by_batch` limits the rest.
     """
     state: dict[str, Any] = {
-        f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
+        f"the parameter {name}{f' (part {part})' if part else ''}": torch.linalg.vector_norm(value.float())
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter.numel()  # such as those of a teacher that follows the model
+        if not parameter.requires_grad  # such as those of a teacher that follows the model
+        for part, value in enumerate(values_of(parameter))
+        if value.numel()
     }
     modules = list(model.named_modules())
     for part in with_parts(*others):

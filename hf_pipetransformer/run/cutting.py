@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_stack import LayerStack
+from ..model.layer_stack import LayerStack, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows, slice_rows
 from ..model.nested import in_new_containers, tensors_of
-from ..model.placeholders import evaluation_mode
-from ..pipeline.devices import fits, name_of_device
+from ..model.placeholders import evaluation_mode, num_bytes
+from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
 from ..pipeline.stage import StageModule
@@ -105,7 +105,7 @@ class CutModel:
         Collective over all processes. Does nothing if the model is not placed.
         """
         if self.pipeline.is_placed:
-            size = sum(p.nbytes for p in self.pipeline.model.parameters())
+            size = sum(map(num_bytes, self.pipeline.model.parameters()))
             device = self.pipeline.device
             self.pipeline.gather(device if fits(size, device) else torch.device("cpu"))
 
@@ -125,7 +125,8 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     mesh, model = job.mesh, job.model
     if job.args.uses_pipeline:
         refuse_distributed_model(model)  # model_init may have returned such a model
-    if fits(sum(p.nbytes for p in model.parameters()), job.device):
+    # a quantised model is often on its device already, and may refuse to be moved
+    if not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
     sample: Batch = {}
     if _cuts_or_freezes(job) or mesh.world_size > 1:
@@ -186,6 +187,8 @@ def _take_apart(
         stack = LayerStack.discover(model, inputs, called.nested_in)
         stack.runner.kept_back, stack.runner.added = called.kept_back, called.added
         stack.runner.takes_batch = called.takes_batch
+        if job.args.uses_pipeline:
+            refuse_weights_with_state(model)
         if job.freeze_callback is not None:
             freezable = FreezableLayers.of(stack, inputs)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())

@@ -160,6 +160,15 @@ class TrainingJob:
         ]
         return [dataset for dataset in everything if dataset is not None]
 
+    def generates(self, prediction_loss_only: bool | None) -> bool:
+        """Whether an evaluation generates, as `Seq2SeqTrainer` decides it.
+
+        Args:
+            prediction_loss_only: the argument of `evaluation_loop`; None stands for the field of the arguments.
+        """
+        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        return bool(getattr(self.args, "predict_with_generate", False)) and not only_loss  # a Seq2Seq field
+
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
         return self.stock_prepare_inputs(inputs)

@@ -36,6 +36,7 @@ from .cache_setup import make_cache
 from .checkpointing import exporting_state
 from .consistency import check_same_size
 from .cutting import CutModel, time_model
+from .evaluation import refuse_generation_that_does_not_fit
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .loss import TrainersLoss
 from .optimizer_probe import probe_coupling
@@ -281,6 +282,7 @@ class PipelineRun(TrainerCallback):
         plan = again or planner.first
         if plan.num_frozen_layers < num_frozen:
             plan = planner.next(plan, num_frozen, planner.num_cached)
+        refuse_generation_that_does_not_fit(job, plan)
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         pipeline.offloads = job.device.type != "cpu" and not watches_steps
