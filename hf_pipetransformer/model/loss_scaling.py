@@ -108,7 +108,9 @@ class LossReduction:
         if self.kind == "mean":
             assert num_items is not None
             return num_items, (self.count(batch) if count is None else count) / num_items
-        if self.kind == "sum_and_constant" and num_items is not None and share > 0:
+        if self.kind in ("sum_and_constant", "whole") and num_items is not None and share > 0:
+            # "whole": as under DDP, where the loss divides by the number of all items, is multiplied by the number of
+            # processes, and is averaged over them
             return num_items * share, share
         return num_items, share
 

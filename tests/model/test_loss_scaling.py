@@ -295,3 +295,10 @@ def test_a_loss_that_counts_padding_is_found():
     apart = [{**batch, "labels": torch.arange(len(batch["x"]))} for batch in APART]
     reduction = find_loss_reduction(mean_over_all, batches(), shifts_labels=False, passes_items=False, apart=apart)
     assert reduction.kind == "mean" and reduction.depends_on_padding
+
+
+def test_parts_of_a_whole_are_as_under_ddp() -> None:
+    items, weight = LossReduction("whole").part({}, num_items=8, share=0.25)
+    of_part = 6.0  # the sum over its items
+    assert (of_part / items) * weight == of_part / 8
+    assert LossReduction("whole").part({}, num_items=None, share=0.25) == (None, 0.25)
