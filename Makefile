@@ -12,7 +12,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 OLDEST_PYTHON ?= python3.10
 # Most tests wait for processes of their own: several at a time, also on two cores.
 TEST_WORKERS ?= 3
-CODE := hf_pipetransformer recipes benchmarks tests
+CODE := hf_pipetransformer recipes benchmarks launchers tests
 STAMP := $(VENV)/.installed
 
 # Several processes on one machine: one thread each, or they fight over the cores.

@@ -5,15 +5,17 @@
     python benchmarks/supported_models.py --results results.jsonl --retry    # what is not supported, once more
     python benchmarks/supported_models.py BertForMaskedLM --results one.jsonl   # some, by class or model type
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --table_only
+    python benchmarks/supported_models.py bert --results bert.jsonl --table docs/supported_models.md --update
     python benchmarks/supported_models.py --table docs/supported_models.md --readme README.md   # numbers of the page
 
 Each class is built small with random weights (`tiny_models.py`), on the CPU, in a process of its own:
 
     1. The whole model runs forwards and backwards on `dummy_batch`, twice, with equal results.
     2. `LayerStack.discover` finds its layers, and checks them by running one at a time, all else NaN.
-    3. Batch normalisation is refused, as the trainer does with more than one stage.
+    3. Batch normalisation is noted: the trainer then asks for a single micro-batch, as it is run here.
     4. The model is cut in two, in the middle and before the last layer. In each part the parameters of the other are
-       NaN. What a loss is made of, and all gradients, must equal those of the whole model.
+       NaN. What a loss is made of, and all gradients, must equal those of the whole model. Where they do not, both are
+       computed once more in float64, which shows whether that was rounding.
 
 What happens at 1 is no finding about the library, but for `dummy_batch`: the class is then *not tried*.
 """
@@ -41,6 +43,7 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_inputs import tiny_batch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -48,9 +51,9 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils import logging as hf_logging
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.batch_statistics import normalised_by_batch
 from hf_pipetransformer.model.layer_range import Carry
-from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors, refuse_batch_statistics
+from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
 
 from tiny_models import VARIANTS, Variant, build, tiny_config
@@ -112,6 +115,9 @@ TASKS = {
 RESULTS = ("supported", "refused", "failing", "not tried")
 TOLERANCE = 1e-4
 """Relative to the largest value of a tensor: the same kernels on the same values, added in another order."""
+SMALLEST_SCALE = 1e-3
+"""Relative to the largest value of a step. A gradient that is zero but for rounding, as that of an attention's key
+bias, has no scale of its own."""
 SEED = 1
 
 
@@ -147,7 +153,7 @@ Running = tuple[PreTrainedModel, dict[str, Any], dict[str, Tensor]]
 def candidates() -> list[Candidate]:
     """Every class of the mappings in `TASKS` once, in the order of tasks and names.
 
-    An older version of transformers does not have all of the mappings.
+    An older version of transformers does not have all of the mappings: see `unknown_mappings`.
     """
     found: dict[str, Candidate] = {}
     for task, mapping in TASKS.items():
@@ -157,6 +163,11 @@ def candidates() -> list[Candidate]:
         for name, model_type in sorted(pairs, key=lambda pair: (pair[0], not _is_named_after(*pair), pair[1])):
             found.setdefault(name, Candidate(name, model_type, task))
     return list(found.values())
+
+
+def unknown_mappings() -> list[str]:
+    """Mappings in `TASKS` that this version of transformers does not have."""
+    return [mapping for mapping in TASKS.values() if not hasattr(modeling_auto, mapping + "_MAPPING_NAMES")]
 
 
 def left_out() -> list[str]:
@@ -186,7 +197,8 @@ def examine(candidate: Candidate) -> Finding:
         return finding
     finding.inputs = sorted(batch)
     try:
-        refuse_batch_statistics(model)
+        if normalised_by_batch(model) is not None:
+            finding.conditions.append("num_microbatches=1")
         torch.manual_seed(SEED)
         stack = LayerStack.discover(model, batch)
         finding.units, finding.stacks = stack.num_units, len({unit.stack for unit in stack.units})
@@ -195,7 +207,9 @@ def examine(candidate: Candidate) -> Finding:
             return finding
         for cut in sorted({stack.num_units // 2, stack.num_units - 1}):
             difference = _differs(whole, step_when_cut(stack, cut, batch))
-            if difference:
+            if difference and not _differs_in_double_precision(stack, cut, batch):
+                finding.conditions.append("compared in float64")
+            elif difference:
                 finding.result, finding.reason = "failing", f"cut at {cut} of {stack.num_units}: {difference}"
                 return finding
         finding.result = "supported"
@@ -234,9 +248,9 @@ class _NotFinite(Exception):
 def _try_variant(
     cls: type[PreTrainedModel], candidate: Candidate, variant: Variant, large_weights: bool, finding: Finding
 ) -> Running:
-    tiny = tiny_config(candidate.model_type, variant)
+    tiny = tiny_config(candidate.model_type, variant, candidate.name)
     model = build(cls, tiny.config, large_weights=large_weights, check_size=variant.divide_widths_by < 16)
-    batch: dict[str, Any] = dict(dummy_batch(model, rows=2))
+    batch = _with_noise(tiny_batch(model))
     first, second = whole_step(model, batch), whole_step(model, batch)
     if not all(bool(torch.isfinite(t).all()) for t in first.values() if t.is_floating_point()):
         raise _NotFinite(f"{variant}: the whole model's result is not finite")
@@ -247,6 +261,18 @@ def _try_variant(
     return model, batch, first
 
 
+def _with_noise(batch: dict[str, Any]) -> dict[str, Any]:
+    """Random images and sounds in place of black and silent ones, which batch normalisation divides by almost nothing.
+
+    Masks of ones stay as they are.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    return {
+        name: torch.randn(value.shape, generator=generator) if value.is_floating_point() and not value.any() else value
+        for name, value in batch.items()
+    }
+
+
 def _loss(outputs: dict[str, Tensor]) -> Tensor:
     """A number that every value of the loss or logits has its own weight in."""
     parts = []
@@ -255,7 +281,8 @@ def _loss(outputs: dict[str, Tensor]) -> Tensor:
         if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
             weights = torch.randn(tensor.shape, generator=generator)
             finite = torch.isfinite(tensor)  # masked scores are -inf on purpose
-            parts.append((torch.where(finite, tensor.float(), 0.0) * weights).sum() / tensor.numel() ** 0.5)
+            tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
+            parts.append((torch.where(finite, tensor, 0.0) * weights).sum() / tensor.numel() ** 0.5)
     if not parts:
         raise ArithmeticError("nothing in its output depends on its weights")
     return torch.stack(parts).sum()
@@ -336,17 +363,28 @@ def _as_received(stack: LayerStack, boundary: int, carry: Carry, absent: float) 
 def _differs(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
     """The first tensor in which two steps differ, with the difference; empty where none does."""
     zero = torch.zeros(())
+    largest = max((float(t.abs().max()) for t in a.values() if t.is_floating_point() and t.numel()), default=0.0)
     for name in [*a, *(name for name in b if name not in a)]:
         first, second = (step.get(name, zero) for step in (a, b))
         if first.shape != second.shape and name in a and name in b:
             return f"{name} has shape {tuple(second.shape)}, not {tuple(first.shape)}"
         if not first.numel():
             continue
-        scale = max(float(first.abs().max()), float(second.abs().max()), 1e-3)
-        distance = float((first.float() - second.float()).abs().max())
+        scale = max(float(first.abs().max()), float(second.abs().max()), SMALLEST_SCALE * max(largest, 1.0))
+        distance = float((first.double() - second.double()).abs().max())
         if not distance <= TOLERANCE * scale:  # NaN, too
             return f"{name} differs by {distance:.2g}, its largest value is {scale:.2g}"
     return ""
+
+
+def _differs_in_double_precision(stack: LayerStack, cut: int, batch: dict[str, Any]) -> str:
+    """`_differs` of the two steps in float64, in which rounding that a model amplifies stays below the tolerance."""
+    model = stack.model.double()
+    in_double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    try:
+        return _differs(whole_step(model, in_double), step_when_cut(stack, cut, in_double))
+    finally:
+        model.float()
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -436,20 +474,21 @@ Every class in {tried} of the {mappings} mappings behind the Auto classes of tra
 
     python benchmarks/supported_models.py --results results.jsonl --table docs/supported_models.md --timeout_s 60
 
-on a small instance with random weights, on the CPU (torch {torch}). This page is written by that script, {date}.
+on a small instance with random weights, on the CPU (torch {torch}). This page is written by that script, {date}.{kept}
 
 - **supported**: the layers were found, and the model gives the same when it is cut in two as when it is not: outputs
-  that a loss is made of, and all gradients, within {tolerance:g} of the largest value.
+  that a loss is made of, and all gradients, within {tolerance:g} of the largest value (in float64 where float32 is too
+  coarse). A model with batch normalisation is exact in a single micro-batch: `num_microbatches=1`.
 - **refused**: `UnsupportedModelError` with more than one stage. With `pipeline_parallel_size=1` these train as in the
   stock Trainer.
 - **failing**: another error, or another result. A fault of this library.
-- **not tried**: no small instance could be made from the default configuration by rules, or `dummy_batch` knows no
-  input for it. That says nothing about the model: with your configuration and data the trainer finds out by itself,
-  before the first step, by the same trial.
+- **not tried**: no small instance could be made from the default configuration, or no input for it. That says nothing
+  about the model: with your configuration and data the trainer finds out by itself, before the first step, by the same
+  trial.
 
-Inputs were those that `dummy_batch` makes. Models of image and text were mostly given text alone; then their vision
-tower counts with a layer of the text model and is not cut. Losses were not looked at: one that couples rows is refused
-when training starts.
+Inputs were those that `dummy_batch` and `benchmarks/tiny_inputs.py` make. Models of image and text were mostly given
+text alone; then their vision tower counts with a layer of the text model and is not cut. Losses were not looked at:
+one that couples rows is refused when training starts.
 """
 
 
@@ -460,12 +499,44 @@ which have no head and no loss. Those with a head on top are in the tables above
 
 """
 README_BEGINS, README_ENDS = "<!-- supported models -->\n\n", "\n<!-- end of supported models -->\n"
-MANY = 25
-"""Classes of a task that has a row of its own in the README."""
 
 
-def write_table(findings: Sequence[Finding], path: Path) -> None:
-    """Counts, then what is refused, failing or not tried with reasons, then everything that is supported."""
+def read_table(page: str) -> dict[str, Finding]:
+    """What a page of `write_table` says of each class that this version of transformers has."""
+    known = {candidate.name: candidate for candidate in candidates()}
+    found: dict[str, Finding] = {}
+
+    def add(entry: str, result: str, reason: str = "") -> None:
+        name, _, conditions = entry.rstrip(")").partition(" (")
+        if name in known:
+            c = known[name]
+            found[name] = Finding(name, c.model_type, c.task, result, reason)
+            found[name].conditions = conditions.split(", ") if conditions else []
+
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    for result in RESULTS:
+        for first, entries in re.findall(r"^\| (.*) \| (.*) \|$", sections[result.capitalize()], re.MULTILINE):
+            if first not in ("reason", "model type"):
+                for entry in re.split(r", (?![^(]*\))", entries):
+                    add(entry, result, "" if result == "supported" else re.sub(r"\\(.)", r"\1", first))
+    return found
+
+
+def kept_line(page: str, kept: int) -> str:
+    """Says how many rows are those of a page that was written before, and when that was."""
+    written = re.search(r"written by that script, ([\d-]+)\.", page)
+    assert written is not None, "no page of write_table"
+    return f" The results of {kept} classes were kept from {written[1]}."
+
+
+def write_table(findings: Sequence[Finding], path: Path, kept: str = "") -> None:
+    """Counts, then what is refused, failing or not tried with reasons, then everything that is supported.
+
+    Args:
+        findings: One for each class.
+        path: The page.
+        kept: A sentence about findings of an earlier page.
+    """
     lines = [
         INTRODUCTION.format(
             tried=len(TASKS),
@@ -473,6 +544,7 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
             transformers=version("transformers"),
             torch=version("torch").split("+")[0],
             date=datetime.now(timezone.utc).date(),
+            kept=kept,
             tolerance=TOLERANCE,
         )
     ]
@@ -485,7 +557,13 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
     lines.append(f"| **all {len(findings)}** | " + " | ".join(f"**{count}**" for count in counts) + " |")
     for result in RESULTS[1:]:
         lines += ["", f"## {result.capitalize()}", "", *_by_reason([f for f in findings if f.result == result])]
-    lines += ["", "## Supported", "", "By model type. What is in brackets has to be set in the configuration.", ""]
+    lines += [
+        "",
+        "## Supported",
+        "",
+        "By model type. What is in brackets has to be set, or says how the class was tried.",
+        "",
+    ]
     families: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.result == "supported":
@@ -500,30 +578,17 @@ def write_table(findings: Sequence[Finding], path: Path) -> None:
 def readme_part(page: str) -> str:
     """What the README says about models, by the numbers of the page that `write_table` has written."""
     mappings = re.search(r"^Every class in (\d+) of the (\d+) mappings", page, re.MULTILINE)
-    total = re.search(r"^\| \*\*all (\d+)\*\*.*$", page, re.MULTILINE)
+    total = re.search(r"^\| \*\*all (\d+)\*\*" + r" \| \*\*(\d+)\*\*" * len(RESULTS) + r" \|$", page, re.MULTILINE)
     assert mappings is not None and total is not None, "no page of write_table"
-    cells = re.findall(r"^\| ([^|*]+) \| (\d*) \| (\d*) \| (\d*) \| (\d*) \|$", page, re.MULTILINE)
-    tasks = {task: [int(number or 0) for number in numbers] for task, *numbers in cells}
-    rows = {task: counts for task, counts in tasks.items() if sum(counts) >= MANY}
-    others = [counts for task, counts in tasks.items() if task not in rows]
-    rows[f"{len(others)} other tasks"] = [sum(counts) for counts in zip(*others, strict=True)]
-    supported, refused, failing, untried = (sum(counts) for counts in zip(*tasks.values(), strict=True))
+    number, supported, refused, failing, untried = total.groups()
     words = (
-        f"Of {total[1]} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
+        f"Of {number} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
         f" tiny sizes, **{supported}** give the same outputs and gradients when cut in two; {refused} are refused with"
-        f" a reason (mostly batch normalisation, or heads that read all layers), {failing} fail, and {untried} could"
-        " not be tried. Which they are, why, and which mappings are left out:"
-        " [docs/supported_models.md](docs/supported_models.md)."
+        f" a reason, {failing} fail, and {untried} could not be tried. Which they are, why, and which mappings are"
+        " left out: [docs/supported_models.md](docs/supported_models.md). PEFT adapters train, freeze with their"
+        " layers and are saved as adapters ([how](recipes/drop_in.md#with-adapters-peft))."
     )
-    lines = [
-        textwrap.fill(words, 120, break_on_hyphens=False),
-        "",
-        "| task | " + " | ".join(RESULTS) + " |",
-        "|---|" + "---|" * len(RESULTS),
-        *(f"| {task} | " + " | ".join(str(count or "") for count in counts) + " |" for task, counts in rows.items()),
-        total[0],
-    ]
-    return "\n".join(lines) + "\n"
+    return textwrap.fill(words, 120, break_on_hyphens=False) + "\n"
 
 
 def write_readme(page: Path, readme: Path) -> None:
@@ -565,6 +630,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("only", nargs="*", help="names of classes or model types; default: all")
     parser.add_argument("--results", type=Path, help="file of results, one line each; is added to")
     parser.add_argument("--table", type=Path, help="Markdown file to write by the results")
+    parser.add_argument("--update", action="store_true", help="keep the rows of --table that --results does not have")
     parser.add_argument("--readme", type=Path, help="README to bring up to date by the numbers of --table")
     parser.add_argument("--retry", action="store_true", help="try what is not supported once more")
     parser.add_argument("--table_only", action="store_true", help="run nothing")
@@ -591,12 +657,21 @@ def try_and_write(arguments: argparse.Namespace) -> None:
     chosen = [c for c in candidates() if not arguments.only or {c.name, c.model_type} & set(arguments.only)]
     if not chosen:
         raise SystemExit(f"none of {', '.join(arguments.only)} stands in transformers' mappings")
+    if unknown := unknown_mappings():
+        print(
+            f"not tried, as transformers {version('transformers')} does not have them: {', '.join(unknown)}",
+            file=sys.stderr,
+        )
     torch.set_num_threads(1)
     if not arguments.table_only:
         run(chosen, arguments.results, arguments.timeout_s, arguments.memory_gib, arguments.retry)
     if arguments.table is not None:
-        done = read_results(arguments.results)
-        write_table([done[candidate.name] for candidate in chosen if candidate.name in done], arguments.table)
+        done, kept = read_results(arguments.results), ""
+        if arguments.update:
+            page = arguments.table.read_text()
+            earlier = {name: finding for name, finding in read_table(page).items() if name not in done}
+            done, chosen, kept = {**earlier, **done}, candidates(), kept_line(page, len(earlier))
+        write_table([done[candidate.name] for candidate in chosen if candidate.name in done], arguments.table, kept)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ rules break, the next variant changes less:
 
     width / 16, 4 layers   ->   width / 16, all layers   ->   width / 8, ...   ->   as it is
 
-No list of families is kept here but `COMPOSED`: configurations that cannot be made without parts.
+No list of families is kept here but `COMPOSED`: configurations that cannot be made without parts. What the rules do
+not find out is in `tiny_adjustments`, the inputs of models that `dummy_batch` does not know in `tiny_inputs`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import transformers as hf
 from accelerate import init_empty_weights
+from tiny_adjustments import ADJUSTMENTS, ADJUSTMENTS_FOR_CLASS, whole_heads, without_timm
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -88,8 +90,13 @@ class TinyConfig:
     conditions: list[str] = field(default_factory=list)
 
 
-def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
+def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> TinyConfig:
     """The default configuration of a model type, made small, without anything random.
+
+    Args:
+        model_type: The model type.
+        variant: How small.
+        class_name: The class that is built, if its configuration has to be changed.
 
     Raises:
         Exception: whatever the family's configuration raises when it cannot be made without arguments.
@@ -97,6 +104,8 @@ def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
     config = COMPOSED[model_type]() if model_type in COMPOSED else CONFIG_MAPPING[model_type]()
     tiny = TinyConfig(config)
     tokens: dict[int, int] = {}
+    if sum(without_timm(part) for part in _parts(config)):
+        tiny.conditions.append("with a backbone of transformers in place of timm's")
     for part in _parts(config):
         _switch_off(part, tiny.conditions)
         _shrink(part, variant, tokens)
@@ -104,6 +113,12 @@ def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
             _fill_gaps(part)
         if getattr(part, "vocab_size", None) and getattr(part, "pad_token_id", 0) is None:
             part.pad_token_id = 0  # classifiers on decoders need one to find the last token
+        whole_heads(part)
+    for part in _parts(config):
+        if part.model_type in ADJUSTMENTS:
+            ADJUSTMENTS[part.model_type](part)
+    if class_name in ADJUSTMENTS_FOR_CLASS:
+        ADJUSTMENTS_FOR_CLASS[class_name](config)
     return tiny
 
 
@@ -133,7 +148,7 @@ def build(
     if large_weights:
         with torch.no_grad():
             for parameter in model.parameters():
-                if not parameter.is_floating_point():
+                if not parameter.is_floating_point() or not parameter.numel():
                     continue
                 if parameter.ndim > 1:
                     parameter.normal_(std=parameter[0].numel() ** -0.5)
@@ -219,11 +234,18 @@ def _fill_gaps(config: PreTrainedConfig) -> None:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     config._experts_implementation = "eager"  # the grouped kernel wants larger matrices
-    rope, head_dim = getattr(config, "rope_parameters", None), getattr(config, "head_dim", None) or usual["head_dim"]
+    rope, head_dim = getattr(config, "rope_parameters", None), _head_dim(config) or usual["head_dim"]
     if isinstance(rope, dict) and "rope_theta" in rope and "mrope_section" not in rope and type(head_dim) is int:
         frequencies = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         third = frequencies // 3
         rope["mrope_section"] = [frequencies - 2 * third, third, third]  # the models' own default is for large heads
+
+
+def _head_dim(config: PreTrainedConfig) -> Any:
+    try:
+        return getattr(config, "head_dim", None)
+    except Exception:  # layers have different ones, and the configuration refuses to say which
+        return None
 
 
 def _smaller(name: str, value: Any, variant: Variant) -> Any:

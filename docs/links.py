@@ -13,11 +13,14 @@ from typing import Any
 
 _LINK = re.compile(r"\[([^]]*)\]\((\.\./[^)\s]*)\)")
 _API = Path(__file__).parent / "api"
-_PAGE_OF = {
-    module: f"api/{page.name}"
+_PLACE_OF = {
+    module: f"api/{page.name}#{identifier}"
     for page in sorted(_API.glob("*.md"))
-    for module in re.findall(r"^::: (hf_pipetransformer\.[\w.]+)$", page.read_text(), re.MULTILINE)
+    for identifier, module in re.findall(
+        r"^::: ((hf_pipetransformer(?:\.[a-z_]+)+)[\w.]*)$", page.read_text(), re.MULTILINE
+    )
 }
+"""Module -> where the site documents it, or its one public class."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -29,9 +32,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if target.startswith("docs/"):
             return match[0]
         module = ".".join(Path(target).with_suffix("").parts)
-        if module in _PAGE_OF:
-            link = posixpath.relpath(_PAGE_OF[module], here or ".")
-            return f"[{text}]({link}#{module})"
+        if module in _PLACE_OF:
+            return f"[{text}]({posixpath.relpath(_PLACE_OF[module], here or '.')})"
         return text
 
     return _LINK.sub(inside, markdown)

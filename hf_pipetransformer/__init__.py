@@ -1,10 +1,18 @@
-"""Pipeline-parallel training of Hugging Face models through the Trainer."""
+"""Pipeline-parallel training of Hugging Face models through the Trainer.
 
-from .errors import UnsupportedModelError
-from .freezing.callback import LayerFreezeCallback
-from .freezing.policies import FreezeDecision, FreezePolicy
-from .trainer import PipeTransformerTrainer
-from .training_args import PipeTransformerTrainingArguments
+Names are imported when they are first used: the command line needs neither torch nor transformers to print its help.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import UnsupportedModelError
+    from .freezing.callback import LayerFreezeCallback
+    from .freezing.policies import FreezeDecision, FreezePolicy
+    from .seq2seq import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
+    from .trainer import PipeTransformerTrainer
+    from .training_args import PipeTransformerTrainingArguments
 
 __version__ = "0.1.0.dev0"
 
@@ -12,8 +20,33 @@ __all__ = [
     "FreezeDecision",
     "FreezePolicy",
     "LayerFreezeCallback",
+    "PipeTransformerSeq2SeqTrainer",
+    "PipeTransformerSeq2SeqTrainingArguments",
     "PipeTransformerTrainer",
     "PipeTransformerTrainingArguments",
     "UnsupportedModelError",
     "__version__",
 ]
+
+_MODULE_OF = {
+    "FreezeDecision": "freezing.policies",
+    "FreezePolicy": "freezing.policies",
+    "LayerFreezeCallback": "freezing.callback",
+    "PipeTransformerSeq2SeqTrainer": "seq2seq",
+    "PipeTransformerSeq2SeqTrainingArguments": "seq2seq",
+    "PipeTransformerTrainer": "trainer",
+    "PipeTransformerTrainingArguments": "training_args",
+    "UnsupportedModelError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,8 @@
 `inspect` needs a configuration but no weights: each parameter occupies the memory of a single element, so a laptop can
 inspect a model with billions of parameters.
 
+What a command needs is imported when it runs: torch and transformers take seconds, and `--help` must not.
+
 Exit codes: 0 done, 1 the model cannot run as a pipeline, 2 wrong arguments or unknown model.
 """
 
@@ -19,10 +21,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from . import __version__
-from .errors import UnsupportedModelError
-from .forecast import command, forecast_text, inspection
-from .forecast.device_table import DEVICES
-from .report.report import write_report
+
+CONFIGURATION_HELP = "Name on the Hub, folder, config.json, or model type such as 'bert' or 'llama'."
+TASK_HELP = "Such as sequence-classification, causal-lm; auto: by the configuration."
+SEQ_HELP = "Tokens of a sample; images and audio have the size that the configuration gives."
+DEFAULT_DEVICE = "a100-80g"
 
 app = typer.Typer(
     name="hf-pipetransformer",
@@ -45,12 +48,11 @@ def inspect(
         str,
         typer.Argument(
             metavar="MODEL_OR_CONFIG",
-            help="Name on the Hub, folder, config.json, or model type such as 'bert' or 'llama'.",
+            help=CONFIGURATION_HELP,
         ),
     ],
-    task: Annotated[
-        str, typer.Option(help="Such as sequence-classification, causal-lm; auto: by the configuration.")
-    ] = "auto",
+    task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
+    seq: Annotated[int | None, typer.Option(min=1, help=SEQ_HELP, show_default="8")] = None,
     stages: Annotated[
         str,
         typer.Option(help="Numbers of stages to propose, with commas; those above the number of units are left out."),
@@ -58,6 +60,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a model's units, its shared parameters, and how it would be split into stages."""
+    from .errors import UnsupportedModelError
+    from .forecast import inspection, workload
+
     try:
         numbers = [int(number) for number in stages.split(",")]
     except ValueError:
@@ -65,8 +70,7 @@ def inspect(
     if min(numbers) < 1:
         _fail(2, f"--stages is {stages!r}, but must be comma-separated positive integers, such as 1,2,4.")
 
-    if task != "auto" and task not in inspection.TASKS:
-        _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(inspection.TASKS)}.")
+    _check_task(task)
     try:
         config = inspection.load_config(model_or_config)
         cls = inspection.model_class(config, task)
@@ -74,7 +78,7 @@ def inspect(
         _fail(2, str(error))
     try:
         model = inspection.build_placeholder_model(config, cls)
-        batch, units = inspection.measure(model)
+        batch, units = inspection.measure(model) if seq is None else workload.measure_sample(model, seq)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except (ImportError, ValueError) as error:  # a package is missing, or the model rejects its configuration or batch
@@ -85,20 +89,21 @@ def inspect(
 
 @app.command()
 def plan(
-    model_or_config: Annotated[
-        str, typer.Argument(metavar="MODEL", help="As for inspect: name on the Hub, folder, config.json, model type.")
-    ],
+    model_or_config: Annotated[str, typer.Argument(metavar="MODEL_OR_CONFIG", help=CONFIGURATION_HELP)],
     devices: Annotated[int, typer.Option(help="Devices, one process each.")],
-    batch: Annotated[int, typer.Option(help="Rows of the global batch, over all devices.")],
-    seq: Annotated[int, typer.Option(help="Tokens of a row.")],
+    batch: Annotated[int, typer.Option(help="Samples of the global batch, over all devices.")],
     epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at each one's begin.")],
+    seq: Annotated[int | None, typer.Option(help=SEQ_HELP)] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of an epoch.")] = None,
     profile: Annotated[
-        str, typer.Option(help=f"analytic: by --device; {', '.join(command.PROFILES[1:])}: time the parts here.")
+        str,
+        typer.Option(help="analytic: by --device; cpu, or the type of this machine's accelerator: time the parts."),
     ] = "analytic",
     device: Annotated[
         str | None,
-        typer.Option(help=f"For analytic: {', '.join(DEVICES)}.", show_default=command.DEFAULT_DEVICE),
+        typer.Option(
+            help="For analytic: a name of the table; a wrong one lists them all.", show_default=DEFAULT_DEVICE
+        ),
     ] = None,
     efficiency: Annotated[float | None, typer.Option(help="Share of the device's peak that layers reach.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a device, instead of the known.")] = None,
@@ -116,12 +121,14 @@ def plan(
     token_slices: Annotated[
         str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
     ] = "off",
-    task: Annotated[str, typer.Option(help="As for inspect.")] = "auto",
+    task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
-    if task != "auto" and task not in inspection.TASKS:
-        _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(inspection.TASKS)}.")
+    from .errors import UnsupportedModelError
+    from .forecast import command, forecast_text
+
+    _check_task(task)
     try:
         request = command.Request(
             devices=devices,
@@ -166,11 +173,21 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML file about a training: layouts, speed, memory, cache, losses, and where the time went."""
+    from .report.report import write_report
+
     try:
         path = write_report(output_dir, output)
     except ValueError as error:
         _fail(2, str(error))
     typer.echo(path.resolve())
+
+
+def _check_task(task: str) -> None:
+    """Exit with an error if there is no such task."""
+    from .forecast.inspection import TASKS
+
+    if task != "auto" and task not in TASKS:
+        _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(TASKS)}.")
 
 
 def _fail(code: int, message: str) -> NoReturn:

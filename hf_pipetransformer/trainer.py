@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.numbered_batches import KeysApart
+from .data.numbered_batches import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, refuse_wrong_order
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
@@ -121,7 +121,7 @@ class PipeTransformerTrainer(Trainer):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         if args.uses_pipeline:
-            self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job))
+            self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job.mesh))
 
     @property
     def pipeline(self) -> ElasticPipeline | None:
@@ -220,16 +220,16 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return make_stock()
         generations = training_data.generations_file(self._job)
-        loader = training_data.numbered_loader(self._job, make_stock, generations)
+        loader = training_data.training_loader(self._job, make_stock, generations)
         if self._pipeline_run is not None:
-            self._pipeline_run.latest_loader = loader
+            self._pipeline_run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
         """Register the training loader. The Trainer passes it here first, before the model is split.
 
         Raises:
-            ValueError: the user made the loader, and there are several processes or stages, or layers are frozen.
+            ValueError: the user made the loader, and there are several stages, or the processes' lengths differ.
         """
         run = self._pipeline_run
         if run is not None:
@@ -306,29 +306,46 @@ class PipeTransformerTrainer(Trainer):
         super()._track_num_input_tokens(inputs)
 
     # ------------------------------------------------------------------------------------ evaluation
-    def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
-        stock: Any = super().evaluation_loop
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> EvalLoopOutput:
+        def stock(loader: Any) -> EvalLoopOutput:
+            return evaluate(loader, description, prediction_loss_only, *positional, **keywords)
+
+        evaluate: Any = super().evaluation_loop
         if self._is_stock:
-            return stock(dataloader, *positional, **keywords)
+            return stock(dataloader)
+        generates = self._job.generates(prediction_loss_only)
         if self._placed is not None:
             run, before = self._pipeline_run, self._evaluated_loader
             cache, generations = (run.cache, run.generations) if run is not None else (None, None)
-            with evaluation.in_training(self._job, self._placed, cache, generations, dataloader) as loader:
+            with evaluation.in_training(self._job, self._placed, cache, generations, dataloader, generates) as loader:
                 self._evaluated_loader = loader
                 try:
-                    return stock(loader, *positional, **keywords)
+                    return stock(loader)
                 finally:
                     self._evaluated_loader = before
         dataset = getattr(dataloader, "dataset", None)  # a loader that the user made may be any iterable
         if dataset is not None:
             check_same_size(self._job.mesh, dataset)
-        with self._placing_for_evaluation(dataloader) if self.args.uses_pipeline else nullcontext():
+        with self._placing_for_evaluation(dataloader, generates) if self.args.uses_pipeline else nullcontext():
             # its workers may have been started while the cache was in use, and then add keys to the batches
-            return stock(KeysApart(dataloader), *positional, **keywords)
+            return stock(KeysApart(dataloader))
 
-    def _placing_for_evaluation(self, dataloader: Any) -> AbstractContextManager[None]:
-        """Split the model into stages inside the context, outside of training. Collective over all processes."""
+    def _placing_for_evaluation(self, dataloader: Any, generates: bool) -> AbstractContextManager[None]:
+        """Split the model into stages inside the context, outside of training. Collective over all processes.
+
+        A model that generates stays whole.
+        """
         job = self._job
+        if generates:
+            evaluation.move_whole_to_device(job)
+            return nullcontext()
         rows, collate_fn = job.rows_of_loader(dataloader)
         cut = self._find_units(rows, job.collator(collate_fn))
         planner = Planner(self.args, cut.unit_costs, None, job.mesh)
@@ -340,8 +357,10 @@ class PipeTransformerTrainer(Trainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
+        **keywords: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        stock = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        stock: Any = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, **keywords)
+        stock = partial(stock, ignore_keys=ignore_keys)
         if self._placed is None:
             with naming_long_rows(self.model, inputs):
                 return stock(model, inputs)
@@ -410,7 +429,8 @@ class PipeTransformerTrainer(Trainer):
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with nullcontext() if self._is_stock else translating_names(self.model, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # sentence-transformers' method has no second argument
+            super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._placed is None:

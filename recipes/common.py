@@ -32,6 +32,7 @@ from transformers import (
     HfArgumentParser,
     PretrainedConfig,
     PreTrainedTokenizerBase,
+    TrainingArguments,
     set_seed,
 )
 
@@ -60,6 +61,7 @@ NEW_HEADS = {
     "qa_outputs",
 }
 """Names of parts that a pretrained model lacks, in the classes that the recipes use."""
+USAGE = "%(prog)s [config.yaml] [--name value ...]"
 TECHNICAL = ("eval_runtime", "eval_samples", "eval_steps_per_second", "eval_model_preparation_time")
 """How the figures of an evaluation begin that say nothing of its quality; what comes behind names the split."""
 
@@ -136,13 +138,32 @@ class ModelArguments:
 
 
 def parse_arguments(
-    arguments: list[str], data_class: type
-) -> tuple[ModelArguments, Any, PipeTransformerTrainingArguments]:
+    arguments: list[str], data_class: type, training_class: type = PipeTransformerTrainingArguments
+) -> tuple[ModelArguments, Any, Any]:
     """Parses `[config.yaml | config.json] [--name value ...]`; what comes later wins."""
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments = config_to_arguments(Path(arguments[0])) + arguments[1:]
-    parser = HfArgumentParser((ModelArguments, data_class, PipeTransformerTrainingArguments))
+    parser = HfArgumentParser((ModelArguments, data_class, training_class), usage=USAGE)
+    group_help(parser, data_class)
     return parser.parse_args_into_dataclasses(args=arguments)
+
+
+def group_help(parser: HfArgumentParser, data_class: type) -> None:
+    """Show the recipe's own fields first and those of `transformers.TrainingArguments` last; parsing is as before."""
+    known = set(TrainingArguments.__dataclass_fields__)
+    groups = {
+        "model": set(ModelArguments.__dataclass_fields__),
+        "data": set(data_class.__dataclass_fields__),
+        "pipeline, freezing and the cache": set(PipeTransformerTrainingArguments.__dataclass_fields__) - known,
+    }
+    general = next(group for group in parser._action_groups if group.title == "options")
+    general.title = "all other training arguments"
+    own = [parser.add_argument_group(title) for title in groups]
+    for group, names in zip(own, groups.values(), strict=True):
+        group._group_actions = [action for action in general._group_actions if action.dest in names]
+    shown = {action for group in own for action in group._group_actions}
+    general._group_actions = [action for action in general._group_actions if action not in shown]
+    parser._action_groups = [*own, general]
 
 
 def config_to_arguments(path: Path) -> list[str]:

@@ -8,12 +8,17 @@ Short reviews, positive (1) or negative (0). A bag of words does not suffice, si
     label     = sign of the sum; the clause after "but" counts three times, what others said not at all
 
 The same seed always gives the same sentences. No sentence occurs twice, so none is in both train and validation.
+
+    python recipes/generated_data.py --train 2000 --validation 200      # writes train.csv and validation.csv
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import random
 from itertools import chain
+from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -157,3 +162,22 @@ def build_tokenizer(model_max_length: int = 128, more_words: tuple[str, ...] = (
         sep_token="[SEP]",
         mask_token="[MASK]",
     )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the splits as CSV files with the columns `sentence` and `label`, which says negative or positive."""
+    parser = argparse.ArgumentParser(description="Write generated sentences as train.csv and validation.csv.")
+    parser.add_argument("--train", type=int, default=2000, help="Number of training sentences.")
+    parser.add_argument("--validation", type=int, default=200, help="Number of validation sentences.")
+    parser.add_argument("--folder", type=Path, default=Path(), help="Where to write.")
+    parsed = parser.parse_args(arguments)
+    for name, split in generate_splits(parsed.train, parsed.validation).items():
+        with (parsed.folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(split)
+            names = ("negative", "positive")
+            rows.writerows((text, names[label]) for text, label in zip(split["sentence"], split["label"], strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Value, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
@@ -298,4 +299,4 @@ def make_collator(tokenizer: PreTrainedTokenizerBase, line_by_line: bool, multip
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

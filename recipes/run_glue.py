@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -430,4 +431,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

@@ -30,6 +30,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
 from PIL import Image as PILImage
 from PIL import ImageOps
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -351,4 +352,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -436,4 +437,4 @@ def predict(
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

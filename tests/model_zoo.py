@@ -38,7 +38,8 @@ class ZooModel:
         name: Key of the model in `MODELS` or `REFUSED`.
         make_model: Builds the model from the current random state.
         make_batch: Builds a batch of the given number of rows from the given generator.
-        group: "encoder", "decoder", "encoder-decoder", "vision", "audio" or "multimodal".
+        group: "encoder", "decoder", "encoder-decoder", "vision", "audio", "multimodal" or "layers
+            apart".
     """
 
     name: str
@@ -156,6 +157,11 @@ def pretraining(rows: int, generator: torch.Generator) -> Batch:
 def image_classification(rows: int, generator: torch.Generator) -> Batch:
     pixel_values = torch.randn(rows, 3, 16, 16, generator=generator)
     return {"pixel_values": pixel_values, "labels": _class_labels(rows, generator)}
+
+
+def image_segmentation(rows: int, generator: torch.Generator) -> Batch:
+    pixel_values = torch.randn(rows, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixel_values, "labels": torch.randint(0, 2, (rows, 16, 16), generator=generator)}
 
 
 def masked_image(rows: int, generator: torch.Generator) -> Batch:
@@ -652,6 +658,57 @@ _add(
     begin_suppress_tokens=None,
 )
 
+# Models whose layers are not one list in which each layer reads the output of the previous one alone
+_add(
+    "layers apart",
+    "funnel",  # lists of lists
+    "FunnelForSequenceClassification",
+    text_classification,
+    vocab_size=VOCABULARY,
+    block_sizes=[2, 2],
+    num_decoder_layers=1,
+    d_model=16,
+    n_head=2,
+    d_head=8,
+    d_inner=24,
+)
+_add(
+    "layers apart",
+    "xlm",  # a list of all attention modules, one of all feed-forward modules; outputs are changed in place
+    "XLMForSequenceClassification",
+    text_classification,
+    vocab_size=VOCABULARY,
+    emb_dim=16,
+    n_layers=2,
+    n_heads=2,
+    max_position_embeddings=40,
+)
+_add(
+    "layers apart",
+    "wav2vec2-weighted-layers",  # the head reads what every layer returned
+    "Wav2Vec2ForSequenceClassification",
+    wave_classification,
+    **WAVE,
+    layerdrop=0.0,
+    mask_time_prob=0.0,
+    use_weighted_layer_sum=True,
+)
+_add(
+    "layers apart",
+    "segformer",  # the head reads every stage, each of another shape, and has a batch normalisation
+    "SegformerForSemanticSegmentation",
+    image_segmentation,
+    num_encoder_blocks=2,
+    depths=[1, 1],
+    sr_ratios=[2, 1],
+    hidden_sizes=[8, 16],
+    patch_sizes=[3, 3],
+    strides=[2, 2],
+    num_attention_heads=[1, 2],
+    mlp_ratios=[2, 2],
+    decoder_hidden_size=8,
+)
+
 # Multimodal
 _add(
     "multimodal",
@@ -677,7 +734,7 @@ _add(
 # The losses of these are not made of the losses of their rows, so they can be cut by layers but not into
 # micro-batches: a contrastive loss compares every row with every other, batch normalisation mixes the rows, and
 # pretraining adds a mean over tokens to a mean over rows.
-ROWS_BELONG_TOGETHER = frozenset({"clip", "resnet", "bert-pretraining"})
+ROWS_BELONG_TOGETHER = frozenset({"clip", "resnet", "segformer", "bert-pretraining"})
 
 # Refused
 _refuse(
@@ -707,27 +764,4 @@ _refuse(
     **WAVE,
     layerdrop=0.5,
     mask_time_prob=0.0,
-)
-_refuse(
-    "funnel",
-    "FunnelForSequenceClassification",
-    text_classification,
-    "its layers are lists of lists of lists, and the decoder reads what an early layer returned",
-    vocab_size=VOCABULARY,
-    block_sizes=[2, 2],
-    num_decoder_layers=1,
-    d_model=16,
-    n_head=2,
-    d_head=8,
-    d_inner=24,
-)
-_refuse(
-    "wav2vec2-weighted-layers",
-    "Wav2Vec2ForSequenceClassification",
-    wave_classification,
-    "the head reads what every layer returned",
-    **WAVE,
-    layerdrop=0.0,
-    mask_time_prob=0.0,
-    use_weighted_layer_sum=True,
 )

@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "accelerate_configs"
-SAID = {  # in README.md: processes, machines, type, mixed precision
+SAID = {  # in docs/launching.md: processes, machines, type, mixed precision
     "cpu_2": (2, 1, "MULTI_GPU", "no"),
     "cpu_4": (4, 1, "MULTI_GPU", "no"),
     "gpu_1": (1, 1, "NO", "bf16"),
@@ -27,7 +27,7 @@ LAUNCH_SECONDS = 240
 
 
 def test_both_tables_name_the_files() -> None:
-    for page in (ROOT / "README.md", ROOT / "recipes" / "README.md"):
+    for page in (ROOT / "docs" / "launching.md", ROOT / "recipes" / "README.md"):
         rows = [line for line in page.read_text().splitlines() if re.match(r"\| `(cpu|gpu)_", line)]
         assert [name for row in rows for name in re.findall(r"`(\w+)\.yaml`", row)] == list(SAID)
     assert {path.stem for path in FILES.iterdir()} == set(SAID)

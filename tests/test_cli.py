@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_pipetransformer import __version__
+import hf_pipetransformer
+from hf_pipetransformer import __version__, cli
 from hf_pipetransformer.cli import app
-from hf_pipetransformer.forecast import inspection
+from hf_pipetransformer.forecast import command, inspection
 
 ROOT = Path(__file__).parent.parent  # for processes of their own: the package need not be installed
 
@@ -81,7 +82,8 @@ def test_inspect_prints_tables() -> None:
     result = run("inspect", "bert", "--stages", "1,2,16")
     assert result.exit_code == 0
     assert "BertForSequenceClassification: 109,483,778 parameters, 417.6 MiB, 12 units" in result.stdout
-    assert "bert.encoder.layer.11" in result.stdout
+    assert re.search(r"^ *11  bert.encoder.layer.11 ", result.stdout, re.MULTILINE)
+    assert re.search(r"^ *1-10  bert.encoder.layer.1 ... 10  +7,087,872 ", result.stdout, re.MULTILINE)  # all alike
     assert "no shared parameters" in result.stdout
     assert "2 stages × 1 pipeline = 2 ranks" in result.stdout
     assert "16 stages" not in result.stdout
@@ -90,7 +92,7 @@ def test_inspect_prints_tables() -> None:
 def test_inspect_lists_shared_parameters() -> None:
     assert inspect_json("gpt2", "--stages", "2")["shared_parameters"] == {"transformer.wte.weight": [0, 11]}
     albert = run("inspect", "albert").stdout
-    assert "full_layer_layer_norm.weight  0-11" in albert
+    assert "16 parameters in albert.encoder.albert_layer_groups.0.albert_layers.0  0-11" in albert
 
 
 def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
         (["bert", "--stages", "2,x"], 2, "--stages is '2,x', but must be"),
         (["bert", "--stages", "0"], 2, "--stages is '0', but must be"),
         (["wav2vec2"], 1, "Wav2Vec2ForSequenceClassification cannot be trained as a pipeline: layerdrop=0.1"),
+        (["bert", "--seq", "1000"], 1, "bert cannot be inspected: seq is 1000, but .* has 512 positions"),
         (["encodec"], 1, "encodec cannot be inspected: No dummy batch"),
     ],
 )
@@ -139,6 +142,35 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "could not be loaded from the Hugging Face Hub (We couldn't connect to the Hub)" in " ".join(
         result.stderr.split()
     )
+
+
+def test_inspect_counts_a_sample_of_the_length_that_is_asked_for() -> None:
+    short, long = (inspect_json("bert", "--seq", str(tokens))["units"][1] for tokens in (64, 128))
+    assert long["boundary_bytes_per_row"] == 2 * short["boundary_bytes_per_row"] == 128 * 768 * 4
+    assert long["forward_flops_per_row"] > 2 * short["forward_flops_per_row"]  # attention
+
+
+def test_help_and_version_need_no_torch() -> None:
+    """`--help` is typed while one waits: it takes 0.2 s of CPU time, where importing torch takes seconds."""
+    code = (
+        "import sys; from typer.testing import CliRunner; from hf_pipetransformer.cli import app;"
+        "words = (['--help'], ['plan', '--help'], ['version']);"
+        "codes = [CliRunner().invoke(app, each).exit_code for each in words];"
+        "print(codes, sorted({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[0, 0, 0] []\n"
+
+
+def test_the_default_device_is_that_of_the_forecast() -> None:
+    assert cli.DEFAULT_DEVICE == command.DEFAULT_DEVICE
+
+
+def test_exported_names_exist() -> None:
+    for name in hf_pipetransformer.__all__:
+        assert getattr(hf_pipetransformer, name) is not None and name in dir(hf_pipetransformer)
+    with pytest.raises(AttributeError, match="has no attribute 'Pipe'"):
+        hf_pipetransformer.Pipe  # noqa: B018
 
 
 def test_version() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_ranks
+from distributed import run_ranks, run_ranks_expecting_error
 from selection import slow
 from torch.utils.data import DataLoader
 from training_runs import (
@@ -133,22 +133,72 @@ def test_a_training_loader_of_the_users_own_does_in_one_process(mixin: type) -> 
     assert_same_training([outcome_of(alone(run))], reference(0, 1, run))
 
 
-def with_a_loader_of_its_own(rank: int, world_size: int, freezes: bool) -> str:
-    run = replace(ALONE, trainer=ShufflesItself).with_options(remove_unused_columns=False)
-    trainer = alone(run)
-    if freezes:
-        trainer.add_callback(schedule())
-    with pytest.raises(ValueError, match="was not created by PipeTransformerTrainer") as caught:
-        trainer.train()
-    return str(caught.value)
+class ShardsItself:
+    """Each process reads a part of the samples that it has chosen itself, as Ray Data's loaders do."""
+
+    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+        here = range(self.args.process_index, len(self.train_dataset), self.args.world_size)
+        samples = [self.train_dataset[index] for index in here]
+        return DataLoader(samples, batch_size=4, collate_fn=self.data_collator)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("world_size", "freezes"), [(2, False), (1, True)])
-def test_a_training_loader_of_the_users_own_is_refused_where_its_samples_must_be_known(
-    world_size: int, freezes: bool
+OF_ITS_OWN = replace(ALONE, samples=40, per_device=4).with_options(remove_unused_columns=False, max_steps=20)
+
+
+def with_a_loader_of_its_own(rank: int, world_size: int, freezes: bool, folder: str) -> list[Outcome]:
+    """The stock Trainer's outcome, which is DDP's on several processes, and that of each process with all of K = 1."""
+    run = replace(OF_ITS_OWN, trainer=ShardsItself).with_options(average_tokens_across_devices=False)
+    outcomes = []
+    for make in (reference_trainer, lambda run: pipeline_trainer(run, 1, folder, use_cpu=True, activation_cache="on")):
+        trainer = make(run)
+        if freezes:
+            trainer.add_callback(schedule())
+        outcomes.append(outcome_of(trainer))
+    hits = [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+    assert hits[-1:] == [1.0] * freezes
+    return outcomes
+
+
+@pytest.mark.parametrize(("world_size", "freezes"), [(1, True), (2, True), *slow((2, False))])
+def test_a_training_loader_of_the_users_own_does_with_one_stage(
+    world_size: int, freezes: bool, tmp_path: Path
 ) -> None:
-    told = run_ranks(with_a_loader_of_its_own, world_size, freezes)
-    assert len(told) == world_size and len(set(told)) == 1
+    for expected, outcome in run_ranks(with_a_loader_of_its_own, world_size, freezes, str(tmp_path)):
+        assert_same_training([outcome], expected)
+
+
+def with_unequal_loaders(rank: int, world_size: int, has_length: bool) -> None:
+    class Unequal(ShardsItself):
+        def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+            batches = list(super().get_train_dataloader())[: 4 - rank]
+            return batches if has_length else Stream(batches)
+
+    pipeline_trainer(replace(OF_ITS_OWN, trainer=Unequal), 1).train()
+
+
+class Stream:
+    """Batches without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(("has_length", "when"), [(True, ":"), (False, " at step 4:")])
+def test_loaders_of_different_lengths_are_refused_by_all_processes(has_length: bool, when: str) -> None:
+    for error in run_ranks_expecting_error(with_unequal_loaders, 2, has_length):
+        assert f"have different numbers of batches{when} process 0 has" in str(error)
+
+
+def in_two_stages(rank: int, world_size: int) -> None:
+    pipeline_trainer(replace(OF_ITS_OWN, trainer=ShufflesItself), 2).train()
+
+
+def test_a_training_loader_of_the_users_own_is_refused_with_several_stages() -> None:
+    for error in run_ranks_expecting_error(in_two_stages, 2):
+        assert "was not created by PipeTransformerTrainer" in str(error)
 
 
 GROUPED = replace(RUN, samples=300, epochs=2).with_options(train_sampling_strategy="group_by_length")

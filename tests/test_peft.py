@@ -25,7 +25,6 @@ from training_runs import (
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer.data.numbered_batches import first_samples
-from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 
@@ -195,11 +194,3 @@ def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
         assert list(dict.fromkeys(frozen)) == [1, 2]  # with cached layers the measured times may ask for other stages
         hits = sum(entry.get("cache_hit_rate", 0) + entry.get("cache_older_hit_rate", 0) for entry in log)
         assert (hits > 0) == (cache == "on")
-
-
-def test_adapters_on_a_quantised_base_are_refused() -> None:
-    run, _ = LORA["bert"]
-    model = build("bert")
-    model.get_base_model().is_quantized = True
-    with pytest.raises(UnsupportedModelError, match="quantized"):
-        LayerStack.discover(model, dict(PadCollator(run.kind)(first_samples(run.data(2), 2))))

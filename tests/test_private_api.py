@@ -15,7 +15,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Seq2SeqTrainer, Trainer
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -107,6 +107,19 @@ def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
     source = inspect.getsource(Trainer._run_epoch)
     loads = source.rindex("self._load_rng_state(")
     assert loads < source.index("callback_handler.on_step_begin(") < source.index("self.training_step(")
+
+
+def test_when_the_stock_trainer_generates() -> None:
+    """`TrainingJob.generates` decides likewise, and the pair gathers in another way."""
+    version = f"transformers {transformers.__version__}"
+    decision = "if not self.args.predict_with_generate or prediction_loss_only:"
+    assert decision in inspect.getsource(Seq2SeqTrainer.prediction_step), f"{version} decides another way"
+    default = "prediction_loss_only if prediction_loss_only is not None else args.prediction_loss_only"
+    assert default in inspect.getsource(Trainer.evaluation_loop), f"{version} decides another way"
+    asked = "prediction_loss_only=True if self.compute_metrics is None else None"
+    assert asked in inspect.getsource(Trainer.evaluate), f"{version} generates also without metrics"
+    for method in (Seq2SeqTrainer.evaluate, Seq2SeqTrainer.predict):
+        assert "self.gather_function = self.accelerator.gather\n" in inspect.getsource(method), f"{version} gathers"
 
 
 @pytest.mark.parametrize("method", ["backward_one_chunk", "clear_runtime_states"])
@@ -227,6 +240,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
     ),
     "_loss_shifts_labels": lambda: "self._loss_shifts_labels = " in inspect.getsource(Trainer),
     "_train_batch_size": lambda: "self._train_batch_size = " in inspect.getsource(Trainer),
+    "_gen_kwargs": lambda: "self._gen_kwargs = gen_kwargs" in inspect.getsource(Seq2SeqTrainer),
     "_tr_loss": lambda: "self._tr_loss = " in inspect.getsource(Trainer),
 }
 """What must hold for each private name of another library that the package reads."""

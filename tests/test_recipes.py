@@ -545,6 +545,7 @@ RECIPES = {
     "qa_demo": "run_qa",
     "squad": "run_qa",
     "sst2": "run_glue",
+    "summarization_demo": "run_summarization",
     "wikitext": "run_clm",
 }
 CONFIGS = Path(run_glue.__file__).parent / "configs"
@@ -559,7 +560,9 @@ def test_configs_are_read_by_their_recipe(name, tmp_path):
     """All names are known and all values allowed; `pipeline_parallel_size` needs its processes."""
     recipe = importlib.import_module(RECIPES[name])
     given = [str(CONFIGS / f"{name}.yaml"), "--pipeline_parallel_size", "1", "--output_dir", str(tmp_path)]
-    _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments)
+    is_seq2seq = RECIPES[name] == "run_summarization"
+    kind = recipe.PipeTransformerSeq2SeqTrainingArguments if is_seq2seq else common.PipeTransformerTrainingArguments
+    _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments, kind)
     assert training_args.do_train and training_args.do_eval
     assert RECIPES[name] in (CONFIGS / f"{name}.yaml").read_text()  # the command in its first lines
 

@@ -35,7 +35,7 @@ from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationWriter, StoreFull
-from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs, padded_length
+from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs, padded_length, row_keys
 from .entry_format import EntryFormat, bytes_of
 from .reading import Generation, StoreReading, joined
 from .side_stream import Copied, SideStream
@@ -290,6 +290,42 @@ class ActivationCache:
         (level, carry), self._found = self._found, (0, None)
         start = max(start, level)
         self._await(batch, start, carry, self.observer(batch, keys, start, stop))
+
+    @contextmanager
+    def watching_calls(self) -> Iterator[None]:
+        """Inside, in a pass to the end, each call of the model is looked up, and stored, by its own inputs.
+
+        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys. All
+        samples of a call are read, or all are computed.
+        """
+        self._awaited = None
+        self._remove_hook()
+        # registered anew for each pass, so that it runs after the user's hooks, which may change the inputs
+        hook = self._stack.model.register_forward_pre_hook(
+            lambda module, args, kwargs: self._on_own_call(module, args, kwargs), with_kwargs=True
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _on_own_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runner, stop = self._stack.runner, self._stack.num_units
+        if not runner.is_running or module is not self._stack.model:
+            return
+        inputs = runner.batch_of(named_inputs(module, args, kwargs))
+        keys = row_keys(inputs, self._ignored) if inputs else None
+        if keys is None or self._spans_of(keys) is None:
+            self.counts.rows += len(keys or ())
+            return
+        counts = self.counts  # the writer counts in this object, too
+        before = counts.hits, counts.older_hits, counts.load_seconds
+        for level, (rows, state) in self._find(inputs, keys, stop).items():
+            if len(rows) == len(keys):
+                runner.begin_elsewhere(level, self._as_carry(level, state), self.observer(inputs, keys, level, stop))
+                return
+        counts.hits, counts.older_hits, counts.load_seconds = before  # of what was found, nothing is used
+        runner.begin_elsewhere(0, None, self.observer(inputs, keys, 0, stop))
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""

@@ -247,6 +247,8 @@ class _Probe:
                 )
             elif not self._stack.runner.floating_outputs(read[0].stack)[read[0].position]:
                 self.refuse(boundary, "an integer tensor is read above the frozen layers")
+            elif self._stack.may_read_unseen:
+                self.refuse(boundary, "layers may read parameters that are still trained where no gradient shows it")
             else:
                 self.open[boundary] = read[0]
 

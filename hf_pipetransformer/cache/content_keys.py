@@ -130,11 +130,12 @@ def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEY
         One key per sample, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor
         nor None, a bool, a number or a string.
     """
-    keys = _row_keys(batch, ignored)
+    keys = row_keys(batch, ignored)
     return None if keys is None else [key.digest for key in keys]
 
 
-def _row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey] | None:
+def row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey] | None:
+    """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
     spans = spans_of(batch)
     if spans is None:
         return None
@@ -223,7 +224,7 @@ class KeyingCollator:
                 f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
-        keys = _row_keys(batch, self.ignored)
+        keys = row_keys(batch, self.ignored)
         if keys is None:
             return batch
         if self.on_keys is not None:
@@ -252,6 +253,10 @@ def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
         RowKey(digests[16 * row : 16 * row + 16], slice(None) if start == _WHOLE_ROW else slice(start, stop))
         for row, (start, stop) in enumerate(spans)
     ]
+
+
+NO_KEYS = torch.full((1, 4), _NO_KEY, dtype=torch.int64)
+"""In place of a batch's keys: the cache is not used for this batch, not even by the inputs of the model's calls."""
 
 
 def without_keys(keys: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,9 @@ class NumberedBatches(Dataset[Any]):
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
+    is_shared = True
+    """Whether all processes read the same samples."""
+
     def __init__(
         self,
         dataset: Any,
@@ -412,21 +415,28 @@ class NumberedBatches(Dataset[Any]):
 
 
 class GivenBatches:
-    """The batches of a training loader that the user has created, all of which one process takes.
+    """The batches of a training loader that the user has created. Each process trains on those of its own loader.
 
-    Used in place of `NumberedBatches`: the Trainer reads the loader itself, as the stock one does.
+    Used in place of `NumberedBatches` if each process holds the whole model: the Trainer reads the loader itself, as
+    the stock one does. As under DDP, batches of one step on different processes have the same weight.
 
     Args:
+        dataset: the loader's dataset, which may be another one on each process; None if it has none.
+        processes: number of processes.
         sample: returns a few samples and their collator, without advancing in the data; called on first use.
     """
+
+    is_shared = False
+    """Whether all processes read the same samples."""
 
     may_never_repeat = True
     """True, because the loader's order is unknown."""
     next_slice: BatchSlice | None = None
     """None, because the Trainer reads the loader."""
 
-    def __init__(self, dataset: Any, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
+    def __init__(self, dataset: Any, processes: int, sample: Callable[[], tuple[list[Any], Collator]]) -> None:
         self.dataset = dataset
+        self._processes = processes
         self._sample = sample
         self._sampled: tuple[list[Any], Collator] | None = None
 
@@ -450,9 +460,9 @@ class GivenBatches:
         return self._sampled
 
     def slice_of(self, batch: Any) -> BatchSlice:
-        """The slice is the whole batch."""
+        """The slice is the whole batch of this process; those of the others are assumed to be as large."""
         rows = batch_rows(with_name(batch), default=1)
-        return BatchSlice(rows, rows)
+        return BatchSlice(rows, rows * self._processes)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -463,8 +473,8 @@ class GivenBatches:
         """Do nothing: the order is the user's loader's."""
 
     def reslice(self, parts: int, index: int) -> None:
-        """Check that there is one part."""
-        assert (parts, index) == (1, 0)
+        """Check that each process takes its own batches."""
+        assert parts == self._processes, (parts, index)
 
     def close(self) -> None:
         """Do nothing: the loader is the user's."""

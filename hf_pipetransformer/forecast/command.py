@@ -33,6 +33,7 @@ FLAT_TOKENS = {"cpu": 16, accelerator_type(): 256}
 """For devices of which only whole samples are timed: slices of fewer tokens than this are assumed to take as long."""
 ROWS_TO_TIME = 8
 """Number of samples that are timed, as in the trainer."""
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DEFAULT_SAMPLES = 100_000
 DEFAULT_DEVICE = "a100-80g"
 
@@ -43,8 +44,8 @@ class Request:
 
     devices: int
     batch: int
-    seq: int
     epochs: int
+    seq: int | None = None
     samples: int | None = None
     profile: str = "analytic"
     device: str | None = None
@@ -81,7 +82,7 @@ class Request:
                     f"{name} is {value!r}, but profile={self.profile!r} times the model on this machine. Remove one of"
                     " the two options."
                 )
-        if self.seq < 1:
+        if self.seq is not None and self.seq < 1:
             raise ValueError(f"seq is {self.seq}, but must be at least 1.")
         for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
             value = getattr(self, name)
@@ -143,16 +144,17 @@ def answer(name: str, task: str, request: Request) -> Answer:
         _refuse_slices_of_others(model)
     workload = measure_workload(model, request.seq)
     if job.token_slices != "off":
-        workload = replace(workload, pair_shares=measure_pair_shares(model, request.seq))
+        workload = replace(workload, pair_shares=measure_pair_shares(model, workload.tokens))
     machine, assumed = _machine(request, job, workload, config, cls)
+    assumed = (*assumed, _assumed_of_precision(model))
     if job.token_slices != "off":
         assumed = (*assumed, *_assumed_of_slices(machine))
     if request.samples is None:
         assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
-    if not workload.tokens_matter:
+    if not workload.tokens_matter and request.seq is not None:
         assumed = ("rows have the size of the configuration; --seq does not matter for this model", *assumed)
     result = forecast(job, workload, machine)
-    row = f"rows × {request.seq} tokens" if workload.tokens_matter else "rows"
+    row = f"rows × {workload.tokens} tokens" if workload.tokens_matter else "rows"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
@@ -180,6 +182,19 @@ def _refuse_slices_of_others(model: PreTrainedModel) -> None:
             " Set token_slices='off', or pass a decoder with the task causal-lm."
         )
     attention_windows(model)
+
+
+def _assumed_of_precision(model: PreTrainedModel) -> str:
+    """In which precision the memory is counted: that of the configuration, in which weights are loaded and trained."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    names = " and ".join(sorted(PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes))
+    counted = f"weights, gradients, AdamW's moments and activations in {names}"
+    if dtypes == {torch.float32}:
+        return counted
+    return (
+        f"{counted}, the dtype of the configuration, in which from_pretrained loads the weights; with"
+        " dtype='float32' they take more memory"
+    )
 
 
 def _assumed_of_slices(machine: Machine) -> tuple[str, ...]:
@@ -220,7 +235,7 @@ def _from_table(request: Request, job: Job, workload: Workload) -> tuple[Machine
     return machine, (
         f"{device.name}: {device.flops_per_second / 1e12:,.0f} TFLOP/s of which layers reach {device.efficiency:.0%}"
         f" (an estimate: --efficiency), {1e6 * device.seconds_per_unit:.0f} µs a layer and forward for its calls,"
-        f" {USABLE_MEMORY:.0%} of {device.memory_bytes / GIB:,.0f} GiB; weights in fp32, AdamW",
+        f" {USABLE_MEMORY:.0%} of {device.memory_bytes / GIB:,.0f} GiB",
         f"{device.link_bytes_per_second / 1e9:,.0f} GB/s between devices, {device.devices_per_node} to a node,"
         f" {device.network_bytes_per_second / 1e9:,.0f} GB/s out of it; the cache is read at"
         f" {device.host.read_bytes_per_second / 1e9:,.0f} GB/s a node from memory, at"
@@ -235,7 +250,7 @@ def _measured_here(
     refuse_too_large(workload.weight_bytes, kind, job.num_devices)
     rows = min(job.rows_per_device, ROWS_TO_TIME)
     row_bytes = max(unit.boundary_bytes for unit in workload.unit_costs) or 1
-    profile = profile_here(config, cls, kind, job.num_devices, rows, request.seq, row_bytes)
+    profile = profile_here(config, cls, kind, job.num_devices, rows, workload.tokens, row_bytes)
     if request.memory_gib is not None:
         budget: int | None = int(request.memory_gib * GIB * USABLE_MEMORY)
     else:

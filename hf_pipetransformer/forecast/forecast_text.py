@@ -31,7 +31,7 @@ ALWAYS_ASSUMED = (
     "every row is as long as --seq; padding and evaluation are not counted",
     "gradients are reduced after the backward, not during it; messages between stages take no time",
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
-    "activations are counted in fp32, as the trainer does; the allocator's waste is not in the memory figures",
+    "the allocator's waste is not in the memory figures; activations are counted as without autocast (bf16=True)",
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
 )
 MAY_BE_CACHED = "the model may be cached; the trainer finds that out by running rows of the data"

@@ -9,6 +9,8 @@ parameter, so a laptop can inspect a model with billions of parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
@@ -277,20 +279,8 @@ def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
     """Return the report as tables."""
     row = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["row"].items())
     header = ("unit", "name", "parameters", "MiB", "MFLOPs/row", "boundary KiB/row")
-    table = [
-        (
-            str(index),
-            unit["name"],
-            f"{unit['parameters']:,}",
-            f"{unit['bytes'] / MIB:,.1f}",
-            f"{unit['forward_flops_per_row'] / 1e6:,.2f}",
-            f"{unit['boundary_bytes_per_row'] / 1024:,.1f}",
-        )
-        for index, unit in enumerate(report["units"])
-    ]
-    shared = [("shared parameter", "needed by units")] + [
-        (name, _ranges(where)) for name, where in report["shared_parameters"].items()
-    ]
+    table = [(index, name, *costs) for index, name, costs in _equal_units(report["units"])]
+    shared = [("shared parameters", "needed by units"), *_equal_shares(report["shared_parameters"])]
     parts = [
         f"{report['model']}: {report['parameters']:,} parameters, {report['bytes'] / MIB:,.1f} MiB, "
         f"{len(units)} units; one row: {row}",
@@ -299,6 +289,38 @@ def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
         *(str(_plan(units, int(k))) for k in report["stages"]),
     ]
     return "\n\n".join(parts)
+
+
+def _equal_units(units: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Return index, name and costs of the units, with consecutive units of equal costs combined."""
+
+    def costs(unit: Mapping[str, Any]) -> tuple[str, ...]:
+        return (
+            f"{unit['parameters']:,}",
+            f"{unit['bytes'] / MIB:,.1f}",
+            f"{unit['forward_flops_per_row'] / 1e6:,.2f}",
+            f"{unit['boundary_bytes_per_row'] / 1024:,.1f}",
+        )
+
+    rows = []
+    for shown, group in groupby(enumerate(units), key=lambda pair: costs(pair[1])):
+        (first, unit), *others = group
+        last, last_unit = others[-1] if others else (first, unit)
+        is_one = last_unit["name"] == unit["name"]  # of ALBERT, all of them
+        name = unit["name"] if is_one else f"{unit['name']} ... {last_unit['name'].rpartition('.')[2]}"
+        rows.append((_ranges(range(first, last + 1)), name, shown))
+    return rows
+
+
+def _equal_shares(shared: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
+    """Return names and units of shared parameters, with consecutive parameters of the same units combined."""
+    rows = []
+    for where, group in groupby(shared, key=lambda name: shared[name]):
+        names = list(group)
+        common = commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+        name = names[0] if len(names) == 1 else f"{len(names)} parameters" + (f" in {common}" if common else "")
+        rows.append((name, _ranges(where)))
+    return rows
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -64,29 +65,35 @@ class Workload:
         return sum({name: size for unit in self.unit_costs for name, size in unit.parameters.items()}.values())
 
 
-def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
+def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
     """Find a model's units and measure the cost of a sample with this many tokens.
 
     Args:
         model: a model of placeholders, or with weights.
-        tokens: number of tokens of a text sample; audio and images have the size that the configuration specifies.
+        tokens: number of tokens of a text sample; not needed for audio and images, which have the size that the
+            configuration specifies.
 
     Raises:
         UnsupportedModelError: the model cannot be split into stages.
-        ValueError: the samples are longer than the model's positions.
+        ValueError: the samples are longer than the model's positions, or their length is needed but not given.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
     tokens_matter = any(samples[0][name].shape != samples[1][name].shape for name in samples[0])
-    if tokens_matter and isinstance(positions, int) and tokens > positions > 0:
+    if not tokens_matter:
+        tokens, samples = 1, samples[:1]
+    elif tokens is None:
+        raise ValueError(
+            f"seq is not given, but the costs of {type(model).__name__} depend on the number of tokens of a sample."
+            " Pass seq, such as --seq 128."
+        )
+    elif isinstance(positions, int) and tokens > positions > 0:
         raise ValueError(
             f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings). Set seq"
             f" to at most {positions}."
         )
-    if tokens_matter and tokens <= MEASURED_TOKENS[-1]:
+    elif tokens <= MEASURED_TOKENS[-1]:
         samples = [dummy_batch(model, 1, tokens=tokens)]
-    elif not tokens_matter:
-        samples = samples[:1]
     with GhostProducts():
         stack = LayerStack.discover(model, samples[0])
         freezable = FreezableLayers.of(stack, samples[0])
@@ -95,9 +102,17 @@ def measure_workload(model: PreTrainedModel, tokens: int) -> Workload:
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
     # in all known families, the last unit returns the same tensors as the one before it
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
-    return Workload(
-        units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens if tokens_matter else 1
-    )
+    return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens)
+
+
+def measure_sample(model: PreTrainedModel, tokens: int) -> tuple[dict[str, Any], tuple[UnitCost, ...]]:
+    """Find the units and measure their costs on one sample of so many tokens; `inspection.measure` for longer ones.
+
+    Raises:
+        UnsupportedModelError: the model cannot be split into stages.
+        ValueError: the sample is longer than the model's positions.
+    """
+    return dummy_batch(model, 1, tokens=tokens), measure_workload(model, tokens).unit_costs
 
 
 def measure_pair_shares(model: PreTrainedModel, tokens: int) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from ..resilience.exit import end_at_exit
-from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup
+from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup, trained_module
 from .policies import (
     FreezeDecision,
     FreezePolicy,
@@ -245,7 +245,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self._release()
             self._begin(state)
             self._num_layers = None
-            self._standalone = PlainTrainer(self, kwargs["model"], kwargs["optimizer"], state, args.world_size > 1)
+            optimizer = kwargs["optimizer"]
+            self._standalone = PlainTrainer(self, trained_module(kwargs["model"], optimizer), optimizer, state)
         elif state.global_step == 0:
             self.decide(state, 0.0)
 

@@ -61,7 +61,6 @@ class PlainTrainer:
         model: the Trainer's model, without the DDP wrapper.
         optimizer: the Trainer's optimizer.
         state: the Trainer's state.
-        is_distributed: whether the model is wrapped in DDP.
 
     Attributes:
         decides_at_first_forward: whether the decider is asked as soon as the layers are known.
@@ -73,7 +72,6 @@ class PlainTrainer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         state: TrainerState,
-        is_distributed: bool,
     ) -> None:
         self.decides_at_first_forward = state.global_step == 0
         self._decider = decider
@@ -86,7 +84,7 @@ class PlainTrainer:
         self._is_looking = False
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._wrapper_hook: RemovableHandle | None = None
-        if is_distributed:
+        if dist.is_available() and dist.is_initialized():  # a launcher's only process has a DDP wrapper, too
             self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
 
     def check_that_it_sees_calls(self) -> None:
@@ -134,7 +132,8 @@ class PlainTrainer:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_looking:
             return
-        if self._prefix is None:
+        is_first = self._prefix is None
+        if is_first:
             if not model.training:
                 return
             self._forget_wrapper_hook()
@@ -142,7 +141,8 @@ class PlainTrainer:
         assert self._prefix is not None
         if model.training and self._decider.num_frozen > self._prefix.num_frozen:
             self._freeze(self._decider.num_frozen)
-        self._prefix.begin_forward()
+        if is_first:
+            self._prefix.begin_forward()
 
     def _find_layers(self, batch: dict[str, Any]) -> None:
         sample = slice_rows(batch, 0, SAMPLE_ROWS)
@@ -175,6 +175,25 @@ class PlainTrainer:
             self._prefix.layers.num_layers,
             f"{sum(p.numel() for p in parameters):,}",
         )
+
+
+def trained_module(model: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """Return the module that an optimizer trains: a Trainer's model, or an attribute of it if it is no module itself.
+
+    SetFit's Trainer gives callbacks its `SetFitModel`, which is an object that has the model.
+
+    Raises:
+        ValueError: it has no such module.
+    """
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in (model, *getattr(model, "__dict__", {}).values()):
+        if isinstance(module, nn.Module) and any(id(p) in trained for p in module.parameters()):
+            return module
+    raise ValueError(
+        f"LayerFreezeCallback cannot freeze layers of a {type(model).__name__}: neither this object nor one of its"
+        " attributes is a torch.nn.Module with parameters that the optimizer trains. Pass the Trainer a module, or"
+        " remove the callback."
+    )
 
 
 def rebuild_reducer(module: DistributedDataParallel) -> None:

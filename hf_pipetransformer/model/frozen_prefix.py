@@ -29,7 +29,7 @@ class FreezableLayers:
     """Which parameters freeze with the units of one model; immutable, and the same on every process.
 
     Attributes:
-        owners: for each unit, the names of the parameters that it needs (`LayerStack.owners`).
+        owners: for each unit, the names of the parameters that are trained through it (`LayerStack.trained_with`).
         inside: for each unit, the names of those that lie in its own module; its gradient norm is computed over these.
         head: names of the parameters that the loss depends on even if every unit is frozen.
         trainable: names of the parameters that training would change if nothing was frozen: they require a gradient
@@ -51,10 +51,10 @@ class FreezableLayers:
         """
         names = stack.table.names
         return cls(
-            stack.owners,
+            stack.trained_with,
             tuple(
                 tuple(name for name in names if name in owned and _is_inside(name, unit, stack))
-                for unit, owned in zip(_units(stack), stack.owners, strict=True)
+                for unit, owned in zip(_units(stack), stack.trained_with, strict=True)
             ),
             _head_parameters(stack, batch),
             frozenset(name for name in names if stack.table[name].requires_grad) - stack.unreached,
@@ -111,8 +111,7 @@ class FrozenPrefix:
     """Freezes the bottom units of a complete model that is not split into stages.
 
     The model's runner overrides `forward` on the instances of the layer modules, so that frozen units run in eval mode
-    and build no graph, whatever mode the Trainer sets before a step. Evaluation is not affected. `begin_forward` must
-    be called before each forward of the model, from a hook.
+    and build no graph, whatever mode the Trainer sets before a step. Evaluation is not affected.
 
     Args:
         stack: the model's units.
@@ -152,7 +151,7 @@ class FrozenPrefix:
         return parameters
 
     def begin_forward(self) -> None:
-        """Prepare for a forward of the model; must be called before each one."""
+        """Prepare for a forward of the model that was called before this object was made; later ones need nothing."""
         self._stack.runner.begin_plain_call()
 
     def remove(self) -> None:
@@ -200,7 +199,7 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
             with torch.no_grad():
                 runner.trace(batch, lambda unit, output: carry.__setitem__(unit.stack, tensors_of(output)))
             with torch.enable_grad(), runner.to_the_end(stack.num_units, carry):
-                output = output_tensors(stack.model(**batch))
+                output = output_tensors(stack.model(**runner.arguments(batch)))
             # T5 also returns its encoder's output, LLaVA its projector's: these do not contribute to training
             reached = {id(leaf) for leaf in reachable_leaves(loss_outputs(output))}
             return frozenset(name for name in stack.table.names if id(stack.table[name]) in reached)

@@ -14,10 +14,11 @@ own inputs, so only the layers' outputs have to be sent between devices.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,10 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 from .frozen_units import FrozenUnits, modules_around
-from .nested import tensors_of
+from .nested import in_new_containers, tensors_of
 
 Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
+
+
+GENERATE = "generate"
+"""Method of transformers' models that calls the model once for each token."""
 
 
 class _RangeDone(BaseException):
@@ -75,25 +80,35 @@ class _OutputStructure:
         return recursively_apply(lambda _: next(supply), self.template, test_type=is_gap)
 
 
-class ForwardOverride:
-    """Replaces a module's `forward` temporarily. A copy of the module gets the earlier forward, bound to the copy.
+class MethodOverride:
+    """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
 
     Args:
-        module: the module whose `forward` is replaced.
-        forward: the function that is called instead.
+        module: the module whose method is replaced.
+        name: name of the method, which the module's class has.
+        function: the function that is called instead.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
-        self._earlier = module.__dict__.get("forward")
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module, self._name, self._function = module, name, function
+        self._earlier = module.__dict__.get(name)
+        setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Restore the earlier method."""
+        if self._earlier is None:
+            del self._module.__dict__[self._name]
+        else:
+            setattr(self._module, self._name, self._earlier)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._earlier is not None:
             return copy.deepcopy(self._earlier, memo)
-        return MethodType(type(self._module).forward, memo.get(id(self._module), self._module))
+        method = getattr(type(self._module), self._name)
+        return MethodType(method, memo.get(id(self._module), self._module))
 
 
 @dataclass
@@ -110,6 +125,18 @@ class _Pass:
     may_repeat: bool = False  # the model may be called several times, each time through all units
 
 
+def _forwards_of_autograd_functions() -> dict[CodeType, str]:
+    """The code of the forward of each autograd function that is defined in Python, with the function's name.
+
+    A frame is recognized by its code: reading its variables would keep them alive as long as the frame.
+    """
+    classes: list[type] = [torch.autograd.Function]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    forwards = {cls.__name__: getattr(cls, "forward", None) for cls in classes}
+    return {forward.__code__: name for name, forward in forwards.items() if isinstance(forward, FunctionType)}
+
+
 class LayerRangeRunner:
     """Overrides `forward` on the instances of the layer modules, so that ranges of them can be run.
 
@@ -118,10 +145,12 @@ class LayerRangeRunner:
     Args:
         model: the complete model.
         stacks: for each stack of layers, the names of its modules in the model.
+        copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
     """
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]], copies_carry: bool = False) -> None:
         self.model = model
+        self._copies_carry = copies_carry
         self.units: tuple[Unit, ...] = ()
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
@@ -133,6 +162,13 @@ class LayerRangeRunner:
         self._is_in_training_before_units = False
         self.kept_back: frozenset[str] = frozenset()
         """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        self.takes_batch = True
+        """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
+
+        Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
+        """
+        self.nested_in: str | None = None
+        """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
         self.added: dict[str, Any] = {}
         """Settings that the loss adds to the model's inputs (`use_cache=False`). Stages below the loss use them, too;
         the whole model may refuse them without what else the loss adds."""
@@ -141,7 +177,8 @@ class LayerRangeRunner:
             for name in names:
                 layers.setdefault(model.get_submodule(name), (stack, name))
         self._layers = [(stack, name, module) for module, (stack, name) in layers.items()]
-        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._replaced: list[MethodOverride] = []
+        self._refusing: list[MethodOverride] = []  # in place of `generate`, while this process has some units only
         self._hook: RemovableHandle | None = None
 
     # ------------------------------------------------------------------------------------ life cycle
@@ -153,9 +190,8 @@ class LayerRangeRunner:
         if self.installed:
             return
         for stack, name, module in self._layers:
-            earlier_override = module.__dict__.get("forward")
-            self._replaced.append((module, earlier_override))
-            module.forward = ForwardOverride(module, self._ranged_forward(Unit(name, module, stack), module.forward))
+            forward = self._ranged_forward(Unit(name, module, stack), module.forward)
+            self._replaced.append(MethodOverride(module, "forward", forward))
         self._hook = self.model.register_forward_pre_hook(
             lambda module, _: self._begin_call() if module is self.model else None  # ignores copies of the model
         )
@@ -165,20 +201,29 @@ class LayerRangeRunner:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        for module, earlier_override in self._replaced:
-            if earlier_override is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = earlier_override
+        for override in self._replaced:
+            override.remove()
         self._replaced.clear()
 
     def restrict_to(self, computable: range | None) -> None:
         """Set the units whose weights are on this process; None means all units.
 
         Calling the model outside of this range then fails with a clear error, where it would otherwise compute with
-        weights that are not here.
+        weights that are not here, and so does `generate`, which calls the model many times.
         """
         self._computable = computable
+        for override in self._refusing:
+            override.remove()
+        self._refusing = []
+        if computable is not None:
+            # those of PEFT, and the models inside, have it as well
+            generating = [module for module in self.model.modules() if hasattr(type(module), GENERATE)]
+            self._refusing = [MethodOverride(module, GENERATE, self._refuse_to_generate) for module in generating]
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether this process may have the weights of some units only."""
+        return self._computable is not None
 
     @property
     def num_frozen(self) -> int:
@@ -194,7 +239,10 @@ class LayerRangeRunner:
         self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
 
     def begin_plain_call(self) -> None:
-        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass."""
+        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass.
+
+        While a runner is installed, it does so by itself.
+        """
         if self.model.training:
             self._frozen.begin()
         else:
@@ -314,9 +362,18 @@ class LayerRangeRunner:
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that are passed to the model."""
-        return (
-            {name: value for name, value in batch.items() if name not in self.kept_back} if self.kept_back else batch
-        )
+        given = {
+            # some models write their results into the dict that they are called on
+            name: in_new_containers(value) if isinstance(value, Mapping) else value
+            for name, value in batch.items()
+            if name not in self.kept_back
+        }
+        return given if self.nested_in is None else {self.nested_in: given}
+
+    def batch_of(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch for which `arguments` returns these inputs of a call of the model."""
+        nested = inputs.get(self.nested_in) if self.nested_in is not None else inputs
+        return dict(nested) if isinstance(nested, Mapping) else {}
 
     @property
     def is_running(self) -> bool:
@@ -341,6 +398,7 @@ class LayerRangeRunner:
     def _running(self, current: _Pass) -> Iterator[None]:
         assert self.installed, "install() first"
         assert self._pass is None, "passes do not nest"
+        self._frozen.end()  # a plain call ends only when the next one begins
         self._pass = current
         try:
             yield
@@ -352,6 +410,8 @@ class LayerRangeRunner:
         """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains."""
         current = self._pass
         if current is None:
+            if self._frozen.num_frozen and self._computable is None:
+                self.begin_plain_call()  # in a backward, for example: losses that cache gradients call the model there
             return
         repeats = current.may_repeat and self._frozen.position == len(self.units)
         if repeats:
@@ -372,6 +432,7 @@ class LayerRangeRunner:
             self._begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
+                self._refuse_own_backward(unit)
                 current.calls.append(unit)
             else:
                 self._check_order(index, unit)
@@ -380,6 +441,8 @@ class LayerRangeRunner:
                 self._frozen.skip(index)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
+                if self._copies_carry:
+                    values = tuple(value.clone() for value in values)
                 return self._structure(index, unit, len(values)).rebuild(values)
             if self._on_entry is not None:
                 self._on_entry()
@@ -395,6 +458,23 @@ class LayerRangeRunner:
 
         return forward
 
+    def _refuse_own_backward(self, unit: Unit) -> None:
+        """Refuse a unit that is called inside the forward of an autograd function, as Reformer's layers are.
+
+        The function's backward calls the layers again and sets gradients by itself, which autograd does not show.
+        """
+        frame = inspect.currentframe()
+        functions = _forwards_of_autograd_functions() if frame is not None else {}
+        while frame is not None:
+            if frame.f_code in functions:
+                raise UnsupportedModelError(
+                    self.model,
+                    f"it calls its layer {unit.name!r} inside an autograd function of its own"
+                    f" ({functions[frame.f_code]}), whose backward needs all layers.",
+                    "Set pipeline_parallel_size=1.",
+                )
+            frame = frame.f_back
+
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
         """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""
         own = self._structure_of_unit[index]
@@ -409,6 +489,16 @@ class LayerRangeRunner:
                 " layers depends on the input, or the loss function calls the model more than once.",
                 "Set pipeline_parallel_size=1.",
             )
+
+    def _refuse_to_generate(self, *_: Any, **__: Any) -> Any:
+        assert self._computable is not None
+        raise ValueError(
+            f"generate() was called while {type(self.model).__name__} is split over pipeline stages: this process"
+            f" holds layers {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and"
+            " generating takes all of them. Generate in the trainer's evaluations, with predict_with_generate=True and"
+            " compute_metrics (see PipeTransformerSeq2SeqTrainer): during them every process has the whole model. Or"
+            " call generate() before or after train(), or set pipeline_parallel_size=1."
+        )
 
     def _check_weights_are_here(self, unit: Unit) -> None:
         if self._computable is None:

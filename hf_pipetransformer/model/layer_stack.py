@@ -7,20 +7,24 @@ result with the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
+from ..randomness import global_state_kept
+from .batch_statistics import running_statistics_kept
+from .dropout import WithoutDropout
 from .layer_range import Carry, LayerRangeRunner, Unit
-from .nested import tensors_of
-from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
+from .nested import in_new_containers, tensors_of
+from .placeholders import ParameterTable, evaluation_mode, has_state, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 
@@ -49,6 +53,7 @@ class LayerStack:
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
+        trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
         only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
             encoder's output): if the unit runs alone, they get no gradient.
     """
@@ -61,6 +66,7 @@ class LayerStack:
         boundaries: Sequence[tuple[CarrySlot, ...]],
         unreached: frozenset[str],
         only_returned: frozenset[str] = frozenset(),
+        trained_with: Sequence[frozenset[str]] | None = None,
     ) -> None:
         self.runner = runner
         self.model = runner.model
@@ -70,11 +76,18 @@ class LayerStack:
         self.boundaries = tuple(boundaries)
         self.unreached = unreached
         self.only_returned = only_returned
+        self.trained_with = tuple(owners if trained_with is None else trained_with)
         self.rows_per_sample = 1
 
     @property
     def num_units(self) -> int:
         return len(self.owners)
+
+    @property
+    def may_read_unseen(self) -> bool:
+        """Whether units may read trained parameters where no gradient shows it (RT-DETR's choice of queries)."""
+        pairs = zip(self.owners, self.trained_with, strict=True)
+        return any(not own - trained <= self.unreached for own, trained in pairs)
 
     def owned(self, start: int, stop: int) -> frozenset[str]:
         """Names of the parameters that a stage with the units [start, stop) needs."""
@@ -90,7 +103,7 @@ class LayerStack:
 
     # ------------------------------------------------------------------------------------ discovery
     @classmethod
-    def discover(cls, model: nn.Module, batch: dict[str, Any]) -> LayerStack:
+    def discover(cls, model: nn.Module, batch: dict[str, Any], nested_in: str | None = None) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
         Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
@@ -100,9 +113,14 @@ class LayerStack:
         2. Run one unit at a time; the leaves of its autograd graph are the parameters and carried values it needs.
         3. Run again with everything else set to NaN: the result must equal the unsplit model's.
 
+        If that fails, each layer counts as a stack of its own: the carry then holds the output of each layer and not
+        only of the last one, and 2 shows which of them a later layer or the head reads (DPT's head reads four). At
+        last, layers that do not run return copies, because some models change the outputs of layers in place.
+
         Args:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
+            nested_in: the model's only argument, if it is called on the batch as one dict.
 
         Raises:
             UnsupportedModelError: if the model has no sequential layers, or they depend on one another in a way that
@@ -111,39 +129,65 @@ class LayerStack:
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
-            runner = LayerRangeRunner(model, find_stacks(model, batch))
-            runner.install()
-            try:
-                whole = output_tensors(runner.trace(batch))  # 1
-                table = ParameterTable(model)
-                with _refusing_what_fails(model):
-                    reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
-                unreached = frozenset(table.names) - frozenset().union(*reached)
-                boundaries = _boundaries(runner, used)
-                # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then
-                # does not show which unit needs it: if the minimal candidate fails, all units get it.
-                candidates = (
-                    cls(
-                        runner,
-                        table,
-                        _with_unreached(reached, runner.units, unreached, everywhere),
-                        slots,
-                        unreached,
-                        only_returned,
-                    )
-                    for everywhere in (False, True)
-                    for slots in (boundaries, _all_used(boundaries))
+            versions = {name: parameter._version for name, parameter in model.named_parameters()}
+            stacks = find_stacks(model, batch if nested_in is None else {nested_in: batch})
+            alone = [[name] for names in stacks for name in names]
+            refusals: list[UnsupportedModelError] = []
+            for runner in (
+                LayerRangeRunner(model, stacks),
+                LayerRangeRunner(model, alone),
+                LayerRangeRunner(model, alone, copies_carry=True),
+            ):
+                runner.nested_in = nested_in
+                try:
+                    stack = cls._discover_with(runner, batch)
+                except UnsupportedModelError as error:
+                    refusals.append(error)
+                else:
+                    _refuse_changed_weights(model, versions)
+                    return stack
+        raise refusals[0]
+
+    @classmethod
+    def _discover_with(cls, runner: LayerRangeRunner, batch: dict[str, Any]) -> LayerStack:
+        """`discover` with the layers of this runner, in eval mode."""
+        model = runner.model
+        runner.install()
+        try:
+            whole = output_tensors(runner.trace(batch))  # 1
+            table = ParameterTable(model)
+            with _refusing_what_fails(model):
+                reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
+            unreached = frozenset(table.names) - frozenset().union(*reached)
+            boundaries = _boundaries(runner, used)
+            # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
+            # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
+            # parameters outside of the layers (RT-DETR chooses its decoder's inputs by the scores of a head).
+            owners = [_with_unreached(reached, runner.units, unreached, everywhere) for everywhere in (False, True)]
+            outside = _outside(table, runner.units)
+            owners.append([names | outside for names in owners[-1]])
+            with _refusing_what_fails(model):
+                stack = cls(runner, table, owners[0], boundaries, unreached, only_returned)
+                if stack._equals_uncut(whole, batch):  # 3
+                    return stack
+                # with a gradient where training has one: wav2vec 2.0 chooses codes without one in eval mode only
+                with _training_without_dropout(model):
+                    _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
+                boundaries = _boundaries(
+                    runner, [one | other for one, other in zip(used, used_in_training, strict=True)]
                 )
-                with _refusing_what_fails(model):
-                    for stack in candidates:
-                        if stack._equals_uncut(whole, batch):  # 3
-                            return stack
-            finally:
-                runner.remove()
+                for names in owners:
+                    stack = cls(
+                        runner, table, names, _all_used(boundaries), unreached, only_returned, trained_with=owners[0]
+                    )
+                    if stack._equals_uncut(whole, batch):
+                        return stack
+        finally:
+            runner.remove()
         raise UnsupportedModelError(
             model,
             "when its layers are run one at a time, the result differs from that of the whole model (it may read"
-            " hidden states of earlier layers).",
+            " values of earlier layers that are not their outputs).",
             USE_ONE_STAGE,
         )
 
@@ -170,8 +214,24 @@ class LayerStack:
                         carry = self.runner.run(k, k + 1, carry, batch)
                     else:
                         with self.runner.to_the_end(k, carry):
-                            parts = output_tensors(self.model(**batch))
+                            parts = output_tensors(self.model(**self.runner.arguments(batch)))
         return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
+
+
+def _refuse_changed_weights(model: nn.Module, versions: Mapping[str, int]) -> None:
+    """Refuse a model whose forward changes its own weights in place, some of which other stages hold.
+
+    Args:
+        model: the model, which has run.
+        versions: autograd's counters of changes in place, from before.
+    """
+    changed = [name for name, parameter in model.named_parameters() if parameter._version != versions.get(name)]
+    if changed:
+        raise UnsupportedModelError(
+            model,
+            f"its forward changes {len(changed)} of its own weights ({changed[0]!r}), but no stage holds all weights.",
+            USE_ONE_STAGE,
+        )
 
 
 @contextmanager
@@ -209,13 +269,9 @@ def refuse_by_configuration(model: nn.Module) -> None:
     """Refuse models whose configuration alone shows that they have no exact pipeline.
 
     Raises:
-        UnsupportedModelError: for quantised weights, a router loss over all layers, outputs of all layers, or layers
-            that are skipped at random.
+        UnsupportedModelError: for a router loss over all layers, outputs of all layers, or layers that are skipped at
+            random.
     """
-    if getattr(model, "is_quantized", False):
-        raise UnsupportedModelError(
-            model, "its weights are quantized and cannot be moved between stages.", "Load it without quantization."
-        )
     config = getattr(model, "config", None)
     configs = [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
     for part in configs:
@@ -241,19 +297,19 @@ def refuse_by_configuration(model: nn.Module) -> None:
                 )
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse batch normalisation, whose result micro-batches would change.
+def refuse_weights_with_state(model: nn.Module) -> None:
+    """Refuse quantised weights of a class of their own that keep more than their values, such as bitsandbytes'.
 
     Raises:
-        UnsupportedModelError: if the model has such a layer; the message names it.
+        UnsupportedModelError: if the model has such a parameter; the message names it.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for name, parameter in model.named_parameters():
+        if has_state(parameter):
             raise UnsupportedModelError(
                 model,
-                f"{name!r} is a {type(module).__name__}, whose result depends on all samples of a batch, so"
-                " micro-batches would change it.",
-                USE_ONE_STAGE,
+                f"{name!r} is a {type(parameter).__name__}: its weights are quantized, and what they are computed with"
+                " is no plain tensor and cannot be moved between stages.",
+                "Quantize it with torchao, load it without quantization, or set pipeline_parallel_size=1.",
             )
 
 
@@ -261,19 +317,20 @@ def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
     """Names of the layer modules of each stack.
 
     A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`. In a model without such
-    a list, it is a list whose members are called one after the other, each on the output of the previous one.
+    a list, it is a list whose members are called one after the other, each on the output of the previous one. In a
+    model without any of these, each member of a list is a stack of its own, if each depends on the previous one.
 
     Raises:
         UnsupportedModelError: if the model has no stack.
     """
     lists = _outermost_module_lists(model)
     stacks = [names for names in lists if _are_layers([model.get_submodule(name) for name in names])]
-    stacks = stacks or _chained_lists(model, lists, batch)
+    stacks = stacks or _chained_lists(model, lists, batch) or _dependent_members(model, lists, batch)
     if not stacks:
         raise UnsupportedModelError(
             model,
-            "no sequential stack of layers was found in it (an nn.ModuleList in which each layer's output is the"
-            " input of the next one).",
+            "no sequential stack of layers was found in it (an nn.ModuleList in which each layer depends on the"
+            " previous one).",
             USE_ONE_STAGE,
         )
     return stacks
@@ -283,13 +340,15 @@ def _outermost_module_lists(module: nn.Module, prefix: str = "") -> list[list[st
     """Names of the members of each `nn.ModuleList` that is not nested in another one.
 
     A list of plain modules (`encoder.blocks`, each with its own list of layers) is replaced by the lists of
-    `GradientCheckpointingLayer` inside it.
+    `GradientCheckpointingLayer` inside it, and lists of lists by one list.
     """
     found: list[list[str]] = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         members = list(child) if isinstance(child, nn.ModuleList) else []
-        if members and (_are_layers(members) or not any(map(_holds_layers, members))):
+        if members and all(isinstance(member, nn.ModuleList) for member in members):
+            found.append([name for names in _outermost_module_lists(child, path + ".") for name in names])
+        elif members and (_are_layers(members) or not any(map(_holds_layers, members))):
             found.append([f"{path}.{index}" for index in range(len(members))])
         else:
             found.extend(_outermost_module_lists(child, path + "."))
@@ -315,7 +374,7 @@ def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str
             layer.forward = _noting(layer.forward, inputs, outputs)
         try:
             with torch.no_grad():
-                model(**batch)
+                model(**in_new_containers(batch))
         finally:
             for layer in layers:
                 del layer.__dict__["forward"]
@@ -323,6 +382,49 @@ def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str
         if links >= 1 and links == len(outputs) - 1:
             chained.append(names)
     return chained
+
+
+def _dependent_members(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:
+    """The members of the lists in which each depends on the previous one, possibly through other modules.
+
+    XLM, for example, has a list of all attention modules, one of all feed-forward modules, and two of norms. Members
+    that do not depend on one another (several heads) are no layers.
+
+    Returns:
+        Each member as a stack of its own.
+    """
+    behind: list[set[int]] = []  # for each call of a member, the numbers of the calls that its output depends on
+    call_of: dict[torch.Tensor, int] = {}  # a tensor that a call has returned -> the call's number
+    calls: dict[str, list[int]] = {name: [] for names in lists for name in names}
+
+    def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            before = {call_of[leaf] for leaf in reachable_leaves(tensors_of(output)) if leaf in call_of}
+            calls[name].append(len(behind))
+            leaves = recursively_apply(_leaf, output)
+            call_of.update((leaf, len(behind)) for leaf in tensors_of(leaves))
+            behind.append(before.union(*(behind[call] for call in before)))
+            return recursively_apply(torch.clone, leaves)  # because a leaf cannot be changed in place
+
+        return noted
+
+    layers = {model.get_submodule(name): name for name in calls}
+    for layer, name in layers.items():
+        layer.forward = noting(name, layer.forward)
+    try:
+        with torch.enable_grad(), ParameterTable(model).all_trainable():
+            model(**batch)
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
+    in_order = [[call for name in names for call in calls[name]] for names in lists]
+    return [
+        [name]
+        for names, numbers in zip(lists, in_order, strict=True)
+        if len(numbers) > 1 and all(one in behind[other] for one, other in pairwise(numbers))
+        for name in names
+    ]
 
 
 def _noting(
@@ -358,7 +460,7 @@ def _reached_by_each_unit(
                 roots: Sequence[torch.Tensor] = carry[unit.stack]
             else:
                 with runner.to_the_end(k, carry):
-                    outputs = output_tensors(runner.model(**batch))
+                    outputs = output_tensors(runner.model(**runner.arguments(batch)))
                 roots = tuple(outputs.values())
                 trained = {id(leaf) for leaf in reachable_leaves(loss_outputs(outputs))}
             leaves = reachable_leaves(roots)
@@ -385,6 +487,20 @@ def _with_unreached(
         for k in inside or (elsewhere if everywhere else beside[:1] or elsewhere):
             completed[k].add(name)
     return [frozenset(names) for names in completed]
+
+
+@contextmanager
+def _training_without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, a model in eval mode is in training mode, but draws no dropout and keeps its running statistics."""
+    with evaluation_mode(model), WithoutDropout(), global_state_kept():
+        model.train()
+        with running_statistics_kept(model):
+            yield
+
+
+def _outside(table: ParameterTable, units: Sequence[Unit]) -> frozenset[str]:
+    """Names of the parameters that are in no unit's module."""
+    return frozenset(name for name in table.names if not any(name.startswith(unit.name + ".") for unit in units))
 
 
 def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) -> list[tuple[CarrySlot, ...]]:

@@ -29,6 +29,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import global_state_kept, parts_of_function, seed_all
+from .batch_statistics import normalised_by_batch
 from .dropout import WithoutDropout
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack
@@ -45,7 +46,7 @@ from .loss_scaling import (
 )
 from .micro_batch import Batch, batch_rows
 from .nested import tensors_of
-from .placeholders import evaluation_mode, placeholder, reachable_leaves
+from .placeholders import evaluation_mode, placeholder, reachable_leaves, values_of
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
@@ -170,6 +171,7 @@ def _probe_moved(
     first = batches[0]
     with study.mode(evaluates=False):
         is_random, keeps_state = study.repeated(first)
+        coupled = keeps_state or normalised_by_batch(study.model)
         if accepts_nothing and study.is_nothing(first):
             return None
     if keeps_state is not None and is_cut:
@@ -181,8 +183,8 @@ def _probe_moved(
     with study.mode(evaluates=is_random):
         if is_random:  # layers may have been skipped
             reached = study.reached(first)
-        reduction = unexamined(shifts_labels, keeps_state or "")
-        for rows_of_sample in sorted({1, blocks}) if keeps_state is None else ():
+        reduction = unexamined(shifts_labels, coupled or "")
+        for rows_of_sample in sorted({1, blocks}) if coupled is None else ():
             reduction = find_loss_reduction(
                 study.outcome,
                 batches,
@@ -539,18 +541,23 @@ def _state_of(model: nn.Module, *others: Any) -> dict[str, Any]:
     """Buffers, numbers in attributes of user modules, and the norms of untrained parameters, by name.
 
     Includes modules that other objects have (a criterion of the trainer). Of transformers' own modules it includes
-    only saved buffers, because they also keep tables that are computed from the inputs.
+    only saved buffers, because they also keep tables that are computed from the inputs. Running statistics of batch
+    normalisation are left out: each stage keeps those of its layers, and `normalised_by_batch` limits the rest.
     """
     state: dict[str, Any] = {
-        f"the parameter {name}": torch.linalg.vector_norm(parameter.detach().float())
+        f"the parameter {name}{f' (part {part})' if part else ''}": torch.linalg.vector_norm(value.float())
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter.numel()  # such as those of a teacher that follows the model
+        if not parameter.requires_grad  # such as those of a teacher that follows the model
+        for part, value in enumerate(values_of(parameter))
+        if value.numel()
     }
     modules = list(model.named_modules())
     for part in with_parts(*others):
         if isinstance(part, nn.Module) and part is not model:
             modules += part.named_modules(prefix=type(part).__name__)
     for prefix, module in modules:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
         is_own = not type(module).__module__.startswith(("transformers.", "torch."))
         for name, buffer in module.named_buffers(recurse=False):
             if is_own or name not in module._non_persistent_buffers_set:

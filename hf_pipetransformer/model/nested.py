@@ -22,6 +22,11 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for entry in entries for tensor in tensors_of(entry))
 
 
+def in_new_containers(value: Any) -> Any:
+    """The same tensors in new containers, for a model that writes its results into the dict that it is called on."""
+    return recursively_apply(lambda tensor: tensor, value)
+
+
 def on_device(value: Any, device: torch.device) -> Any:
     """The same value with its tensors on a device."""
     return recursively_apply(lambda tensor: tensor.to(device), value)

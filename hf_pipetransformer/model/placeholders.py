@@ -6,8 +6,9 @@ values. So tied weights, hooks on parameters, a user's lists and the optimizer's
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,71 @@ from torch import nn
 def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> torch.Tensor:
     """A tensor with shape and dtype of `parameter` in a single element of memory."""
     return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor subclass around other tensors, such as torchao's quantised weights.
+
+    Its dtype is the one that it is computed with; values and scales are in the tensors inside.
+    """
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _places_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
+    """The objects and their attributes that hold a tensor's values."""
+    if not is_wrapper(tensor):
+        return [(tensor, "data")]
+    places: list[tuple[torch.Tensor, str]] = []
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        inside = getattr(tensor, name)
+        places += _places_of(inside) if is_wrapper(inside) else [(tensor, name)]
+    return places
+
+
+def values_of(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors with a parameter's values: its `data`, or those inside a wrapper (int8 values, scales)."""
+    return [getattr(owner, name) for owner, name in _places_of(parameter)]
+
+
+def set_values(parameter: torch.Tensor, values: Iterable[torch.Tensor]) -> None:
+    """Put other tensors in the place of `values_of(parameter)`; the parameter stays the same object."""
+    for (owner, name), value in zip(_places_of(parameter), values, strict=True):
+        setattr(owner, name, value)
+
+
+def with_values(parameter: torch.Tensor, values: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A new tensor of the parameter's kind with other values, of which it takes as many as it needs."""
+    if not is_wrapper(parameter):
+        return next(values)
+    names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside = {name: with_values(getattr(parameter, name), values) for name in names}
+    rebuilt: torch.Tensor = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
+        inside, context, parameter.shape, parameter.stride()
+    )
+    return rebuilt
+
+
+def num_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter's values, for a wrapper those that it takes and not those that it stands for."""
+    return sum(value.nbytes for value in values_of(parameter))
+
+
+def has_state(parameter: torch.Tensor) -> bool:
+    """Whether it is a quantised weight of a class of its own, whose scales are attributes (bitsandbytes)."""
+    plain = type(parameter) in (torch.Tensor, nn.Parameter) or is_wrapper(parameter)
+    return not plain and not parameter.is_floating_point()
+
+
+def can_have_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a parameter can be trained: quantised weights cannot."""
+    return parameter.is_floating_point() and not is_wrapper(parameter)
+
+
+def _substitutes(parameter: torch.Tensor, substitute: torch.Tensor) -> list[torch.Tensor]:
+    if not is_wrapper(parameter):
+        return [substitute]
+    is_nan = substitute.numel() > 0 and math.isnan(substitute[(0,) * substitute.dim()])
+    return [placeholder(v, math.nan if is_nan and v.is_floating_point() else 0.0) for v in values_of(parameter)]
 
 
 class ParameterTable:
@@ -59,23 +125,29 @@ class ParameterTable:
 
     @contextmanager
     def replaced(self, substitutes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, these parameters have other values in all modules, and require no gradient."""
-        originals = {name: (self[name], self[name].data, self[name].requires_grad) for name in substitutes}
+        """Inside, these parameters have other values in all modules, and require no gradient.
+
+        Args:
+            substitutes: placeholders, by name. A wrapper gets one with the same fill for each of its tensors; a weight
+                that has state keeps its values, as it could not compute with others.
+        """
+        replaced = {name: self[name] for name in substitutes if not has_state(self[name])}
+        originals = [(parameter, values_of(parameter), parameter.requires_grad) for parameter in replaced.values()]
         try:
-            for name, substitute in substitutes.items():
-                self[name].requires_grad_(False)
-                self[name].data = substitute
+            for name, parameter in replaced.items():
+                parameter.requires_grad_(False)
+                set_values(parameter, _substitutes(parameter, substitutes[name]))
             yield
         finally:
-            for parameter, data, requires_grad in originals.values():
-                parameter.data = data
+            for parameter, values, requires_grad in originals:
+                set_values(parameter, values)
                 parameter.requires_grad_(requires_grad)
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:
-        """Inside, every parameter requires a gradient; afterwards the flags are restored."""
-        before = {name: self[name].requires_grad for name in self.names}
-        for name in self.names:
+        """Inside, every parameter that can have a gradient requires one; afterwards the flags are restored."""
+        before = {name: self[name].requires_grad for name in self.names if can_have_gradient(self[name])}
+        for name in before:
             self[name].requires_grad_(True)
         try:
             yield

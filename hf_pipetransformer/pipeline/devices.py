@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psutil
 import torch
+from torch import nn
 
 USABLE_MEMORY = 0.9
 """Fraction of a device's memory that a stage may be planned to fill."""
@@ -37,7 +38,15 @@ def memory_budget(device: torch.device, processes: int) -> int | None:
     if device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         return int(psutil.virtual_memory().available / here * USABLE_MEMORY)
-    memory = free_and_total(device)
+    return device_budget(device)
+
+
+def device_budget(device: torch.device) -> int | None:
+    """Number of bytes of an accelerator's memory that may be used; None if it is not known, and on the CPU.
+
+    The CPU's memory is no bound for a model, because the model was created there.
+    """
+    memory = free_and_total(device) if device.type != "cpu" else None
     return int(memory[1] * USABLE_MEMORY) if memory is not None else None
 
 
@@ -48,6 +57,12 @@ def fits(size: int, device: torch.device) -> bool:
     """
     memory = free_and_total(device) if device.type != "cpu" else None
     return memory is None or size < memory[0] * USABLE_MEMORY
+
+
+def is_on(module: nn.Module, device: torch.device) -> bool:
+    """Whether all parameters and buffers of a module are on a device; without an index it is the first of its kind."""
+    places = {(tensor.device.type, tensor.device.index or 0) for tensor in (*module.parameters(), *module.buffers())}
+    return places <= {(device.type, device.index or 0)}
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

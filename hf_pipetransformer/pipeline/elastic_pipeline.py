@@ -107,6 +107,11 @@ class ElasticPipeline(nn.Module):
         return self.plan is not None
 
     @property
+    def is_split(self) -> bool:
+        """Whether each process has the weights of its own stage only. False inside `whole`."""
+        return self.stack.runner.is_restricted
+
+    @property
     def current_plan(self) -> PipelinePlan:
         assert self.plan is not None, "place() first"
         return self.plan
@@ -292,6 +297,25 @@ class ElasticPipeline(nn.Module):
         self._leave_plan()
         self.weights.restore(holders, device)
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every process has the complete weights and may call the model as often as it likes, for generation.
+
+        The plan stays in force: stage, optimizer state and gradients are not touched, and afterwards the parameters of
+        other stages are placeholders again. Does nothing if there is one stage. Collective over all processes.
+        """
+        if not self.is_split:
+            yield
+            return
+        self.synchronise_buffers()
+        start, stop = self._bounds()
+        with self.weights.whole(self.holders(), self.device):
+            self.stack.runner.restrict_to(None)
+            try:
+                yield
+            finally:
+                self.stack.runner.restrict_to(range(start, stop))
+
     def _leave_plan(self) -> None:
         self.weights.onload()
         self.cache = None  # the weights may change from here on
@@ -367,7 +391,7 @@ class ElasticPipeline(nn.Module):
                 several replicas, where DDP would not see the call.
         """
         is_trained = torch.is_grad_enabled() and self.training
-        if self.is_placed and self.num_stages > 1:
+        if self.is_split:
             if not is_trained:
                 inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
                 return self.predict(inputs, lambda rows: self.model(**rows))
@@ -376,7 +400,7 @@ class ElasticPipeline(nn.Module):
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
                 " pipeline_parallel_size=1."
             )
-        if self.placed is not None and self.placed.wrapped is not None and is_trained:
+        if self.placed is not None and self.num_replicas > 1 and is_trained:
             raise ValueError(
                 f"The gradients of the {self.num_replicas} replicas are averaged only in the Trainer's own"
                 " training_step. Call super().training_step() and compute your loss in compute_loss, or train in one"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..model.placeholders import ParameterTable
+from ..model.placeholders import ParameterTable, values_of
 from ..resilience.watchdog import PROGRESS
 from . import chunks
 from .mesh import ProcessMesh
@@ -132,9 +132,9 @@ def exchange(
     routes = routes_between(before, after)
     sends_weights = not weights.is_whole
 
-    def values_of(name: str) -> _Values:
+    def what_moves(name: str) -> _Values:
         state = optimizer.state_of(name) if optimizer is not None and not weights.is_frozen(name) else {}
-        own: _Values = {WEIGHT: table[name].detach()} if sends_weights else {}
+        own: _Values = {f"{WEIGHT}{i}": v for i, v in enumerate(values_of(table[name]))} if sends_weights else {}
         return own | {key: _Small.of(value) for key, value in state.items()}
 
     def leave(name: str) -> None:
@@ -145,7 +145,7 @@ def exchange(
 
     def store(name: str, values: _Values) -> None:
         if sends_weights:
-            weights.put(name, values.pop(WEIGHT))
+            weights.put(name, [values.pop(key) for key in list(values) if key.startswith(WEIGHT)])
         if optimizer is not None:
             optimizer.put(name, {k: v.value if isinstance(v, _Small) else v for k, v in values.items()})
 
@@ -153,7 +153,7 @@ def exchange(
     incoming = {name for name, theirs in routes.items() if any(rank in route.destinations for route in theirs)}
     for name in after.keys() - outgoing:  # 1
         leave(name)
-    announced = mesh.gather_objects({name: _as_meta(values_of(name)) for name in outgoing})  # 2
+    announced = mesh.gather_objects({name: _as_meta(what_moves(name)) for name in outgoing})  # 2
     described = {name: values for theirs in announced for name, values in theirs.items()}
     sizes = {name: chunks.total_bytes(_tensors_in(described[name])) for name in routes}
     under_way: dict[str, _Values] = {}
@@ -161,7 +161,7 @@ def exchange(
     for pieces in rounds_of(in_proportion(before, after, sizes), routes, sizes):  # 3
         for name, start, _ in pieces:
             if start == 0 and name in outgoing:
-                under_way[name] = values_of(name)
+                under_way[name] = what_moves(name)
             elif start == 0 and name in incoming:
                 under_way[name] = _empty(described[name], device)
         received += _run_round(pieces, routes, {n: _tensors_in(v) for n, v in under_way.items()}, rank, device)
@@ -209,8 +209,8 @@ def _run_round(
     return sum(buffer.nbytes for buffer in incoming.values())
 
 
-WEIGHT = ""
-"""Key of the parameter itself, beside the keys of its optimizer state."""
+WEIGHT = "weight "
+"""How the keys of a parameter's values begin, beside the keys of its optimizer state."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ class PlacedPipeline:
         replicated: ReplicatedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
-        if groups.replicas is not None and slices_tokens:
+        # such losses may call the model several times, also in the backward, where DDP counts a gradient once only
+        if groups.replicas is not None and (slices_tokens or not stage.stack.runner.takes_batch):
             replicated = ReplicatedParameters(
                 tuple(name for name in trainable if name not in unreached),
                 tuple(name for name in trainable if name in unreached),

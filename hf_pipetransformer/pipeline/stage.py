@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import KEYS_NAME, pop_keys
+from ..model.batch_statistics import running_statistics_kept
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
@@ -180,7 +181,9 @@ class StageModule(nn.Module):
             yield inputs
             return
         # several calls of the model (R-Drop) are several passes, unless earlier stages ran the first units only once
-        with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0):
+        looks_up_calls = self.cache is not None and KEYS_NAME not in batch and self.start == 0
+        calls = self.cache.watching_calls() if self.cache is not None and looks_up_calls else nullcontext()
+        with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0), calls:
             yield inputs
 
     def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:
@@ -263,7 +266,7 @@ class ShapeBook:
 
     def _learn(self, batch: Batch) -> StageShapes:
         incoming = tuple(self._from_previous()) if self._stage.start > 0 else ()
-        with global_state_kept():
+        with global_state_kept(), running_statistics_kept(self._stage.stack.model):
             outgoing = self._stage.infer_shapes(incoming, batch)
         if not self._stage.is_last:
             self._to_next(outgoing)

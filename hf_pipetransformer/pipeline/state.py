@@ -7,7 +7,7 @@ takes the parts that it holds. So a checkpoint fits any number of stages and rep
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..cache.side_stream import is_apart
-from ..model.placeholders import ParameterTable, placeholder
+from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
 from .chunks import as_bytes, on_cpu
 from .mesh import ProcessMesh
 
@@ -28,7 +28,7 @@ Holders = Mapping[str, tuple[int, ...]]
 class WholeParameter:
     """A complete parameter's values and gradient, kept while an evaluation uses a part of the model."""
 
-    data: torch.Tensor
+    values: Sequence[torch.Tensor]
     grad: torch.Tensor | None
 
 
@@ -48,7 +48,7 @@ class WeightState:
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: set[str] = set()
         self._frozen: set[str] = set()
-        self._offloaded: dict[str, torch.Tensor] = {}
+        self._offloaded: dict[str, list[torch.Tensor]] = {}
         self._offload_hooks: list[Any] = []
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
@@ -131,9 +131,9 @@ class WeightState:
         mine = {name: self._table[name].requires_grad for name, r in holders.items() if r[0] == self._mesh.rank}
         return {name: flag for theirs in self._mesh.gather_objects(mine) for name, flag in theirs.items()}
 
-    def put(self, name: str, value: torch.Tensor) -> None:
-        """Store the values of a parameter that another process has sent."""
-        self._table[name].data = value
+    def put(self, name: str, values: Sequence[torch.Tensor]) -> None:
+        """Store the values of a parameter that another process has sent, in the order of `values_of`."""
+        set_values(self._table[name], values)
         self._table[name].requires_grad_(self.is_trainable(name))
         self._missing.discard(name)
 
@@ -144,8 +144,9 @@ class WeightState:
         parameter.grad = None
         if self.is_here(name):
             # code that reads a placeholder (a penalty on all weights) must not get a plausible number
-            nothing = float("nan") if parameter.is_floating_point() else 0
-            parameter.data = placeholder(parameter, nothing, device)
+            values = values_of(parameter)
+            nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
+            set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
 
     def keep_only(self, names: Collection[str], device: torch.device) -> None:
@@ -176,10 +177,13 @@ class WeightState:
         """
         for name in set(names) - self._offloaded.keys():
             parameter = self._table[name]
-            on_host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=is_apart(parameter.device))
+            values = values_of(parameter)
             # nobody waits for it: the device also copies it back, after this copy
-            self._offloaded[name] = on_host.copy_(parameter.data, non_blocking=True)
-            parameter.data = placeholder(parameter)
+            self._offloaded[name] = [
+                torch.empty(v.shape, dtype=v.dtype, pin_memory=is_apart(v.device)).copy_(v, non_blocking=True)
+                for v in values
+            ]
+            set_values(parameter, map(placeholder, values))
 
             def bring_back_if_needed(*_: Any) -> None:
                 if needs_them():
@@ -192,8 +196,9 @@ class WeightState:
 
     def onload(self) -> None:
         """Load the offloaded weights back to their device."""
-        for name, value in self._offloaded.items():
-            self._table[name].data = value.to(self._table[name].device, non_blocking=True)
+        for name, values in self._offloaded.items():
+            device = self._table[name].device
+            set_values(self._table[name], [value.to(device, non_blocking=True) for value in values])
         self._offloaded.clear()
         for hook in self._offload_hooks:
             hook.remove()
@@ -237,21 +242,30 @@ class WeightState:
         finally:
             self._lists_placeholders = False
 
+    @contextmanager
+    def whole(self, holders: Holders, device: torch.device) -> Iterator[None]:
+        """Inside, every process has every weight, for computing without gradients; those of others are on `device`.
+
+        What this process holds stays as it is, and so does the optimizer's state. Afterwards the other parameters are
+        placeholders again. Collective over all processes.
+        """
+        self.onload()
+        missing, self._missing = self._missing, set()
+        placeholders = {name: values_of(self._table[name]) for name in missing}
+        try:
+            self._receive(missing, holders, device)
+            yield
+        finally:
+            for name, nothing in placeholders.items():
+                set_values(self._table[name], nothing)
+            self._missing = missing
+
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Restore every weight on every process, on `device`. Collective over all processes."""
         self.onload()
         for name, flag in self._flags_of_first_holders(holders).items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
-        lacking = [name for name, ranks in holders.items() if len(ranks) < self._mesh.world_size]
-        for source in sorted({holders[name][0] for name in lacking}):
-            names = [name for name in lacking if holders[name][0] == source]
-            theirs = [self._table[name] for name in names]
-            if self._mesh.rank == source:
-                self._mesh.send_to_all(theirs)
-                continue
-            for name, value in zip(names, self._mesh.receive_from_one(theirs, source), strict=True):
-                if not self.is_here(name):
-                    self._table[name].data = value.to(device)
+        self._receive(self._missing, holders, device)
         for name in holders:
             _move(self._table[name], device)
         self._is_whole_again(device)
@@ -261,18 +275,34 @@ class WeightState:
         kept = {}
         for name in self._table.names:
             parameter = self._table[name]
-            kept[name] = WholeParameter(parameter.data, parameter.grad)
+            kept[name] = WholeParameter(values_of(parameter), parameter.grad)
             parameter.grad = None
         return kept
 
     def put_back(self, weights: Mapping[str, WholeParameter]) -> None:
         """Make the model complete again with the weights that it had before `keep_only`. Not collective."""
         for name, kept in weights.items():
-            self._table[name].data = kept.data
+            set_values(self._table[name], kept.values)
             self._table[name].grad = kept.grad
-        self._is_whole_again(next(iter(weights.values())).data.device)
+        self._is_whole_again(next(iter(weights.values())).values[0].device)
 
     # ------------------------------------------------------------------------------------ inside
+    def _receive(self, missing: Collection[str], holders: Holders, device: torch.device) -> None:
+        """Fill these placeholders with the weights of their first holders. Collective over all processes."""
+        lacking = [name for name, ranks in holders.items() if len(ranks) < self._mesh.world_size]
+        for source in sorted({holders[name][0] for name in lacking}):
+            names = [name for name in lacking if holders[name][0] == source]
+            theirs = self._values_of_all(names)
+            if self._mesh.rank == source:
+                self._mesh.send_to_all(theirs)
+                continue
+            received = self._mesh.receive_from_one(theirs, source)
+            for name in names:
+                values = [next(received) for _ in values_of(self._table[name])]
+                if name in missing:
+                    set_values(self._table[name], [value.to(device) for value in values])
+            assert next(received, None) is None, "all has been read"
+
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
             buffer.data = buffer.data.to(device)
@@ -289,11 +319,14 @@ class WeightState:
         for source in sorted({ranks[0] for ranks in holders.values()} - {0}):
             names = [name for name in self._table.names if holders[name][0] == source]
             if self._mesh.rank == source:
-                self._mesh.send_to([self._table[name] for name in names], destination=0)
+                self._mesh.send_to(self._values_of_all(names), destination=0)
             elif self._mesh.rank == 0:
-                received = self._mesh.receive_from([self._table[name] for name in names], source)
-                gathered.update(zip(names, received, strict=True))
+                received = iter(list(self._mesh.receive_from(self._values_of_all(names), source)))
+                gathered.update({name: with_values(self._table[name], received) for name in names})
         return gathered
+
+    def _values_of_all(self, names: Collection[str]) -> list[torch.Tensor]:
+        return [value for name in names for value in values_of(self._table[name])]
 
     def _missing_keys(self) -> set[str]:
         return {alias for name in self._missing for alias in self._table.aliases[name]}
@@ -332,6 +365,9 @@ class OptimizerState:
     groups' lists of parameters change. Its `state_dict` is that of a single process: it is complete inside `gathered`,
     and loading it keeps this process's part.
 
+    In a single process it may also update parameters outside of the model, such as a loss's own. They stay in their
+    groups, after the model's.
+
     Args:
         optimizer: created by the rules of `torch.optim` from the parameters of the table.
         table: the model's parameters, in the state in which the optimizer was created.
@@ -349,11 +385,12 @@ class OptimizerState:
         self._name_of = {id(table[name]): name for name in table.names}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
-        if foreign:
+        if foreign and (mesh.world_size > 1 or len(foreign) == len(parameters)):
             raise ValueError(
                 f"{len(foreign)} of the optimizer's {len(parameters)} parameters do not belong to the model (one has"
                 f" shape {foreign[0]}). Create the optimizer from the parameters of the model that is passed to the"
-                " trainer."
+                " trainer. (A loss with parameters of its own can be trained in one process: their gradients would"
+                " not be reduced over several.)"
             )
         self._known_groups: list[list[str]] = []
         self._gathered: dict[str, Any] | None = None
@@ -380,7 +417,7 @@ class OptimizerState:
         for hook in self._hooks:
             hook.remove()
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            group["params"] = [self._table[name] for name in names]
+            group["params"] = [*(self._table[name] for name in names), *self._foreign(group)]
         self.optimizer.state.pop(self._idle_parameter, None)
 
     def holders(self) -> Holders:
@@ -398,8 +435,8 @@ class OptimizerState:
         Parameters that the user has frozen temporarily stay, with their state and without a gradient.
         """
         for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            theirs = [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
-            group["params"] = [*(self._table[name] for name in names if self._updates(name)), *theirs]
+            mine = [self._table[name] for name in names if self._updates(name)]
+            group["params"] = [*mine, *self._foreign(group)]
         if self._is_idle:
             self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -445,13 +482,15 @@ class OptimizerState:
         """
         state = self._gather(holders)
         if self._mesh.rank == 0:
-            position = {name: i for i, name in enumerate(n for names in self._group_names for n in names)}
-            groups = [
-                {**{k: v for k, v in group.items() if k != "params"}, "params": [position[name] for name in names]}
-                for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True)
-            ]
+            groups: list[dict[str, Any]] = []
+            states: list[dict[str, Any]] = []  # of each parameter, in the order of their numbers
+            for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+                first = len(states)
+                states += [state.get(name, {}) for name in names]
+                states += [self._copied_state(p) for p in self._foreign(group)]
+                groups.append({**group, "params": list(range(first, len(states)))})
             self._gathered = {
-                "state": {position[name]: state[name] for name in position if name in state},
+                "state": {number: values for number, values in enumerate(states) if values},
                 "param_groups": groups,
             }
         try:
@@ -473,6 +512,15 @@ class OptimizerState:
         self.optimizer.state.pop(self._table[name], None)
 
     # ------------------------------------------------------------------------------------ inside
+    def _foreign(self, group: dict[str, Any]) -> list[nn.Parameter]:
+        """The parameters of a group that do not belong to the model."""
+        return [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
+
+    def _copied_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state for a parameter, with its tensors on the CPU."""
+        state = self.optimizer.state.get(parameter, {})
+        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
     def _updates(self, name: str) -> bool:
         return self._weights.is_here(name) and not self._weights.is_frozen(name)
 
@@ -505,15 +553,17 @@ class OptimizerState:
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        if [len(numbers) for numbers in saved] != [len(names) for names in self._group_names]:
+        foreign = [len(self._foreign(group)) for group in self.optimizer.param_groups]
+        sizes = [len(names) + more for names, more in zip(self._group_names, foreign, strict=True)]
+        if [len(numbers) for numbers in saved] != sizes:
             return None
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         position = 0
         for group, numbers, names in zip(state_dict["param_groups"], saved, self._group_names, strict=True):
             here = []
-            for number, name in zip(numbers, names, strict=True):
-                if self._updates(name):
+            for number, name in zip(numbers, [*names, *[None] * (len(numbers) - len(names))], strict=True):
+                if name is None or self._updates(name):  # those outside of the model have no name
                     if number in state_dict["state"]:
                         values = state_dict["state"][number]
                         # copied, because a memory-mapped file may be damaged or deleted later
@@ -541,9 +591,10 @@ def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
     everyone = mesh.gather_objects(mine)
     different = [name for name in table.names if any(other[name] != everyone[0][name] for other in everyone)]
     for name in different:
-        value = table[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-        mesh.broadcast_tensor(value, source=0)
-        table[name].data.copy_(value)
+        for mine_here in values_of(table[name]):
+            value = mine_here.cpu().clone(memory_format=torch.contiguous_format)
+            mesh.broadcast_tensor(value, source=0)
+            mine_here.copy_(value)
     return different
 
 
@@ -582,11 +633,14 @@ def synchronise_buffers(model: nn.Module, mesh: ProcessMesh, source_of: Callable
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
+    checksum = 0
+    for value in values_of(tensor):
+        checksum = zlib.crc32(as_bytes(value.detach().cpu().contiguous()).numpy().data, checksum)
+    return checksum
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:
-    parameter.data = parameter.data.to(device)
+    set_values(parameter, [value.to(device) for value in values_of(parameter)])
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(device)
 

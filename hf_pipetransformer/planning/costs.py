@@ -13,7 +13,7 @@ from ..model.layer_range import Unit
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import batch_rows
 from ..model.nested import tensors_of
-from ..model.placeholders import evaluation_mode
+from ..model.placeholders import evaluation_mode, num_bytes, values_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure_costs(
     costs = []
     for k, unit in enumerate(stack.units):
         mine = [k, last + 1] if k == last else [k]
-        parameters = {name: stack.table[name].nbytes for name in stack.table.names if name in stack.owners[k]}
+        parameters = {name: num_bytes(stack.table[name]) for name in stack.table.names if name in stack.owners[k]}
         trainable = {name: size for name, size in parameters.items() if stack.table[name].requires_grad}
         head = HeadCost()
         if k == last:
@@ -102,7 +102,7 @@ def measure_costs(
 def cost_of_whole(stack: LayerStack) -> UnitCost:
     """The cost of a model that is not split, as a single unit; only its parameters are counted."""
     table = stack.table
-    parameters = {name: table[name].nbytes for name in table.names}
+    parameters = {name: num_bytes(table[name]) for name in table.names}
     trainable = sum(size for name, size in parameters.items() if table[name].requires_grad)
     return UnitCost(type(stack.model).__name__, 0.0, 0, 0, parameters, trainable)
 
@@ -134,7 +134,7 @@ class _Meter:
         self.sizes: list[dict[int, list[int]]] = []  # after each unit: stack -> bytes of its latest output's tensors
         self._flops_before = 0
         self._saved: dict[int, int] = {}
-        self._weights = {stack.table[name].untyped_storage().data_ptr() for name in stack.table.names}
+        self._weights = {v.untyped_storage().data_ptr() for n in stack.table.names for v in values_of(stack.table[n])}
         self._counter = FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -165,9 +165,10 @@ class _Meter:
         return sum(self.sizes[after][slot.stack][slot.position] for slot in slots if slot.is_used)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            self._saved[storage.data_ptr()] = storage.nbytes()  # a storage that is saved twice occupies memory once
+        for storage in (value.untyped_storage() for value in values_of(tensor)):
+            if storage.data_ptr() not in self._weights:
+                # a storage that is saved twice occupies memory once
+                self._saved[storage.data_ptr()] = storage.nbytes()
         # An operation that saves its own result would be kept by it, and the graph and the model with it, for ever:
         # Python's garbage collector does not see what is saved in C++.
         return tensor.detach()

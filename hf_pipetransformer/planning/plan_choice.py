@@ -157,6 +157,21 @@ def largest_stage_bytes(plan: PipelinePlan) -> int:
     return max(plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(plan.pipeline_parallel_size))
 
 
+def largest_bytes_with_whole_model(plan: PipelinePlan, model_bytes: int) -> int:
+    """Predict the bytes that the largest stage takes if its process gets the other stages' weights as well.
+
+    Args:
+        plan: the plan.
+        model_bytes: bytes of the parameters of the whole model.
+    """
+    rows = plan.rows_per_pipeline
+    m = plan.num_microbatches_for(rows)
+    stages = range(plan.pipeline_parallel_size)
+    return model_bytes + max(
+        plan.stage_bytes(stage, rows=rows, num_microbatches=m) - plan.parameter_bytes_of(stage) for stage in stages
+    )
+
+
 def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     """Return the plan with K stages, split anew."""
     check_pipeline_size(plan.world_size, k, plan.num_units)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.batch_statistics import running_statistics_kept
 from ..model.layer_range import Carry, Unit
 from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..model.micro_batch import Batch, batch_rows, slice_rows
@@ -245,10 +246,8 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in training mode, but batch normalisation layers keep their running statistics."""
     with evaluation_mode(model):
         model.train()
-        for module in model.modules():
-            if isinstance(module, (nn.modules.batchnorm._NormBase)):
-                module.eval()
-        yield
+        with running_statistics_kept(model):
+            yield
 
 
 def _append(marks: list[Any], clock: _Clock, *_: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..planning.plan import MIB
 from .report_data import Layout, Training, read_trainings
+from .report_words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
 NEEDED = ("plotly", "jinja2")
@@ -73,10 +74,13 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
         title=str(facts.get("model", folder.resolve().name)),
         subtitle=" · ".join(_subtitle(training, folder)),
         tiles=[{"value": value, "label": label} for value, label in _tiles(training)],
+        verdict=verdict(training),
         notes=training.problems,
         drawings=drawings,
         json_of=_json_of,
         layouts=_layout_table(training.layouts),
+        changes=changes(training),
+        glossary=GLOSSARY,
         slices=_slice_table(training.layouts),
         arguments=_arguments(facts),
         trainings=_training_table(trainings) if len(trainings) > 1 else [],
@@ -143,13 +147,11 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
     hits = training.curve("cache_hit_rate")[1]
     if any(hits):
         tiles.append((f"{max(hits):.0%}", "of rows cached, at best"))
-    names = [n for n in training.names if n.startswith("eval_")]
-    for name in [n for n in names if n.endswith(("accuracy", "_f1", "combined_score"))][:1] or ["eval_loss"]:
-        values = training.curve(name)[1]
-        if values:
-            tiles.append((f"{values[-1]:.4g}", name.removeprefix("eval_").replace("_", " ") + " at the end"))
+    quality = final_quality(training)
+    if quality is not None:
+        tiles.append((f"{quality[1]:.4g}", f"{quality[0]} at the end"))
     losses = training.curve("loss")[1]
-    if losses and not any(name in training.names for name in names):
+    if losses and quality is None:
         tiles.append((f"{losses[-1]:.4g}", "training loss, last entry"))
     return tiles
 

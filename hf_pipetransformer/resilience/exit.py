@@ -101,10 +101,15 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def end(seconds: float = SECONDS) -> bool:
     """Destroy or abort this process's part of all process groups. Not collective.
 
+    Args:
+        seconds: bound on each step, on a machine whose cores are free; it is longer where more programs want to run
+            than there are cores.
+
     Returns:
         Whether all of them have ended in time.
     """
     end_at_exit()
+    seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     deadline = time.monotonic() + seconds
     for thread in list(_threads):
         if thread is not threading.current_thread():

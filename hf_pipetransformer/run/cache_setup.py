@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.sharing import open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
-from ..model.micro_batch import Batch
-from ..model.nested import on_device
+from ..model.layer_stack import LayerStack
+from ..model.left_as_found import left_as_found
+from ..model.micro_batch import Batch, batch_rows
+from ..model.nested import on_device, tensors_of
+from ..model.placeholders import evaluation_mode
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_control import AutoCache
+from .cutting import calls_of_loss
 from .job import TrainingJob
 
 SAMPLES_TO_PROBE = 32
@@ -52,14 +57,14 @@ def make_cache(
     Raises:
         ValueError: users other than this one can write to the folder `activation_cache_dir`.
     """
-    args, trainer = job.args, job.trainer
+    args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
-    collate = job.collator(data.collate_fn)
-    not_in_keys = job.not_in_keys | pipeline.stack.runner.kept_back
+    collate: Callable[[Sequence[Any]], Batch] = job.collator(data.collate_fn)
+    not_in_keys = job.not_in_keys | runner.kept_back
     if isinstance(data, NumberedBatches):
-        data.leave_out_of_keys(pipeline.stack.runner.kept_back)
+        data.leave_out_of_keys(runner.kept_back)
 
-    def loss_of(batch: Batch) -> torch.Tensor:
+    def loss_of_batch(batch: Batch) -> torch.Tensor:
         with seeded(args.seed):  # methods that the user has overridden may draw random numbers
             inputs = dict(trainer._prepare_inputs(dict(batch)))
             with job.computing_loss():
@@ -67,11 +72,22 @@ def make_cache(
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
+    capacity = _expected_samples(job, data)
+    why_not: str | None = None
+    loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
+    if not runner.takes_batch:
+        of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
+        collate, loss_of = of_calls.first_call, of_calls.loss_of
     samples = varied_samples(data.spread_rows(SAMPLES_TO_PROBE), collate)
+    if not runner.takes_batch:
+        why_not, calls_per_sample = of_calls.examine(samples)
+        capacity *= calls_per_sample
     with trainer.compute_loss_context_manager():
         verdicts = probe_boundaries(
             pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
         )
+    if why_not is not None:
+        verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
     # probe_boundaries has refused a collator that cannot collate all of them together
     rows = on_device(collate(samples) if slots else {}, torch.device("cpu"))
@@ -97,7 +113,7 @@ def make_cache(
         slots,
         store,
         mesh.rank,
-        max(_expected_samples(job), LEAST_CAPACITY),
+        max(capacity, LEAST_CAPACITY),
         storage_dtype,
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
@@ -119,9 +135,86 @@ def make_cache(
     )
 
 
-def _expected_samples(job: TrainingJob) -> int:
+class LossCalls:
+    """The calls of a model by a loss that does not call it on the batch's own inputs, on a few samples.
+
+    Args:
+        job: the training job.
+        stack: the model's units.
+        collate: collates samples.
+        loss_of: computes the loss of a batch.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        stack: LayerStack,
+        collate: Callable[[Sequence[Any]], Batch],
+        loss_of: Callable[[Batch], torch.Tensor],
+    ) -> None:
+        self._job, self._stack, self._collate, self._loss_of = job, stack, collate, loss_of
+        self._batch: Batch = {}  # of all samples, as they are collated
+
+    def first_call(self, samples: Sequence[Any]) -> Batch:
+        """Collate samples, and return the inputs of the loss's first call of the model.
+
+        Raises:
+            ValueError: they are not the inputs of one sample each.
+        """
+        calls, _ = calls_of_loss(self._job, self._collate(samples), only_first=True)
+        inputs = self._stack.runner.batch_of(calls[0]) if calls else {}
+        if not tensors_of(inputs) or batch_rows(inputs) != len(samples):
+            raise ValueError("the loss does not call the model on one entry for each sample")
+        return inputs
+
+    def examine(self, samples: Sequence[Any]) -> tuple[str | None, int]:
+        """Check that each call returns what the model returns for the same inputs. It runs the loss of the samples.
+
+        A loss that turns adapters off for some of its calls would find the states of other calls in the cache.
+
+        Returns:
+            Why the calls cannot be cached, or None; and the number of inputs in them for each sample.
+        """
+        model, runner = self._stack.model, self._stack.runner
+        self._batch = self._collate(samples)
+        seen: list[torch.Tensor] = []
+        hook = self._stack.units[-1].module.register_forward_hook(lambda *call: seen.extend(tensors_of(call[2])[:1]))
+        try:
+            calls, _ = calls_of_loss(self._job, self._batch)
+            of_loss = list(seen)
+            seen.clear()
+            with evaluation_mode(model), torch.no_grad(), left_as_found(model), seeded(self._job.args.seed):
+                for call in calls:
+                    model(**runner.arguments(runner.batch_of(call)))
+        finally:
+            hook.remove()
+        are_same = len(seen) == len(of_loss) and all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            for a, b in zip(seen, of_loss, strict=False)
+        )
+        rows = sum(batch_rows(call) for call in calls)
+        why = "the loss changes the model between its calls, for example by turning adapters off"
+        return None if are_same else why, max(-(-rows // max(len(samples), 1)), 1)
+
+    def loss_of(self, inputs: Batch) -> torch.Tensor:
+        """Return the loss of the samples that were examined, with these inputs in place of those of the first call."""
+        model, runner = self._stack.model, self._stack.runner
+        given: list[Batch] = [runner.arguments(inputs)]
+
+        def replace_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return ((), given.pop()) if given else (args, kwargs)
+
+        hook = model.register_forward_pre_hook(replace_first, with_kwargs=True)
+        try:
+            return self._loss_of(self._batch)
+        finally:
+            hook.remove()
+
+
+def _expected_samples(job: TrainingJob, data: TrainingBatches) -> int:
     """Return the number of samples in all datasets; a stream counts as `UNKNOWN_SIZE`."""
-    return sum(len(dataset) if isinstance(dataset, Sized) else UNKNOWN_SIZE for dataset in job.datasets)
+    datasets = job.datasets if data.is_shared else [*job.datasets, data.dataset]
+    return sum(len(dataset) if isinstance(dataset, Sized) else UNKNOWN_SIZE for dataset in datasets)
 
 
 def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:

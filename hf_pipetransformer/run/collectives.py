@@ -14,14 +14,13 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-if TYPE_CHECKING:
-    from .job import TrainingJob
+from ..pipeline.mesh import ProcessMesh
 
 GATHERING = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 """Methods of an `Accelerator` that return their first argument when there is one process."""
@@ -98,11 +97,11 @@ class LogsOfAllStages(TrainerCallback):
     Several processes of the last stage (replicas) have each logged values of their own samples; numbers are averaged.
 
     Args:
-        job_of: returns the training job.
+        mesh_of: returns the groups of all processes.
     """
 
-    def __init__(self, job_of: Callable[[], TrainingJob]) -> None:
-        self._job_of = job_of
+    def __init__(self, mesh_of: Callable[[], ProcessMesh]) -> None:
+        self._mesh_of = mesh_of
 
     def on_log(
         self,
@@ -114,7 +113,7 @@ class LogsOfAllStages(TrainerCallback):
     ) -> None:
         if not logs or not any(key.endswith(LOGGED_BY_ALL) for key in logs):
             return  # one process may log alone
-        everyone = self._job_of().mesh.gather_objects(logs)
+        everyone = self._mesh_of().gather_objects(logs)
         added: dict[str, Any] = {}
         for key in dict.fromkeys(key for theirs in everyone for key in theirs if key not in everyone[0]):
             values = [theirs[key] for theirs in everyone if key in theirs]

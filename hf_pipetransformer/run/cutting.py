@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_stack import LayerStack, refuse_batch_statistics
+from ..model.layer_stack import LayerStack, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import Batch, naming_long_rows, refuse_unnamed, refuse_without_tensors, slice_rows, with_name
-from ..model.placeholders import evaluation_mode
-from ..pipeline.devices import fits, name_of_device
+from ..model.nested import in_new_containers, tensors_of
+from ..model.placeholders import evaluation_mode, num_bytes
+from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
 from ..pipeline.stage import StageModule
@@ -104,7 +105,7 @@ class CutModel:
         Collective over all processes. Does nothing if the model is not placed.
         """
         if self.pipeline.is_placed:
-            size = sum(p.nbytes for p in self.pipeline.model.parameters())
+            size = sum(map(num_bytes, self.pipeline.model.parameters()))
             device = self.pipeline.device
             self.pipeline.gather(device if fits(size, device) else torch.device("cpu"))
 
@@ -124,7 +125,8 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     mesh, model = job.mesh, job.model
     if job.args.uses_pipeline:
         refuse_distributed_model(model)  # model_init may have returned such a model
-    if fits(sum(p.nbytes for p in model.parameters()), job.device):
+    # a quantised model is often on its device already, and may refuse to be moved
+    if not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
     sample: Batch = {}
     if _cuts_or_freezes(job) or mesh.world_size > 1:
@@ -139,6 +141,9 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
             stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
     else:
         stack, freezable = LayerStack.uncut(model), None
+        if mesh.world_size > 1:
+            with mesh.failing_together(), global_state_kept():
+                stack.runner.takes_batch = how_called(job, sample).takes_batch
         unit_costs = (cost_of_whole(stack),)
     _make_equal(stack, mesh)
     # this only patches the forward for mixed precision, as for DDP
@@ -151,8 +156,14 @@ def _cuts_or_freezes(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these samples, and check that all processes have the same batch. Collective over all processes."""
+    """Collate these samples, and check that all processes have the same model and, if it is shared, the same batch.
+
+    Collective over all processes.
+    """
     sample = collate(rows)
+    if not collate.is_shared:
+        check_same_everywhere(job.mesh, job.model, {})
+        return sample
 
     def draw() -> Batch:
         with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
@@ -166,57 +177,128 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
 def _take_apart(
     job: TrainingJob, sample: Batch, padded: Batch
 ) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
-    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs."""
+    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
+
+    Raises:
+        UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
+    """
     model = job.model
-    kept_back, added = _changes_of_loss(job, sample)
-    inputs, padded = (
-        {name: value for name, value in batch.items() if name not in kept_back} for batch in (sample, padded)
-    )
+    called = how_called(job, sample)
+    inputs, padded = called.inputs(job, sample), called.inputs(job, padded)
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
-        stack = LayerStack.discover(model, inputs)
-        stack.runner.kept_back, stack.runner.added = kept_back, added
+        stack = LayerStack.discover(model, inputs, called.nested_in)
+        stack.runner.kept_back, stack.runner.added = called.kept_back, called.added
+        stack.runner.takes_batch = called.takes_batch
         if job.args.uses_pipeline:
-            refuse_batch_statistics(model)
+            refuse_weights_with_state(model)
         if job.freeze_callback is not None:
             freezable = FreezableLayers.of(stack, inputs)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
     return stack, freezable, unit_costs
 
 
-def _changes_of_loss(job: TrainingJob, sample: Batch) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return what `compute_loss` changes about the model's inputs.
+class _FirstCall(BaseException):
+    """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
 
-    Returns:
-        Names of the inputs that it does not pass on: sample weights or labels that it takes out; and the plain values
-        that it adds: `use_cache=False`, for one.
+
+def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], KeyedInputs]:
+    """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
+
+    Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
+    returned: the same error will show when the model itself is called, or in the first step.
+
+    Args:
+        job: the training job.
+        batch: the batch.
+        only_first: whether to leave the loss at its first call, so that the model does not run.
     """
-    calls: list[Mapping[str, Any]] = []
+    calls: list[Batch] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(dict(named_inputs(module, args, kwargs)))
+        inputs = named_inputs(module, args, kwargs)
+        # the model may write into a dict that it is called on
+        calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
+        if only_first:
+            raise _FirstCall
 
     trainer, model = job.trainer, job.model
     given = KeyedInputs({})
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
-            inputs = dict(trainer._prepare_inputs(dict(sample)))
+            inputs = dict(trainer._prepare_inputs(dict(batch)))
             given = KeyedInputs(inputs)
             with job.computing_loss():
                 trainer.compute_loss(model, inputs)
-    except Exception as error:  # the same error will show when the model itself is called
+    except _FirstCall:
+        pass
+    except Exception as error:
         if is_out_of_memory(error):
             raise
     finally:
         hook.remove()
+    return calls, given
+
+
+@dataclass(frozen=True)
+class HowCalled:
+    """How `compute_loss` calls the model.
+
+    Attributes:
+        kept_back: inputs of the batch that it does not pass to the model, such as sample weights or labels that it
+            takes out.
+        takes_batch: whether it calls the model on the batch's inputs.
+        nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
+        added: plain values that it adds to the model's inputs, such as `use_cache=False`.
+    """
+
+    kept_back: frozenset[str] = frozenset()
+    takes_batch: bool = True
+    nested_in: str | None = None
+    added: dict[str, Any] = field(default_factory=dict)
+
+    def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
+        """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
+        if self.takes_batch:
+            return {name: value for name, value in batch.items() if name not in self.kept_back}
+        calls, _ = calls_of_loss(job, batch, only_first=True)
+        assert calls, "the loss has called the model on another batch"
+        return calls[0] if self.nested_in is None else dict(calls[0][self.nested_in])
+
+
+def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
+    """Find out how `compute_loss` calls the model.
+
+    Raises:
+        UnsupportedModelError: it calls the model on other inputs than the batch's, and there are several stages.
+    """
+    calls, given = calls_of_loss(job, sample)
     if not calls:
-        return frozenset(), {}
+        return HowCalled()
+    called_on = calls[0].keys()
+    if called_on.isdisjoint(sample) and tensors_of(calls[0]):
+        if job.args.uses_pipeline:
+            raise UnsupportedModelError(
+                job.model,
+                f"compute_loss calls it {len(calls)} times for a batch, on inputs of its own ({_names(called_on)})"
+                f" that are not inputs of the batch ({_names(sample)}), as losses over pairs of sentences do, but the"
+                " stages below the last one see the batch only.",
+                "Set pipeline_parallel_size=1.",
+            )
+        only = next(iter(called_on)) if len(called_on) == 1 else None
+        is_nested = only is not None and all(isinstance(call.get(only), Mapping) for call in calls)
+        return HowCalled(takes_batch=False, nested_in=only if is_nested else None)
     if given.are_exchanged(calls[0], job.not_in_keys):
         if job.args.uses_pipeline:
-            raise_for_exchanged_inputs(model)
-        return frozenset(), {}
-    return frozenset(sample) - calls[0].keys(), added_settings(sample, calls[0])
+            raise_for_exchanged_inputs(job.model)
+        return HowCalled()
+    return HowCalled(kept_back=frozenset(sample) - called_on, added=added_settings(sample, calls[0]))
+
+
+def _names(names: Collection[str], most: int = 4) -> str:
+    """The first few names, for a message."""
+    return ", ".join([*list(names)[:most], *(["..."] if len(names) > most else [])])
 
 
 def _costs_of_units(
@@ -304,6 +386,9 @@ def time_model(
         times = job.mesh.gather_objects(_read_times(cut, measured_on, checkpoint))[0]
         if times is None:
             with job.trainer.compute_loss_context_manager():
+                runner = cut.pipeline.stack.runner
+                if not runner.takes_batch:
+                    batch = HowCalled(takes_batch=False, nested_in=runner.nested_in).inputs(job, batch)
                 times = _time_parts(cut.pipeline, batch, job.device)
         cut.timing = Timing(times, measured_on)
     return cut.timing.times

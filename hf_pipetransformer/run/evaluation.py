@@ -3,6 +3,10 @@
 evaluation_loop     `in_training`   during training: uses the plan in force and the cache
                     `placed`        otherwise: places the model for this evaluation, and puts it back
   prediction_step   `predict`       runs each process's own samples through the stages, and returns the results to it
+
+Generating calls the model once for each token. So an evaluation that generates (`predict_with_generate`) needs the
+whole model on every process: during training the weights are gathered for it (`generating`), and otherwise they are
+there (`move_whole_to_device`). Each process then generates for its own samples, as under data parallelism.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ from transformers import Trainer
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
 from ..data.numbered_batches import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
+from ..model.placeholders import num_bytes
+from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..planning.plan import PipelinePlan
+from ..planning.plan import MIB, PipelinePlan
+from ..planning.plan_choice import largest_bytes_with_whole_model
 from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
@@ -42,10 +49,74 @@ def placed(pipeline: ElasticPipeline, plan: PipelinePlan) -> Iterator[None]:
 
 
 @contextmanager
+def generating(pipeline: ElasticPipeline) -> Iterator[None]:
+    """Inside the context, every process has the whole model of a placed pipeline, and the cache is not used.
+
+    Collective over all processes.
+    """
+    cache = pipeline.cache
+    pipeline.use_cache(None)  # a cached sample is read in one call of the model
+    try:
+        with pipeline.whole():
+            yield
+    finally:
+        pipeline.use_cache(cache)
+
+
+def move_whole_to_device(job: TrainingJob) -> None:
+    """Move the complete model to the device, for an evaluation outside of training that generates.
+
+    Collective over all processes.
+
+    Raises:
+        ValueError: the model does not fit the device of some process. Every process raises it.
+    """
+    size = sum(map(num_bytes, job.model.parameters()))
+    is_here = is_on(job.model, job.device)
+    if job.mesh.any(not is_here and not fits(size, job.device)):
+        raise _too_large(job, size, "that are free on a device")
+    if not is_here:
+        job.model.to(job.device)
+
+
+def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) -> None:
+    """Refuse evaluations that generate during training if a device cannot hold the whole model beside its stage.
+
+    On the CPU it always can, because the model was created there. What a step needs for activations is counted as
+    well, in place of the keys and values of the tokens generated so far. Collective over all processes.
+
+    Raises:
+        ValueError: a device cannot hold it. Every process raises it.
+    """
+    args = job.args
+    # without metrics to compute, the stock evaluate() asks for the loss only
+    is_asked = job.generates(prediction_loss_only=True if job.trainer.compute_metrics is None else None)
+    if not is_asked or args.eval_strategy == "no" or plan.pipeline_parallel_size == 1:
+        return
+    needed = largest_bytes_with_whole_model(plan, sum(map(num_bytes, job.model.parameters())))
+    budget = device_budget(job.device)
+    if job.mesh.any(budget is not None and needed > budget):
+        raise _too_large(job, needed, "of a device while it also holds the training state of its stage")
+
+
+def _too_large(job: TrainingJob, needed: int, where: str) -> ValueError:
+    return ValueError(
+        f"predict_with_generate=True: every process generates with the whole {type(job.model).__name__}, which takes"
+        f" {needed / MIB:,.0f} MiB {where}, more than there are. Set predict_with_generate=False and generate with"
+        " another program from the saved model, or use devices with more memory."
+    )
+
+
+@contextmanager
 def in_training(
-    job: TrainingJob, pipeline: ElasticPipeline, cache: AutoCache | None, generations: Path | None, dataloader: Any
+    job: TrainingJob,
+    pipeline: ElasticPipeline,
+    cache: AutoCache | None,
+    generations: Path | None,
+    dataloader: Any,
+    generates: bool = False,
 ) -> Iterator[KeysApart]:
-    """Inside the context, an evaluation during training can use the activation cache.
+    """Inside the context, an evaluation during training can use the activation cache, or generate.
 
     The evaluation's batches get cache keys. The cache is used only if the frozen weights are those it was filled with.
 
@@ -55,13 +126,16 @@ def in_training(
         cache: the cache of the current training.
         generations: the file that names the cache generations which loaders read ahead.
         dataloader: the loader of the evaluation.
+        generates: whether it generates, which excludes the cache.
 
     Yields:
         The loader, which removes the keys from its batches and keeps them in `keys`.
     """
     loader = dataloader if isinstance(dataloader, KeysApart) else KeysApart(dataloader)
     with phase("evaluation"), ExitStack() as stack:
-        if cache is not None and generations is not None:
+        if generates:
+            stack.enter_context(generating(pipeline))
+        elif cache is not None and generations is not None:
             stack.enter_context(cache.cache.counting_apart())
             base: Any = getattr(dataloader, "base_dataloader", dataloader)
             collate_fn = getattr(base, "collate_fn", None)
@@ -97,7 +171,7 @@ def predict(
     """
     keys = keys if pipeline.cache is not None else None
     with phase("prediction"):
-        if pipeline.num_stages > 1:
+        if pipeline.is_split:
 
             def head(batch: Batch) -> Prediction:
                 with _handing_on_prepared(job.trainer, batch), on_last_stage_only(job.trainer.accelerator):
@@ -106,9 +180,12 @@ def predict(
             result: Prediction = pipeline.predict(prepared(job, inputs, keys), head)
             return result
         with naming_long_rows(job.model, inputs):
+            assert pipeline.stage is not None
+            if pipeline.cache is not None and not pipeline.stack.runner.takes_batch:
+                with pipeline.stage.running_to_the_end([], {}):
+                    return stock(job.model, inputs)
             if keys is None or not keys.inputs.are(inputs, job.not_in_keys):
                 return stock(job.model, inputs)
-            assert pipeline.stage is not None
             # `stock` prepares the inputs; here they are only moved to the device
             moved = {**job.to_device(inputs), KEYS_NAME: keys.tensor}
             with pipeline.stage.running_to_the_end([], moved) as batch:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..cache.cache_probe import SAME
 from ..model.nested import on_device
+from ..model.placeholders import values_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
 
 MOST_NUMBERS = 2**16
@@ -132,20 +133,20 @@ class FrozenFunction:
         self._pipeline.weights.onload()
         # in float32 at least: in 16 bits, similar weights would have equal norms
         norms = [
-            torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)).double()
-            for p in self._frozen_here()
+            torch.linalg.vector_norm(v.to(torch.promote_types(v.dtype, torch.float32))).double()
+            for v in self._frozen_here()
         ]
         return torch.stack(norms).tolist() if norms else []
 
     def _numbers_here(self) -> list[float]:
-        numbers = [p.detach().reshape(-1)[p.numel() // 2].float() for p in self._frozen_here() if p.numel()]
+        numbers = [v.reshape(-1)[v.numel() // 2].float() for v in self._frozen_here() if v.numel()]
         return torch.stack(numbers).tolist() if numbers else []
 
-    def _frozen_here(self) -> list[nn.Parameter]:
+    def _frozen_here(self) -> list[torch.Tensor]:
         pipeline = self._pipeline
         assert pipeline.stage is not None and pipeline.freezable is not None
         names = pipeline.freezable.frozen(self._boundary)
-        return [pipeline.stack.table[name] for name in pipeline.stage.names if name in names]
+        return [v for name in pipeline.stage.names if name in names for v in values_of(pipeline.stack.table[name])]
 
     def _find_buffers(self) -> list[torch.Tensor]:
         """Return the buffers (running statistics, masks) of frozen layers and of modules with frozen parameters."""
@@ -188,8 +189,10 @@ class FrozenFunction:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape and all bits."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data.tobytes())
+    content = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    for value in values_of(tensor):
+        content += value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 def _setting(value: Any, is_inside: bool = False) -> Any:

@@ -160,6 +160,15 @@ class TrainingJob:
         ]
         return [dataset for dataset in everything if dataset is not None]
 
+    def generates(self, prediction_loss_only: bool | None) -> bool:
+        """Whether an evaluation generates, as `Seq2SeqTrainer` decides it.
+
+        Args:
+            prediction_loss_only: the argument of `evaluation_loop`; None stands for the field of the arguments.
+        """
+        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        return bool(getattr(self.args, "predict_with_generate", False)) and not only_loss  # a Seq2Seq field
+
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
         return self.stock_prepare_inputs(inputs)
@@ -177,9 +186,9 @@ class TrainingJob:
             with on_last_stage_only(self.trainer.accelerator):
                 yield
 
-    def collator(self, collate_fn: Callable[[list[Any]], Any]) -> SampleCollator:
-        """Return a collator for probing a few samples."""
-        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once)
+    def collator(self, collate_fn: Callable[[list[Any]], Any], is_shared: bool = True) -> SampleCollator:
+        """Return a collator for probing a few samples, which are the same on all processes if `is_shared` is set."""
+        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once, is_shared)
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Return samples of a loader on which the model's units are found, and the function that collates them.

@@ -21,7 +21,7 @@ from ..model.dropout import WithoutDropout
 from ..model.left_as_found import left_as_found
 from ..model.loss_scaling import LossOutcome, Tolerance, difference
 from ..model.micro_batch import Batch
-from ..model.placeholders import placeholder
+from ..model.placeholders import placeholder, values_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.stage import LossFunction
 from ..randomness import seeded
@@ -143,11 +143,11 @@ def keeper_of_placeholders(owners: Collection[Any], model: nn.Module, missing: S
     Returns:
         Class and attribute of the owner, as "Class.attribute"; None if there is none.
     """
-    shapes = {tuple(tensor.shape) for tensor in missing}
-    memory = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    shapes = {tuple(value.shape) for tensor in missing for value in values_of(tensor)}
+    memory = {value.untyped_storage().data_ptr() for tensor in model.parameters() for value in values_of(tensor)}
     for owner in owners:
         for name, value in getattr(owner, "__dict__", {}).items():
-            for tensor in _tensors_of(value, 0):
+            for tensor in (inside for found in _tensors_of(value, 0) for inside in values_of(found)):
                 is_copy = tuple(tensor.shape) in shapes and tensor.untyped_storage().data_ptr() not in memory
                 if is_copy and tensor.numel() > 1 and tensor.is_floating_point() and bool(tensor.isnan().all()):
                     return f"{type(owner).__name__}.{name}"

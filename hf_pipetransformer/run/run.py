@@ -36,6 +36,7 @@ from .cache_setup import make_cache
 from .checkpointing import exporting_state
 from .consistency import check_same_size
 from .cutting import CutModel, time_model
+from .evaluation import refuse_generation_that_does_not_fit
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .loss import TrainersLoss
 from .optimizer_probe import probe_coupling
@@ -245,11 +246,12 @@ class PipelineRun(TrainerCallback):
         job, trainer, data = self._job, self._job.trainer, self.data
         assert data is not None
         # 1
-        check_same_size(job.mesh, data.dataset)
+        if data.is_shared:
+            check_same_size(job.mesh, data.dataset)
         rows: list[Any] = []
         collate: SampleCollator | None = None
         if job.is_probed:
-            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn)
+            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn, data.is_shared)
         with generators_kept(trainer, job.model):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
@@ -280,6 +282,7 @@ class PipelineRun(TrainerCallback):
         plan = again or planner.first
         if plan.num_frozen_layers < num_frozen:
             plan = planner.next(plan, num_frozen, planner.num_cached)
+        refuse_generation_that_does_not_fit(job, plan)
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         pipeline.offloads = job.device.type != "cpu" and not watches_steps
@@ -287,7 +290,6 @@ class PipelineRun(TrainerCallback):
             self._refuse_coupling(coupling)
         self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
         pipeline.place(plan, self._steps.loss_of)
-        logger.info("%s", plan)
         self.log.begin(plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:

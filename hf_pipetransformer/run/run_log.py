@@ -68,7 +68,9 @@ class RunLog:
         return recording(self._job.trainer, self.recorder, before)
 
     def begin(self, plan: PipelinePlan) -> None:
-        """Record the first plan, after the model has been placed. Collective over all processes."""
+        """Log and record the first plan, after the model has been placed. Collective over all processes."""
+        if self._job.trainer.is_world_process_zero():
+            logger.info("%s", plan)
         facts = facts_of_run(self._job.model, self._job.args)
         self.record("resume" if self._job.trainer.state.global_step else "start", plan, facts=facts)
 

@@ -23,12 +23,14 @@ class SampleCollator:
         model: the model, to whose device batches are moved.
         seed: seed of the global generators during a call of the collator.
         rows_at_once: maximum number of samples in a batch.
+        is_shared: whether all processes have the same samples.
     """
 
     collate_fn: Callable[[list[Any]], Any]
     model: nn.Module
     seed: int
     rows_at_once: int
+    is_shared: bool = True
 
     def __call__(self, rows: Sequence[Any]) -> Batch:
         """Collate these samples into a batch."""

@@ -315,7 +315,8 @@ def _refuse_coupled_rows(job: TrainingJob, reduction: LossReduction, plan: Pipel
     raise UnsupportedModelError(
         job.model,
         "its loss is not a sum or mean over the samples of a batch (for example a contrastive or class-weighted"
-        " loss, or inputs that cannot be split by sample), so micro-batches and replicas would change it:"
+        " loss, batch normalisation, or inputs that cannot be split by sample), so micro-batches and replicas would"
+        " change it:"
         f" {reduction.reason or 'its parts do not add up'}.",
         "Return the sum over the items divided by num_items_in_batch, or set num_microbatches=1,"
         f" gradient_accumulation_steps=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, without_keys
+from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
@@ -34,6 +34,7 @@ from .metrics_file import RunRecorder
 from .preemption import Preemption
 from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .setup import Setup
+from .training_data import refuse_different_numbers
 
 
 class Doubt(Flag):
@@ -133,6 +134,8 @@ class Steps:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
         self.batch = GlobalBatch()
         taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction, self._job.takes_any_loader)
+        if not self._data.is_shared and self._job.mesh.world_size > 1:
+            refuse_different_numbers(self._job, len(taken), f" at step {self._job.trainer.state.global_step + 1}")
         self.batch.count_over_replicas(self._pipeline, self._setup.reduction)
         return taken, self.batch.num_items
 
@@ -162,7 +165,8 @@ class Steps:
         other_weights = self._watches_steps and cache is not None and not cache.weights_look_same()
         batch, other_inputs = self._prepare(inputs, other_weights)
         following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
-        pipeline.read_ahead(following.keys if following is not None else None)
+        if pipeline.stack.runner.takes_batch:
+            pipeline.read_ahead(following.keys if following is not None else None)
         # 3
         current = self._in_flight = BatchInFlight(
             self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
@@ -228,10 +232,13 @@ class Steps:
             The batch, and whether its inputs differ from those from which its keys were computed.
         """
         pipeline, part = self._pipeline, self.batch.current
-        keys = part.keys if part.rows and pipeline.cache is not None else None
+        uses_keys = part.rows and pipeline.cache is not None and pipeline.stack.runner.takes_batch
+        keys = part.keys if uses_keys else None
         if keys is not None and other_weights:
             keys = keys.blank()  # other stages may not have noticed the change
         batch = prepared(self._job, inputs, keys)
+        if keys is None and (other_weights or not part.rows) and pipeline.cache is not None:
+            batch[KEYS_NAME] = NO_KEYS
         other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)

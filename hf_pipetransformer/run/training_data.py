@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
 from ..cache.sharing import ReadAhead, current_file, node_name, node_shares
@@ -28,10 +28,13 @@ CACHE_FOLDER = "_activation_cache"
 """Name of the cache folder in `output_dir`. Names that begin with an underscore are not pushed to the Hub."""
 
 
-def numbered_loader(
+def training_loader(
     job: TrainingJob, make_stock: Callable[[], DataLoader], generations: Path | None
-) -> NumberedLoader:
+) -> NumberedLoader | DataLoader:
     """Return the training loader, of whose batches each pipeline takes its slice. Collective over all processes.
+
+    If batches are grouped in a way of their own (sentence-transformers' batches without duplicates), it is the stock
+    Trainer's loader, from which each process takes its own batches.
 
     Args:
         job: the training job.
@@ -39,7 +42,7 @@ def numbered_loader(
         generations: the file returned by `generations_file`; None if nothing is cached.
 
     Raises:
-        ValueError: the dataset is empty.
+        ValueError: the dataset is empty, or batches are grouped in a way of their own and there are several stages.
     """
     args = job.args
     refuse_empty(job.trainer.train_dataset)
@@ -48,6 +51,13 @@ def numbered_loader(
     is_iterable = isinstance(dataset, IterableDataset)
     if is_iterable:
         dataset = whole_stream(dataset)
+    elif (grouped := _groups_batches(stock)) is not None:
+        if job.args.uses_pipeline:
+            raise ValueError(
+                f"The training DataLoader groups its samples by a {grouped}, so its batches cannot be divided among"
+                " pipelines. Use a sampler instead of a batch sampler, or set pipeline_parallel_size=1."
+            )
+        return stock
     nodes = job.mesh.gather_objects(node_name()) if generations is not None else []  # the node of each rank
     return NumberedLoader(
         NumberedBatches(
@@ -89,18 +99,40 @@ def batches_of_loop(job: TrainingJob, dataloader: Any, made: NumberedLoader | No
 
 
 def given_batches(job: TrainingJob, dataloader: Any) -> GivenBatches:
-    """Return the batches of a training loader that the user has made.
+    """Return the batches of a training loader that the user has made. Collective over all processes.
 
     Raises:
-        ValueError: there are several processes or stages, or layers are frozen.
+        ValueError: there are several stages, or the processes' loaders have different lengths.
     """
-    if job.mesh.world_size > 1 or job.args.uses_pipeline or job.freeze_callback is not None:
+    if job.args.uses_pipeline:
         raise ValueError(
-            "The training DataLoader was not created by PipeTransformerTrainer.get_train_dataloader, so its samples"
-            " cannot be distributed over pipelines or identified again after layers freeze. Pass train_dataset"
-            " and data_collator (or override _get_train_sampler) instead of overriding get_train_dataloader."
+            "The training DataLoader was not created by PipeTransformerTrainer.get_train_dataloader, so its batches"
+            " cannot be distributed over pipelines. Pass train_dataset and data_collator (or override"
+            " _get_train_sampler) instead of overriding get_train_dataloader, or set pipeline_parallel_size=1."
         )
-    return GivenBatches(getattr(dataloader, "dataset", None), partial(job.rows_of_loader, dataloader))
+    try:
+        length = len(dataloader)
+    except TypeError:  # a stream
+        length = None
+    refuse_different_numbers(job, length, "")
+    dataset = getattr(dataloader, "dataset", None)
+    return GivenBatches(dataset, job.args.world_size, partial(job.rows_of_loader, dataloader))
+
+
+def refuse_different_numbers(job: TrainingJob, mine: int | None, when: str) -> None:
+    """Compare how many batches the processes' own loaders have given or will give. Collective over all processes.
+
+    Raises:
+        ValueError: they differ, so that some processes would wait for others that have no batch any more.
+    """
+    everyone = job.mesh.gather_objects(mine)
+    rank = next((rank for rank, number in enumerate(everyone) if number != everyone[0]), None)
+    if rank is not None:
+        raise ValueError(
+            f"The training DataLoaders of the processes have different numbers of batches{when}: process 0 has"
+            f" {everyone[0]}, process {rank} has {everyone[rank]}. Give every process the same number of batches, for"
+            " example with drop_last=True."
+        )
 
 
 def evaluation_loader(job: TrainingJob, loader: Any) -> Any:
@@ -154,8 +186,19 @@ def _order_of_first(job: TrainingJob, order: list[int]) -> list[int]:
 
 
 def _sampler_of(loader: DataLoader) -> Any:
-    """Return the sampler over all samples, from inside the batch samplers in which Accelerate has wrapped it."""
+    """Return the sampler over all samples."""
+    return _batch_sampler_of(loader).sampler
+
+
+def _groups_batches(loader: DataLoader) -> str | None:
+    """Return the class of a batch sampler that does more than cut a sampler's order into batches, otherwise None."""
+    kind = type(_batch_sampler_of(loader))
+    return None if getattr(kind, "__iter__", None) is BatchSampler.__iter__ else kind.__name__
+
+
+def _batch_sampler_of(loader: DataLoader) -> Any:
+    """Return the batch sampler, from inside those in which Accelerate has wrapped it."""
     batch_sampler: Any = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
-    return batch_sampler.sampler
+    return batch_sampler

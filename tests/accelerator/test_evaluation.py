@@ -9,6 +9,7 @@ from unittest import mock
 import fake_device
 import fake_groups
 import pytest
+import test_seq2seq
 import torch.distributed as dist
 from distributed import run_ranks
 from training_runs import Run, pipeline_trainer
@@ -67,3 +68,17 @@ def test_batches_travel_from_device_to_device(library: Path) -> None:
 
 def on_the_cpu(rank: int, world_size: int) -> tuple[float]:
     return (pipeline_trainer(Run(samples=8), STAGES, use_cpu=True).evaluate()["eval_loss"],)
+
+
+def generate(rank: int, world_size: int, library: Path) -> test_seq2seq.Outcome:
+    fake_device.register(library)
+    fake_groups.register()
+    options = {"use_cpu": False, "dataloader_pin_memory": False, "eval_use_gather_object": False}
+    outcome = test_seq2seq.trained(rank, world_size, "t5", STAGES, "generating", generation_num_beams=3, **options)
+    assert not fake_groups.wrong and not fake_device.errors
+    return outcome
+
+
+def test_weights_are_gathered_on_the_device_to_generate(library: Path) -> None:
+    outcomes = run_ranks(generate, STAGES, library, env=fake_device.ENVIRONMENT, timeout=180)
+    test_seq2seq.assert_same(outcomes, test_seq2seq.expected("t5", 3))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_pipetransformer.cli import app
@@ -53,6 +53,21 @@ def test_plan_prints_tables() -> None:
     assert "\nAdvice\n- K = 1 throughout: " in out
     assert "\nAssumed\n- a100-80g: 312 TFLOP/s of which layers reach 45% (an estimate" in out
     assert max(map(len, out.split("\nAdvice")[0].splitlines())) < 160
+
+
+def test_memory_is_counted_in_the_precision_of_the_weights(tmp_path: Path) -> None:
+    """As the trainer trains them: it leaves weights in the dtype of the configuration, in which they are loaded."""
+    largest = {}
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        config = AutoConfig.for_model("llama", **TINY, num_key_value_heads=2, num_hidden_layers=4, dtype=dtype)
+        config.save_pretrained(tmp_path / name)
+        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / name))
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+        line = f"weights, gradients, AdamW's moments and activations in {name}"
+        assert re.search(rf"^- {line}(,|$)", run(str(tmp_path / name), *TRAINING).stdout, re.MULTILINE)
+        stages = values(str(tmp_path / name), *TRAINING, "--no-freeze")["epochs"][0]["stage_bytes"]
+        largest[name] = max(stages)
+    assert largest["bf16"] < 0.75 * largest["fp32"]
 
 
 def test_plan_as_json() -> None:
@@ -198,3 +213,13 @@ def test_no_cuda_device() -> None:
     result = run("bert", *TRAINING, "--profile", "cuda")
     assert result.exit_code == 2
     assert "no CUDA device is available. Set profile='analytic'" in result.stderr
+
+
+def test_images_need_no_number_of_tokens() -> None:
+    training = ("vit", "--devices", "2", "--batch", "8", "--epochs", "2", "--samples", "64")
+    without = CliRunner().invoke(app, ["plan", *training])
+    assert without.exit_code == 0 and "--seq does not matter" not in without.stdout
+    given = CliRunner().invoke(app, ["plan", *training, "--seq", "99"])
+    assert given.exit_code == 0 and "--seq does not matter for this model" in given.stdout
+    text = CliRunner().invoke(app, ["plan", "bert", *training[1:]])
+    assert text.exit_code == 2 and "seq is not given" in text.stderr

@@ -171,7 +171,6 @@ def test_no_dropout_in_the_frozen_part_only() -> None:
         model.train()
         outputs = []
         for _ in range(2):
-            prefix.begin_forward()
             outputs.append(model(**batch).logits)
         first, second = inputs[-2:]
         return torch.equal(first, second), torch.equal(outputs[0], outputs[1])
@@ -196,7 +195,6 @@ def test_dropout_without_a_module_of_its_own() -> None:
     prefix.freeze(1)
     for _ in range(2):
         model.train()
-        prefix.begin_forward()
         model(**batch)
     assert torch.equal(*seen)
 
@@ -218,7 +216,6 @@ def test_what_is_shared_with_a_frozen_layer_is_frozen(name: str, shared: str) ->
     assert shared in layers.frozen(1) and layers.max_frozen == layers.num_layers
     prefix = FrozenPrefix(stack, layers)
     prefix.freeze(1)
-    prefix.begin_forward()
     model(**batch).loss.backward()
     assert model.get_parameter(shared).grad is None
     assert any(parameter.grad is not None for parameter in model.parameters())
@@ -231,7 +228,6 @@ def test_a_layer_that_is_called_again_is_in_eval_mode_for_its_frozen_calls() -> 
     modes: list[bool] = []
     stack.units[0].module.albert_layers[0].register_forward_pre_hook(lambda module, _: modes.append(module.training))
     prefix.freeze(3)
-    prefix.begin_forward()
     model(**batch)
     assert modes == [False, False, False, True]
 
@@ -252,7 +248,6 @@ def test_every_number_of_frozen_layers_leaves_what_it_says(name: str) -> None:
         prefix.freeze(f)
         model.train()
         model.zero_grad()
-        prefix.begin_forward()
         model(**batch).loss.backward()
         reached = {name for name, p in model.named_parameters() if p.grad is not None}
         assert reached == reachable - layers.frozen(f), f
@@ -609,6 +604,13 @@ def test_replicas_train_as_one_process(find_unused: bool, accumulation: int) -> 
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     active = [sum(n for name, n in sizes.items() if not name.startswith(frozen_names(f))) for f in (1, 3)]
     assert outcomes[0][2] == [sum(sizes.values())] * 3 + [active[0]] * 3 + [active[1]] * 3
+
+
+def test_the_only_process_of_a_launcher_has_a_wrapper_too() -> None:
+    """With gradient checkpointing, as TRL's trainers have it by default, DDP does not look for unused parameters."""
+    options = {"ddp_find_unused_parameters": False, "gradient_checkpointing": True}
+    ((_, _, reduced),) = run_ranks(train_replicated, 1, 16, **options)
+    assert reduced[0] > reduced[3] > reduced[-1]
 
 
 def test_replicas_train_twice() -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
@@ -351,12 +352,151 @@ def test_refused_models(name):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_head_that_reads_every_layer_is_refused_even_where_layers_hardly_matter():
+def used_before(stack: LayerStack, boundary: int) -> list[str]:
+    """The layers whose outputs cross a boundary."""
+    name_of = {unit.stack: unit.name for unit in stack.units}
+    return [name_of[slot.stack] for slot in stack.boundaries[boundary] if slot.is_used]
+
+
+def test_a_head_that_reads_every_layer_gets_them_even_where_layers_hardly_matter():
     """In a new model a wrong hidden state moves the outputs by less than rounding, and yet gradients are wrong."""
-    refused = REFUSED["wav2vec2-weighted-layers"]
-    model = refused.make_model()  # with its own small initial weights
-    with pytest.raises(UnsupportedModelError):
-        LayerStack.discover(model, refused.batch(rows=2))
+    zoo_model = MODELS["wav2vec2-weighted-layers"]
+    model = zoo_model.make_model()  # with its own small initial weights
+    stack = LayerStack.discover(model, zoo_model.batch(rows=2))
+    layers = [unit.name for unit in stack.units if ".encoder.layers." in unit.name]
+    assert set(layers[:-1]) < set(used_before(stack, stack.num_units - 1))
+
+
+class RunsLayers(torch.autograd.Function):
+    """As Reformer's: it calls layers without a graph, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Layers(nn.Module):
+    """Three layers in a list; `read` says how the head's result depends on them."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.chooses, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.read = read
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.read(self, x)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def of_an_early_layer(model: Layers, x: Tensor) -> Tensor:
+    first = model.layers[0](x).relu()
+    return model.head(model.layers[2](model.layers[1](first).relu()) + first)
+
+
+def by_a_choice(model: Layers, x: Tensor) -> Tensor:
+    """As RT-DETR does: a head's scores, without a gradient, choose what the next layers get."""
+    x = model.layers[0](x)
+    scores = model.chooses(x)
+    x = model.layers[1](x.gather(-1, scores.argsort(-1)))
+    return model.head(model.layers[2](x)) + scores
+
+
+def changed_in_place(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x.tanh())
+        x *= 0.5
+    return model.head(x)
+
+
+def one_after_the_other(model: Layers, x: Tensor) -> Tensor:
+    """Each depends on the previous one, but not on its output alone."""
+    for layer in model.layers:
+        x = x + layer(model.chooses(x))
+    return model.head(x)
+
+
+@pytest.mark.parametrize("read", [of_an_early_layer, by_a_choice, changed_in_place, one_after_the_other])
+@pytest.mark.parametrize("bounds", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
+def test_layers_that_are_not_simply_read_one_after_the_other(read, bounds):
+    torch.manual_seed(0)
+    model, batch = Layers(read), {"x": torch.randn(3, 4)}
+    expected = uncut_step(model, batch)
+    stack = LayerStack.discover(model, batch)
+    assert stack.num_units == 3
+    with installed(stack):
+        assert_equal_steps(cut_step(stack, bounds, batch), expected, ())
+
+
+def test_what_a_layer_reads_without_a_gradient_does_not_freeze_with_it():
+    model, batch = Layers(by_a_choice), {"x": torch.randn(3, 4)}
+    stack = LayerStack.discover(model, batch)
+    assert stack.may_read_unseen and "chooses.weight" in stack.owners[1]
+    assert FreezableLayers.of(stack, batch).frozen(2) == {
+        f"layers.{k}.{n}" for k in (0, 1) for n in ("weight", "bias")
+    }
+    assert not LayerStack.discover(Layers(of_an_early_layer), batch).may_read_unseen
+
+
+def test_a_forward_that_changes_its_weights_is_refused():
+    """As RWKV scales its own where it does not train."""
+
+    def read(model: Layers, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if not model.is_scaled:
+                model.layers[1].weight.mul_(0.5)
+        model.is_scaled = True
+        return one_after_the_other(model, x)
+
+    model = Layers(read)
+    model.layers = nn.ModuleList(Layer() for _ in range(3))
+    model.is_scaled = False
+    with pytest.raises(UnsupportedModelError, match=r"changes 1 of its own weights \('layers.1.weight'\)"):
+        LayerStack.discover(model, {"x": torch.randn(3, 4)})
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_layers_inside_an_autograd_function_are_refused():
+    model = Layers(lambda model, x: model.head(RunsLayers.apply(model.chooses(x), model.layers)))
+    model.layers = nn.ModuleList(Layer() for _ in range(3))
+    with pytest.raises(UnsupportedModelError, match=r"layer 'layers.0' inside an autograd function .*\(RunsLayers\)"):
+        LayerStack.discover(model, {"x": torch.randn(3, 4)})
+
+
+def test_modules_in_a_list_that_do_not_depend_on_one_another_are_no_layers():
+    model = Layers(lambda model, x: sum(layer(x) for layer in model.layers))
+    with pytest.raises(UnsupportedModelError, match="no sequential stack"):
+        LayerStack.discover(model, {"x": torch.randn(3, 4)})
+
+
+def test_a_value_that_only_training_reads_with_a_gradient_has_one():
+    """As wav2vec 2.0 chooses its codes: by the largest score in eval mode, by a soft choice in training."""
+
+    def read(model: Layers, x: Tensor) -> Tensor:
+        first = model.layers[0](x)
+        scores = model.chooses(first).softmax(-1)
+        if not model.training:
+            scores = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return model.head(model.layers[2](model.layers[1](first.relu()))) + scores
+
+    stack = LayerStack.discover(Layers(read), {"x": torch.randn(3, 4)})
+    assert used_before(stack, 2) == ["layers.0", "layers.1"] and all(
+        slot.needs_gradient for slot in stack.boundaries[2]
+    )
 
 
 def test_layers_that_leave_something_behind_for_others_are_refused():

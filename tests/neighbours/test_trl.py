@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
 ]
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 WORDS = 60
 SAMPLES, ROWS = 24, 8
 FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}, "num_train_epochs": 4}
@@ -170,3 +173,17 @@ def two_stages_of(rank: int, world_size: int, policy: str, kind: str) -> None:
 def test_a_loss_that_makes_its_inputs_is_refused(policy: str) -> None:
     errors = run_ranks_expecting_error(two_stages_of, 2, policy, "kto", timeout=100)
     assert all("compute_loss called the model with different inputs" in str(error) for error in errors)
+
+
+def recipe(rank: int, world_size: int, method: str) -> dict[str, float]:
+    import run_trl
+
+    config = str(RECIPES / "configs" / "dpo_demo.yaml")
+    few = ["--generated_data", "24", "--num_train_epochs", "1", "--per_device_train_batch_size", "4"]
+    return run_trl.main([config, "--method", method, "--output_dir", method, *few])
+
+
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+def test_the_recipe(method: str) -> None:
+    results = run_ranks(recipe, 2, method, timeout=120)[0]
+    assert results["eval_num_tokens"] > 0 and math.isfinite(results["eval_loss"])

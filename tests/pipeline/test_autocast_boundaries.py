@@ -8,6 +8,7 @@ change gradients by 5e-3 of their norm, as much as computing in bfloat16 does (6
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ ROUNDING = 1e-6
 """Of gradients, relative: in float32."""
 
 
-def train(rank: int, world_size: int, model: str | None) -> tuple[Outcome, set[Any], set[Any]]:
+def train(rank: int, world_size: int, folder: str, model: str | None) -> tuple[Outcome, set[Any], set[Any]]:
     """Train in as many stages as processes; the types and bytes of what layers give, and of what is sent onward."""
     given: set[tuple[torch.dtype, int]] = set()
     sent_on: set[tuple[torch.dtype, int]] = set()
@@ -50,7 +51,7 @@ def train(rank: int, world_size: int, model: str | None) -> tuple[Outcome, set[A
     run = Run(model=model, samples=40, per_device=BATCH // world_size, accumulation=1)
     # one step: a last digit of a weight decides how it is rounded to bfloat16 in the next one
     options = {"bf16": True, "max_steps": 1, "warmup_steps": 0, "num_microbatches": 1, "optim": "sgd"}
-    trainer = pipeline_trainer(run, world_size, use_cpu=True, **options)
+    trainer = pipeline_trainer(run, world_size, folder, use_cpu=True, **options)
     step = trainer.training_step
 
     def training_step(*positional: Any) -> torch.Tensor:
@@ -77,10 +78,10 @@ def update(outcome: Outcome, model: str | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model", "dtype"), [(None, torch.float32), *slow(("electra", torch.bfloat16))])
-def test_what_travels_is_what_the_layer_gives(model: str | None, dtype: torch.dtype) -> None:
+def test_what_travels_is_what_the_layer_gives(model: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     """BERT's layers give float32; those of ELECTRA give bfloat16 on the CPU."""
-    ((alone, _, _),) = run_ranks(train, 1, model)
-    (first, given, sent), (last, _, returned) = run_ranks(train, 2, model)
+    ((alone, _, _),) = run_ranks(train, 1, str(tmp_path / "alone"), model)
+    (first, given, sent), (last, _, returned) = run_ranks(train, 2, str(tmp_path / "two"), model)
     assert {kind for kind, _ in given} == {dtype}
     assert sent == given == returned, "activations, and their gradients"
     for outcome in (first, last):

@@ -21,6 +21,7 @@ from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.report import report, report_figures
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned, timeline_of_slices
+from hf_pipetransformer.report.report_words import GLOSSARY, changes, verdict
 from hf_pipetransformer.run import events_file, metrics_file
 from hf_pipetransformer.token_slices.slice_choice import StepSeconds
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency
@@ -132,6 +133,55 @@ class Page(HTMLParser):
 
 def page_of(folder: Path) -> Page:
     return Page(report.write_report(folder).read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------------ what is said
+def test_the_verdict_compares_with_the_first_layout(tmp_path: Path) -> None:
+    """50 steps of 16 rows in 11.25 s, then 50 in 6.25 s; without freezing all 100 would have taken 22.5 s."""
+    elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.91})
+    gain, rival, quality = verdict(the_training(tmp_path))
+    assert gain.startswith("1.29 times as fast as without freezing: steps and changes of layout took 17.5 s")
+    assert "(4 × 1, nothing frozen) the same steps would have taken 22.5 s" in gain
+    assert "78% of the steps" in rival
+    assert quality == "Accuracy at the end: 0.91."
+    assert gain in " ".join(page_of(tmp_path).text.split())
+
+
+def test_changing_layouts_counts_against_the_gain(tmp_path: Path) -> None:
+    elastic_run(tmp_path).line("time", 100, steps=0, rows=0, seconds={"adapting": 5.01})
+    (gain,) = verdict(the_training(tmp_path))  # and nothing is said of a rival
+    assert gain.startswith("1.00 times as fast")
+
+
+def test_a_training_without_freezing_has_no_gain(tmp_path: Path) -> None:
+    Run(tmp_path).event("start", 0, 4).steps(0, 50, 0.2).end(50, has_ended=False)
+    assert verdict(the_training(tmp_path)) == [
+        "The training has not ended; this is its state after step 50.",
+        "Nothing was frozen; 4 × 1 (stages × replicas) trained 71 samples/s.",
+    ]
+
+
+def test_each_change_has_a_reason(tmp_path: Path) -> None:
+    run = Run(tmp_path).event("start", 0, 4).steps(0, 50, 0.2).event("transform", 50, 2, 2).steps(50, 80, 0.1)
+    run.event("transform", 80, 2, 3).end(90)
+    training = the_training(tmp_path)
+    start, shorter, same = changes(training)
+    first, second = (max(layout.event["predicted"]["memory_bytes"]) / MIB for layout in training.layouts[:2])
+    assert start == ("at the start", "4 × 1 (stages × replicas).")
+    assert shorter == (
+        "after step 50 (epoch 0.5)",
+        "2 more layers froze by freeze_policy='alpha', 2 in all; the pipeline became shorter, 4 × 1 → 2 × 2:"
+        f" its largest stage needs {second:,.1f} MiB, at the start it was {first:,.1f} MiB.",
+    )
+    assert same[1].startswith("1 more layer froze by freeze_policy='alpha', 3 in all")
+    assert all(when in page_of(tmp_path).text for when in ("after step 50", "after step 80"))
+
+
+def test_terms_are_explained_and_the_dark_scheme_is_known(tmp_path: Path) -> None:
+    elastic_run(tmp_path)
+    text = report.write_report(tmp_path).read_text()
+    assert all(f"<dt>{term}</dt>" in text for term, _ in GLOSSARY)
+    assert "prefers-color-scheme: dark" in text
 
 
 # ------------------------------------------------------------------------------------------ what is read

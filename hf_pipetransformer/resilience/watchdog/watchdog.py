@@ -405,6 +405,7 @@ class Watchdog:
                 answers.append(True)
 
         asking = threading.Thread(target=ask, daemon=True)
+        end_at_exit(asking)
         asking.start()
         asking.join(GRACE)
         return bool(answers)
@@ -425,6 +426,7 @@ class Watchdog:
             agreed: list[str] = []
             if self._has_store and not finding.without_store:
                 writer = threading.Thread(target=tell, daemon=True)
+                end_at_exit(writer)
                 writer.start()
                 writer.join(GRACE)
             self._verdict = agreed[0] if agreed and agreed[0] else finding.text

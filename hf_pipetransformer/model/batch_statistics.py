@@ -1,0 +1,43 @@
+"""Batch normalisation: which layers normalise by the statistics of a batch, and how a probe leaves these alone.
+
+In training mode such a layer normalises each sample by the mean and variance of the whole batch, so micro-batches
+would change its result. In a single micro-batch of a single pipeline it gives what it gives in one process. Its
+running statistics are buffers, which are kept by the stage that holds its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def normalised_by_batch(model: nn.Module) -> str | None:
+    """Return why the samples of a batch depend on one another; None if no layer normalises by the batch.
+
+    Args:
+        model: the model, in the mode in which it trains. A batch normalisation that stays in eval mode (because its
+            `train` is overridden, for example) normalises by its running statistics.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+            return (
+                f"{name!r} is a {type(module).__name__}, which normalises by the statistics of the whole batch in"
+                " training mode (one that stays in eval mode does not)"
+            )
+    return None
+
+
+@contextmanager
+def running_statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, normalisation layers are in eval mode, so that a pass of the model leaves running statistics alone."""
+    switched = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+    for module in switched:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.training = True

@@ -1,0 +1,329 @@
+"""sentence-transformers' trainers with our two classes put in, and `LayerFreezeCallback` in the stock ones.
+
+Losses equal the stock trainer's under the same launcher; with freezing, those of a stock run whose layers are frozen
+by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer, PipeTransformerTrainingArguments
+
+pytestmark = [
+    pytest.mark.slow,  # importing the library takes seconds in every process
+    pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed"),
+]
+
+WORDS = [f"w{i}" for i in range(40)]
+SAMPLES, ROWS, EPOCHS, FROZEN = 32, 8, 4, 2
+FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: FROZEN}, "activation_cache": "on"}
+
+
+# ------------------------------------------------------------------------------------------ model and data
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny BERT without dropout, "body", and the same with a head, "cross-encoder"."""
+    folder = tmp_path_factory.mktemp("models")
+    save_bert(str(folder / "body"), BertModel)
+    save_bert(str(folder / "cross-encoder"), BertForSequenceClassification)
+    return str(folder)
+
+
+def save_bert(folder: str, model_class: type[PreTrainedModel]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    names = {"pad_token": special[0], "unk_token": special[1], "cls_token": special[2], "sep_token": special[3]}
+    vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=24, **names).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(folder)
+
+
+def sentence_transformer(models: str) -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    body = Transformer(f"{models}/body")
+    return SentenceTransformer(modules=[body, Pooling(body.get_embedding_dimension())], device="cpu")
+
+
+def data_for(kind: str) -> Any:
+    from datasets import Dataset
+
+    draw = random.Random(0)
+    names = ["anchor", "positive", "negative"] if kind == "triplet" else ["anchor", "positive"]
+    columns: dict[str, list[Any]] = {
+        name: [" ".join(draw.choices(WORDS, k=draw.randrange(3, 8))) for _ in range(SAMPLES)] for name in names
+    }
+    if kind == "duplicates":
+        columns["anchor"][1::2] = columns["anchor"][::2]
+    if kind in ("softmax", "cross-encoder"):
+        columns["label"] = [i % 3 if kind == "softmax" else float(i % 2) for i in range(SAMPLES)]
+    return Dataset.from_dict(columns)
+
+
+def loss_for(kind: str, model: Any) -> nn.Module:
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from sentence_transformers.sentence_transformer import losses
+
+    if kind == "cached":
+        return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    if kind == "softmax":
+        return losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
+    if kind == "cross-encoder":
+        return BinaryCrossEntropyLoss(model)
+    return (losses.TripletLoss if kind == "triplet" else losses.MultipleNegativesRankingLoss)(model)
+
+
+class FreezesByHand(TrainerCallback):
+    """Freezes the embeddings and the first layers at the start of the second epoch."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 0:
+            return
+        body = getattr(model, "model_body", model)
+        bert = next(module for module in body.modules() if isinstance(module, BertModel))
+        for module in (bert.embeddings, *bert.encoder.layer[:FROZEN]):
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+
+def freeze_callback() -> LayerFreezeCallback:
+    return LayerFreezeCallback({"name": "schedule", "schedule": {1: FROZEN}})
+
+
+# ------------------------------------------------------------------------------------------ runs
+def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int = 1, **options: Any) -> Any:
+    """A trainer: "stock", "by hand", "callback" (all three of the library), "ours" or "frozen"."""
+    if kind == "cross-encoder":
+        from sentence_transformers import CrossEncoder
+        from sentence_transformers.cross_encoder import CrossEncoderTrainer as StockTrainer
+        from sentence_transformers.cross_encoder import CrossEncoderTrainingArguments as StockArguments
+
+        model: Any = CrossEncoder(f"{models}/cross-encoder", num_labels=1, device="cpu")
+    else:
+        from sentence_transformers import SentenceTransformerTrainer as StockTrainer
+        from sentence_transformers import SentenceTransformerTrainingArguments as StockArguments
+
+        model = sentence_transformer(models)
+
+    @dataclass
+    class Arguments(StockArguments, PipeTransformerTrainingArguments):
+        pass
+
+    Arguments.__qualname__ = "Arguments"  # a checkpoint contains them
+    globals()["Arguments"] = Arguments
+
+    class Trainer(PipeTransformerTrainer, StockTrainer):
+        pass
+
+    is_ours = way in ("ours", "frozen")
+    common = {
+        # "cached" has two mini-batches on each process
+        "per_device_train_batch_size": ROWS // (1 if kind == "cached" else world_size),
+        "num_train_epochs": EPOCHS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    if kind == "duplicates":
+        common["batch_sampler"] = "no_duplicates"
+    arguments = (Arguments if is_ours else StockArguments)(
+        f"{folder}/{way}", **common, **(FREEZING if way == "frozen" else {})
+    )
+    callbacks = {"by hand": [FreezesByHand()], "callback": [freeze_callback()]}.get(way, [])
+    torch.manual_seed(1)  # the loss may have parameters of its own
+    return (Trainer if is_ours else StockTrainer)(
+        model=model, args=arguments, train_dataset=data_for(kind), loss=loss_for(kind, model), callbacks=callbacks
+    )
+
+
+def values_of(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def train_all(
+    rank: int, world_size: int, models: str, folder: str, kinds: tuple[str, ...]
+) -> dict[str, dict[str, list[float]]]:
+    """The losses of each way to train, and the cache hits of the last one, for each kind of loss."""
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    for kind in kinds:
+        for way in ("stock", "ours", "by hand", "callback", "frozen"):
+            trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size)
+            trainer.train()
+            found[kind][way] = values_of(trainer, "loss")
+        found[kind]["hits"] = values_of(trainer, "cache_hit_rate")
+    return found
+
+
+def assert_all_the_same(everything: dict[str, dict[str, list[float]]]) -> None:
+    for kind, found in everything.items():
+        assert found["ours"] == pytest.approx(found["stock"], abs=1e-4), kind
+        assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4), kind
+        assert found["frozen"] == pytest.approx(found["by hand"], abs=1e-4), kind
+        assert found["by hand"][-1] != pytest.approx(found["stock"][-1], abs=1e-4), kind
+        assert found["hits"][0] == 0.0 and found["hits"][-1] == 1.0, kind
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kinds"), [(1, ("pairs", "triplet", "softmax")), (2, ("pairs", "cached", "duplicates"))]
+)
+def test_losses_are_those_of_the_stock_trainer(
+    world_size: int, kinds: tuple[str, ...], models: str, tmp_path: Path
+) -> None:
+    """With freezing and a warm cache, too. "cached" calls the model in its backward."""
+    assert_all_the_same(run_ranks(train_all, world_size, models, str(tmp_path), kinds, timeout=250)[0])
+
+
+def test_a_cross_encoder_trains_freezes_and_caches(models: str, tmp_path: Path) -> None:
+    """In this process, without a launcher, under which the stock trainer of version 6.2 fails in DDP."""
+    assert_all_the_same(train_all(0, 1, models, str(tmp_path), ("cross-encoder",)))
+
+
+def refused(rank: int, world_size: int, models: str, folder: str, kind: str, options: dict[str, Any]) -> None:
+    make_trainer(kind, "ours", models, f"{folder}/{rank}", world_size, **options).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("pairs", {"pipeline_parallel_size": 2}, r"calls it 2 times .* inputs of its own .*pipeline_parallel_size=1"),
+        ("duplicates", {"pipeline_parallel_size": 2}, "NoDuplicatesBatchSampler.*pipeline_parallel_size=1"),
+        ("softmax", {}, r"do not belong to the model \(one has shape \(3, 48\)\).*in one process"),
+    ],
+)
+def test_what_is_refused_is_refused_on_all_processes(
+    kind: str, options: dict[str, Any], message: str, models: str, tmp_path: Path
+) -> None:
+    for error in run_ranks_expecting_error(refused, 2, models, str(tmp_path), kind, options):
+        assert isinstance(error, ValueError)
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+def interrupt_and_resume(rank: int, world_size: int, models: str, folder: str) -> dict[str, Any]:
+    options = {"save_strategy": "epoch"}
+    whole = make_trainer("pairs", "frozen", models, f"{folder}/whole", **options)
+    whole.train()
+    stopped = make_trainer("pairs", "frozen", models, f"{folder}/parts", **options)
+    stopped.add_callback(StopsAt(10))
+    stopped.train()
+    resumed = make_trainer("pairs", "frozen", models, f"{folder}/parts", **options)
+    resumed.train(resume_from_checkpoint=True)
+    return {"whole": values_of(whole, "loss"), "resumed": values_of(resumed, "loss")}
+
+
+def test_an_interrupted_training_resumes(models: str, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    (found,) = run_ranks(interrupt_and_resume, 1, models, str(tmp_path))
+    assert found["resumed"][-6:] == pytest.approx(found["whole"][-6:], abs=1e-4)
+    saved = SentenceTransformer(str(tmp_path / "parts" / "frozen" / f"checkpoint-{SAMPLES * EPOCHS // ROWS}"))
+    assert saved.encode(["w1 w2"]).shape == (1, 16)
+
+
+def train_setfit(rank: int, world_size: int, models: str, folder: str) -> dict[str, list[float]]:
+    from setfit import SetFitModel, Trainer, TrainingArguments
+
+    found = {}
+    for way, callbacks in {"by hand": [FreezesByHand()], "callback": [freeze_callback()]}.items():
+        torch.manual_seed(0)
+        model = SetFitModel(model_body=sentence_transformer(models), model_head=None)
+        arguments = TrainingArguments(
+            f"{folder}/{way}", batch_size=ROWS, num_epochs=2, report_to="none", logging_steps=1, save_strategy="no"
+        )
+        data = data_for("softmax").rename_column("anchor", "text").select_columns(["text", "label"]).select(range(9))
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+        trainer.train_embeddings(data["text"], data["label"], args=arguments)
+        found[way] = values_of(trainer.st_trainer, "embedding_loss")
+    return found
+
+
+@pytest.mark.skipif(find_spec("setfit") is None, reason="SetFit is not installed")
+def test_the_callback_freezes_in_setfits_trainer(models: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(train_setfit, 1, models, str(tmp_path))
+    assert len(found["by hand"]) > 4
+    assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ what is relied on
+def test_what_of_the_library_is_relied_on() -> None:
+    import sentence_transformers as library
+    from sentence_transformers.sentence_transformer.training_args import BatchSamplers
+    from torch.utils.data import BatchSampler
+
+    trainer = library.SentenceTransformerTrainer
+    version = f"sentence-transformers {library.__version__}"
+    names = list(inspect.signature(trainer._load_from_checkpoint).parameters)
+    assert len(names) == 2, f"{version}: _load_from_checkpoint takes {names}"  # trainer.py calls it with the folder
+    names = list(inspect.signature(library.SentenceTransformer.forward).parameters)
+    assert names[1] == "input", f"{version}: forward takes {names}"  # `HowCalled.nested_in`
+    assert BatchSamplers.NO_DUPLICATES.value == "no_duplicates", version
+    from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicatesBatchSampler
+
+    # `training_data.training_loader` tells by this that batches are grouped in a way of their own
+    assert DefaultBatchSampler.__iter__ is BatchSampler.__iter__, version
+    assert NoDuplicatesBatchSampler.__iter__ is not BatchSampler.__iter__, version
+
+
+def run_recipe(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    import run_sentence_embeddings
+
+    options = {"generated_pairs": 64, "output_dir": folder, "num_train_epochs": 4, "per_device_train_batch_size": 8}
+    options |= {"freeze_policy": "alpha", "activation_cache": "on", "report_to": "none", "save_strategy": "no"}
+    options |= {"logging_steps": 4, "learning_rate": 1e-3, "use_cpu": True, "disable_tqdm": True}
+    return run_sentence_embeddings.main(
+        [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    )
+
+
+def test_the_recipe_trains_on_two_processes(tmp_path: Path) -> None:
+    for results in run_ranks(run_recipe, 2, str(tmp_path)):
+        assert results["train_loss"] < 2.0 and 0.5 < results["eval_validation_cosine_accuracy"] <= 1.0
+    assert (tmp_path / "modules.json").exists()

@@ -1,0 +1,339 @@
+"""The pair for sequence-to-sequence models: tokens and trainings of `Seq2SeqTrainer` in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import EOS, MODELS, PAD, without_dropout
+from selection import slow
+from torch import nn
+from training_data import Kind, PadCollator, TrainingData
+from training_runs import at_each_step, largest_difference, weights_of
+from transformers import EvalPrediction, GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+
+from hf_pipetransformer import (
+    PipeTransformerSeq2SeqTrainer,
+    PipeTransformerSeq2SeqTrainingArguments,
+    PipeTransformerTrainer,
+    PipeTransformerTrainingArguments,
+    UnsupportedModelError,
+)
+from hf_pipetransformer.run import evaluation
+
+WORLD = 2
+BATCH = 8  # samples of a step, over all processes
+EVALUATED = 12  # for the same batches with one process, two and four, as the loss is a mean over batches
+FILLED_UP = 11  # here samples fill up the last batches of several processes
+STEPS = 4
+KIND_OF: dict[str, Kind] = {"t5": "seq2seq", "bart": "seq2seq", "llama": "causal-lm"}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a training leaves behind, and what its evaluations have generated."""
+
+    generated: list[list[list[int]]]  # of each evaluation, the tokens of each sample
+    metrics: list[dict[str, float]]  # of each evaluation, without times
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    best: str | None
+
+
+class Metrics:
+    """Notes the generated tokens, and gives the share of the labels' tokens that are among those of their sample."""
+
+    def __init__(self) -> None:
+        self.generated: list[list[list[int]]] = []
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        tokens = without_padding(prediction.predictions)
+        labels = without_padding(prediction.label_ids)
+        self.generated.append(tokens)
+        hits = sum(token in row for row, wanted in zip(tokens, labels, strict=True) for token in wanted)
+        return {"hits": hits / sum(map(len, labels))}
+
+
+def without_padding(rows: Any) -> list[list[int]]:
+    """To how many tokens a row is padded, and with what, depends on the rows beside it."""
+    return [[int(token) for token in row if token not in (PAD, -100)] for row in np.asarray(rows)]
+
+
+class PadLeft(PadCollator):
+    """For a model that goes on behind the last token of a row."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(samples)
+        shifts = (batch["attention_mask"] == 0).sum(dim=1).tolist()
+        return {
+            name: torch.stack([row.roll(shift) for row, shift in zip(rows, shifts, strict=True)])
+            for name, rows in batch.items()
+        }
+
+
+def build(name: str) -> nn.Module:
+    """In float64, so that rounding cannot decide which of two tokens is the likelier one."""
+    return without_dropout(MODELS[name].build()).double()
+
+
+def make(
+    name: str,
+    world_size: int,
+    stages: int | None,
+    folder: str,
+    cls: type[Seq2SeqTrainer] | None = None,
+    **options: Any,
+) -> Any:
+    """The stock trainer, or ours with so many stages."""
+    kind = KIND_OF[name]
+    common: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH // world_size,
+        "per_device_eval_batch_size": 3,
+        "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "adam_epsilon": 1e-4,
+        "predict_with_generate": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 42,
+        **({"generation_max_length": 9} if kind == "seq2seq" else {}),
+        **options,
+    }
+    args: Any = None
+    if stages is None:
+        args = Seq2SeqTrainingArguments(**common)
+    else:
+        args = PipeTransformerSeq2SeqTrainingArguments(pipeline_parallel_size=stages, num_microbatches=2, **common)
+    model: Any = build(name)
+    if kind == "causal-lm":
+        model.generation_config = GenerationConfig(max_new_tokens=5, pad_token_id=PAD, eos_token_id=EOS)
+    cls = cls or (Seq2SeqTrainer if stages is None else PipeTransformerSeq2SeqTrainer)
+    return cls(
+        model=model,
+        args=args,
+        train_dataset=TrainingData(kind, 40),
+        eval_dataset=TrainingData(kind, EVALUATED, seed=9),
+        data_collator=(PadLeft if kind == "causal-lm" else PadCollator)(kind),
+        compute_metrics=Metrics(),
+    )
+
+
+def outcome_of(trainer: Seq2SeqTrainer, checkpoint: str | None = None) -> Outcome:
+    trainer.train(resume_from_checkpoint=checkpoint)
+    log = trainer.state.log_history
+    metrics: Any = trainer.compute_metrics
+    return Outcome(
+        metrics.generated,
+        [{k: entry[k] for k in ("eval_loss", "eval_hits")} for entry in log if "eval_loss" in entry],
+        weights_of(trainer.model),
+        [entry["loss"] for entry in log if "loss" in entry],
+        trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
+    )
+
+
+def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
+    """Tokens are equal; losses and weights but for rounding."""
+    for outcome in outcomes:
+        assert outcome.generated == expected.generated
+        for mine, theirs in zip(outcome.metrics, expected.metrics, strict=True):
+            assert mine["eval_hits"] == pytest.approx(theirs["eval_hits"], abs=1e-9)
+            assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-5)
+        assert outcome.losses == pytest.approx(expected.losses, abs=1e-4)  # rounded to four digits
+        assert largest_difference(outcome.weights, expected.weights)[0] < 1e-5
+        assert outcome.best == expected.best
+
+
+def trained(rank: int, world_size: int, name: str, stages: int | None, folder: str, **options: Any) -> Outcome:
+    return outcome_of(make(name, world_size, stages, folder, **options))
+
+
+@cache
+def expected(name: str, beams: int, folder: str = "stock", **options: Any) -> Outcome:
+    (outcome,) = run_ranks(trained, 1, name, None, folder, generation_num_beams=beams, **options)
+    return outcome
+
+
+# ---------------------------------------------------------------------------------------- evaluations in a training
+@pytest.mark.parametrize(
+    ("name", "beams", "world_size"),
+    [("t5", 1, 2), ("t5", 3, 2), ("llama", 1, 2), *slow(("bart", 3, 2), ("llama", 3, 2), ("t5", 3, 4))],
+)
+def test_tokens_are_those_of_one_process_and_training_goes_on(name: str, beams: int, world_size: int) -> None:
+    """Two stages, each once or twice."""
+    outcomes = run_ranks(trained, world_size, name, 2, "pipeline", generation_num_beams=beams)
+    assert_same(outcomes, expected(name, beams))
+    assert len(outcomes[0].generated) == 2
+    assert len({tuple(row) for tokens in outcomes[0].generated for row in tokens}) > 3  # not always the same ones
+    without = run_ranks(trained, world_size, name, 2, "without", eval_strategy="no")
+    for outcome, other in zip(outcomes, without, strict=True):
+        assert outcome.losses == other.losses
+        assert largest_difference(outcome.weights, other.weights)[0] == 0.0
+
+
+BEST = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "hits"}
+
+
+@pytest.mark.parametrize("greater_is_better", [False, *slow(True)])  # the one that is not the last comes first
+def test_best_model_by_what_it_generates(greater_is_better: bool, tmp_path: Path) -> None:
+    options = {**BEST, "greater_is_better": greater_is_better}
+    wanted = expected("t5", 1, str(tmp_path / "stock"), **options)
+    assert wanted.best == ("checkpoint-4" if greater_is_better else "checkpoint-2")
+    outcomes = run_ranks(trained, WORLD, "t5", 2, str(tmp_path), generation_num_beams=1, **options)
+    assert_same(outcomes, wanted)
+
+
+def resumed(rank: int, world_size: int, folder: str) -> Outcome:
+    return outcome_of(make("t5", world_size, 2, folder, generation_num_beams=1), f"{folder}/checkpoint-2")
+
+
+def test_resumed_training_generates_the_same(tmp_path: Path) -> None:
+    options = {"generation_num_beams": 1, "save_strategy": "steps", "save_steps": 2}
+    whole = run_ranks(trained, WORLD, "t5", 2, str(tmp_path), **options)[0]
+    for outcome in run_ranks(resumed, WORLD, str(tmp_path)):
+        assert outcome.generated == whole.generated[1:]
+        assert largest_difference(outcome.weights, whole.weights)[0] == 0.0
+
+
+# ---------------------------------------------------------------------------------------- outside of train()
+def predicted(rank: int, world_size: int, stages: int | None) -> tuple[list[list[int]], dict[str, float], int]:
+    trainer = make("t5", world_size, stages, "predictions")
+    data = TrainingData("seq2seq", FILLED_UP, seed=5)
+    trainer.evaluate(data, max_length=5)
+    found = trainer.predict(data, num_beams=2, max_length=7)
+    metrics: Any = trainer.compute_metrics
+    assert metrics.generated[1] == without_padding(found.predictions)
+    trainer.compute_metrics = None
+    several = trainer.predict(data, num_beams=2, num_return_sequences=2, max_length=7).predictions
+    return metrics.generated, {"hits": found.metrics["test_hits"]}, len(several)
+
+
+def test_predictions_of_a_model_that_is_not_trained() -> None:
+    """Samples that fill up the last batch are not among them."""
+    ((tokens, metrics, several),) = run_ranks(predicted, 1, None)
+    assert [max(map(len, of_one)) <= most for of_one, most in zip(tokens, (5, 7), strict=True)] == [True, True]
+    for mine, mine_metrics, mine_several in run_ranks(predicted, WORLD, 2):
+        assert (mine, mine_metrics) == (tokens, metrics)
+        assert mine_several >= several == 2 * FILLED_UP
+
+
+# ---------------------------------------------------------------------------------------- freezing and the cache
+FREEZING = {
+    "max_steps": 20,  # four epochs: the third and fourth read what the second has stored
+    "eval_steps": 9,
+    "freeze_policy": "schedule",
+    "freeze_schedule": {1: 3},
+    "generation_num_beams": 1,
+}
+
+
+def hits_of_cache(rank: int, world_size: int, stages: int, cache: str, folder: str) -> tuple[Outcome, float]:
+    trainer = make("t5", world_size, stages, folder, activation_cache=cache, **FREEZING)
+    outcome = outcome_of(trainer)
+    return outcome, sum(entry.get("cache_hit_rate", 0.0) for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("stages", [1, *slow(2)])
+def test_frozen_layers_and_their_cache_do_not_change_what_is_generated(stages: int, tmp_path: Path) -> None:
+    ((wanted, _),) = run_ranks(hits_of_cache, 1, 1, "off", str(tmp_path / "off"))
+    for outcome, hits in run_ranks(hits_of_cache, WORLD, stages, "on", str(tmp_path / "on")):
+        assert_same([outcome], wanted)
+        assert hits > 0
+
+
+# ---------------------------------------------------------------------------------------- refusals
+class Generates(TrainerCallback):
+    """A user's callback that looks at an example."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.generate(torch.tensor([[7, 8, EOS]]), max_length=4)
+
+
+def generating_elsewhere(rank: int, world_size: int, stages: int, in_metrics: bool) -> list[int]:
+    """In a callback, or in the metrics of an evaluation that generates nothing itself."""
+    trainer = make("t5", world_size, stages, "callback", predict_with_generate=not in_metrics)
+    if in_metrics:
+        trainer.compute_metrics = lambda _: Generates().on_step_end(None, None, None, trainer.model) or {}
+        trainer.preprocess_logits_for_metrics = lambda logits, _: logits[0]
+    else:
+        trainer.add_callback(Generates())
+    trainer.train()
+    return trainer.model.generate(torch.tensor([[7, 8, EOS]]), max_length=4).tolist()  # whole again
+
+
+@pytest.mark.parametrize("in_metrics", [False, True])
+def test_generating_elsewhere_is_refused_by_name(in_metrics: bool) -> None:
+    for error in run_ranks_expecting_error(generating_elsewhere, WORLD, 2, in_metrics):
+        assert isinstance(error, ValueError) and not isinstance(error, UnsupportedModelError)
+        assert "generate() was called while T5ForConditionalGeneration is split over pipeline stages" in str(error)
+    assert len(run_ranks(generating_elsewhere, 1, 1, in_metrics)) == 1
+
+
+def without_room(rank: int, world_size: int, budget: int, in_training: bool) -> None:
+    """On a device with so many bytes."""
+    trainer = make("t5", world_size, 2, "small")
+    evaluation.device_budget = lambda device: budget  # type: ignore[assignment]
+    evaluation.fits = lambda size, device: size < budget  # type: ignore[assignment]
+    if in_training:
+        at_each_step(trainer, before=lambda run: pytest.fail("a step has begun"))
+        trainer.train()
+    else:
+        trainer.model.to("meta")  # any other device
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_refused_before_the_first_step_if_the_whole_model_does_not_fit(in_training: bool) -> None:
+    for error in run_ranks_expecting_error(without_room, WORLD, 100, in_training):
+        assert isinstance(error, ValueError)
+        assert "every process generates with the whole T5ForConditionalGeneration" in str(error)
+
+
+def with_room(rank: int, world_size: int) -> int:
+    trainer = make("t5", world_size, 2, "large", max_steps=1)
+    evaluation.device_budget = lambda device: 2**30  # type: ignore[assignment]
+    trainer.train()
+    return trainer.state.global_step
+
+
+@pytest.mark.slow
+def test_not_refused_if_it_fits() -> None:
+    assert run_ranks(with_room, WORLD) == [1, 1]
+
+
+def test_arguments_of_another_class(tmp_path: Path) -> None:
+    args: Any = PipeTransformerTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match="requires PipeTransformerSeq2SeqTrainingArguments"):
+        PipeTransformerSeq2SeqTrainer(build("t5"), args)
+
+
+# ---------------------------------------------------------------------------------------- mixins of the user's own
+class Mixed(PipeTransformerTrainer, Seq2SeqTrainer):  # type: ignore[misc]
+    pass
+
+
+def mixed(rank: int, world_size: int) -> Outcome:
+    return outcome_of(make("t5", world_size, 2, "mixed", cls=Mixed, generation_num_beams=1))
+
+
+def test_a_mixin_of_the_users_own() -> None:
+    assert_same(run_ranks(mixed, WORLD), expected("t5", 1))
+
+
+def test_the_generation_config_is_the_models(tmp_path: Path) -> None:
+    GenerationConfig(max_length=6, num_beams=2, pad_token_id=PAD, eos_token_id=EOS).save_pretrained(tmp_path / "own")
+    for given in (str(tmp_path / "own"), GenerationConfig(max_length=6, num_beams=2)):
+        trainer = make("t5", 1, 1, str(tmp_path), generation_config=given)
+        assert (trainer.model.generation_config.num_beams, trainer.args.generation_max_length) == (2, 9)
+        assert isinstance(trainer.args.to_dict()["generation_config"], (str, dict))
