@@ -369,11 +369,9 @@ def run_example(name: str, examples: Path, home: Path) -> Result:
 
 def table(results: list[Result]) -> str:
     """The results as a table in Markdown."""
-    lines = [
-        "| script | lines changed | last loss, stock | K=1 − stock | K=2 − K=1 | frozen | cached − frozen"
-        " | read from the cache |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    columns = ["script", "lines changed", "last loss, stock", *(f"{one} − {other}" for one, other in COMPARED.items())]
+    columns[-1:] = ["last loss, frozen", columns[-1], "read from the cache"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for result in results:
         if result.skipped:
             lines.append(f"| `{result.script}` | {result.lines or ''} | not run: {result.skipped} | | | | | |")

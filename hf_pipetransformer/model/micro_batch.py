@@ -42,6 +42,33 @@ def as_the_user_made_it(batch: Batch) -> Any:
     return batch.get(UNNAMED, batch)
 
 
+def refuse_unnamed(batch: Batch) -> None:
+    """Refuse a batch that the user's collator does not return as a dict.
+
+    Raises:
+        ValueError: `with_name` has given the batch its name.
+    """
+    if UNNAMED in batch:
+        raise ValueError(
+            f"The data collator returns a {type(batch[UNNAMED]).__name__}, but pipeline stages and frozen layers need"
+            " the model's inputs by name. Return a dict of them, or set pipeline_parallel_size=1 and"
+            " freeze_policy='none'."
+        )
+
+
+def refuse_without_tensors(batch: Batch) -> None:
+    """Refuse a batch whose shapes, which stages must know, cannot be seen.
+
+    Raises:
+        ValueError: no tensor in it has a batch dimension.
+    """
+    if not any(tensor.dim() for tensor in tensors_of(batch)):
+        raise ValueError(
+            f"The batch has no tensor with a batch dimension, but only {sorted(batch)}, and pipeline stages need to"
+            " know the shapes. Let the data collator tokenize, or set pipeline_parallel_size=1."
+        )
+
+
 def batch_rows(batch: Mapping[str, Any], default: int | None = None) -> int:
     """Number of samples: the first dimension of the batch's first tensor, or the length of its first list.
 

@@ -116,7 +116,7 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
     """
     many = batch_rows(batch)
     few = max(many // 4, 1)
-    device = tensors_of(batch)[0].device
+    device = next(stack.model.parameters()).device
     clock = _Clock(device)
     before = {name: stack.table[name].grad for name in stack.table.names}
     stack.runner.install()

@@ -24,7 +24,7 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
-from ..model.micro_batch import Batch, naming_long_rows, slice_rows
+from ..model.micro_batch import Batch, naming_long_rows, refuse_unnamed, refuse_without_tensors, slice_rows, with_name
 from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import evaluation_mode, num_bytes
 from ..pipeline.devices import fits, is_on, name_of_device
@@ -119,7 +119,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
         collate: collates these samples; None if `rows` is empty.
 
     Raises:
-        ValueError: the processes have different models or data.
+        ValueError: the processes have different models or data, or the collator returns no dict of inputs.
         UnsupportedModelError: the model cannot be split, or frozen, as the job requires.
     """
     mesh, model = job.mesh, job.model
@@ -134,6 +134,9 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
         sample = _sample_alike(job, rows[: min(SAMPLE_ROWS, job.rows_at_once)], collate)
     if _cuts_or_freezes(job):
         assert collate is not None
+        refuse_unnamed(sample)
+        if job.args.uses_pipeline:
+            refuse_without_tensors(sample)
         with mesh.failing_together(), global_state_kept():
             stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
     else:
@@ -164,7 +167,7 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
 
     def draw() -> Batch:
         with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
-            return dict(collate.collate_fn(list(rows)))
+            return dict(with_name(collate.collate_fn(list(rows))))
 
     with generators_kept(collate.collate_fn):
         check_same_everywhere(job.mesh, job.model, sample, draw, rows)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from distributed import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -882,6 +883,25 @@ def checkpoint_just_in_time(given: Classes) -> Any:
 
     trainer = given.make(enable_jit_checkpoint=True, callbacks=[AsksForIt()])
     return outcome(trainer), given.checkpoints, names_of(trainer.callback_handler.callbacks)[-2:]
+
+
+def without_names(rank: int, world_size: int, is_tuple: bool) -> str:
+    def collate(rows: list[Any]) -> Any:
+        return tuple(rows) if is_tuple else {"texts": rows}
+
+    given = Classes(PipeTransformerTrainer, PipeTransformerTrainingArguments, Path("out"))
+    options = {"pipeline_parallel_size": world_size, "remove_unused_columns": False, "report_to": []}
+    args = given.arguments("out", use_cpu=True, disable_tqdm=True, save_strategy="no", **options)
+    trainer = given.trainer(Line(), args, train_dataset=["a", "b", "c", "d"], data_collator=collate)
+    return error_of(trainer.train)
+
+
+@pytest.mark.parametrize(
+    ("is_tuple", "reason"), [(True, "returns a tuple"), (False, "no tensor with a batch dimension")]
+)
+def test_batches_without_names_or_tensors_are_refused_with_stages(is_tuple: bool, reason: str) -> None:
+    for told in run_ranks(without_names, 2, is_tuple):
+        assert told.startswith("ValueError") and reason in told and "pipeline_parallel_size=1" in told
 
 
 @pytest.mark.parametrize("script", SCENARIOS, ids=lambda script: script.__name__)
