@@ -142,7 +142,7 @@ class ShardsItself:
         return DataLoader(samples, batch_size=4, collate_fn=self.data_collator)  # type: ignore[arg-type]
 
 
-OF_ITS_OWN = replace(ALONE, samples=40, per_device=4).with_options(remove_unused_columns=False, max_steps=20)
+OF_ITS_OWN = replace(RUN, per_device=4, epochs=4).with_options(remove_unused_columns=False)
 
 
 def with_a_loader_of_its_own(rank: int, world_size: int, freezes: bool, folder: str) -> list[Outcome]:
@@ -173,7 +173,7 @@ def with_unequal_loaders(rank: int, world_size: int, has_length: bool) -> None:
             batches = list(super().get_train_dataloader())[: 4 - rank]
             return batches if has_length else Stream(batches)
 
-    pipeline_trainer(replace(OF_ITS_OWN, trainer=Unequal), 1).train()
+    pipeline_trainer(replace(OF_ITS_OWN, trainer=Unequal).with_options(max_steps=20), 1).train()
 
 
 class Stream:
