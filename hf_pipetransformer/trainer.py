@@ -35,7 +35,7 @@ from .errors import UnsupportedModelError, refuse_wrong_order
 from .freezing.callback import LayerFreezeCallback
 from .freezing.policies import FreezePolicy, NeverFreeze
 from .model.micro_batch import naming_long_rows
-from .pipeline.elastic_pipeline import ElasticPipeline
+from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
 from .run.checkpointing import CheckpointWrite, exporting_state
@@ -165,6 +165,7 @@ class PipeTransformerTrainer(Trainer):
                 self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
             # the loop calls the accelerator both to clip and to get the norm that it logs
             self.accelerator.clip_grad_norm_ = self._clip_grad_norm_over_stages
+            self.accelerator.unwrap_model = partial(unwrapped_model, self.accelerator.unwrap_model)
 
     def train(
         self,

@@ -504,6 +504,11 @@ def _timed_phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began
 
 
+def unwrapped_model(unwrap: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an accelerator's `unwrap_model`, to which a pipeline is a wrapper around the user's model like DDP."""
+    return unwrap(model.model if isinstance(model, ElasticPipeline) else model, *args, **kwargs)
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside Accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
