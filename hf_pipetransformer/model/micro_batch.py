@@ -50,9 +50,8 @@ def refuse_unnamed(batch: Batch) -> None:
     """
     if UNNAMED in batch:
         raise ValueError(
-            f"The data collator returns a {type(batch[UNNAMED]).__name__}, but pipeline stages and frozen layers need"
-            " the model's inputs by name. Return a dict of them, or set pipeline_parallel_size=1 and"
-            " freeze_policy='none'."
+            f"The data collator returns a {type(batch[UNNAMED]).__name__}, but pipeline stages need the model's inputs"
+            " by name. Return a dict of them, or set pipeline_parallel_size=1."
         )
 
 

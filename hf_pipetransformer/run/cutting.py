@@ -24,7 +24,15 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
-from ..model.micro_batch import Batch, naming_long_rows, refuse_unnamed, refuse_without_tensors, slice_rows, with_name
+from ..model.micro_batch import (
+    Batch,
+    as_the_user_made_it,
+    naming_long_rows,
+    refuse_unnamed,
+    refuse_without_tensors,
+    slice_rows,
+    with_name,
+)
 from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import evaluation_mode, num_bytes
 from ..pipeline.devices import fits, is_on, name_of_device
@@ -134,8 +142,8 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
         sample = _sample_alike(job, rows[: min(SAMPLE_ROWS, job.rows_at_once)], collate)
     if _cuts_or_freezes(job):
         assert collate is not None
-        refuse_unnamed(sample)
         if job.args.uses_pipeline:
+            refuse_unnamed(sample)
             refuse_without_tensors(sample)
         with mesh.failing_together(), global_state_kept():
             stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
@@ -227,10 +235,10 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
-            inputs = dict(trainer._prepare_inputs(dict(batch)))
+            inputs = dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch)))))
             given = KeyedInputs(inputs)
             with job.computing_loss():
-                trainer.compute_loss(model, inputs)
+                trainer.compute_loss(model, as_the_user_made_it(inputs))
     except _FirstCall:
         pass
     except Exception as error:

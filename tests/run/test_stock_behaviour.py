@@ -904,6 +904,43 @@ def test_batches_without_names_or_tensors_are_refused_with_stages(is_tuple: bool
         assert told.startswith("ValueError") and reason in told and "pipeline_parallel_size=1" in told
 
 
+class ReadsPairs:
+    """Batches are dicts, or tuples of tokens and labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        tokens, labels = (inputs["input_ids"], inputs["labels"]) if isinstance(inputs, dict) else inputs
+        outputs = model(input_ids=tokens, labels=labels)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_layers_freeze_also_where_batches_are_tuples(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+    rows = [{"input_ids": [1, 2, index % 5], "labels": index % 2} for index in range(16)]
+    own = type("Own", (ReadsPairs, PipeTransformerTrainer), {})
+    outcomes = []
+    for collate in (
+        default_data_collator,
+        lambda some: tuple(default_data_collator(some)[n] for n in ("input_ids", "labels")),
+    ):
+        set_seed(0)
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, **sizes, **no_dropout))
+        freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "activation_cache": "off"}
+        args = PipeTransformerTrainingArguments(
+            str(tmp_path),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_steps=1,
+            **freezing,
+        )
+        outcomes.append(outcome(own(model, args, train_dataset=rows, data_collator=collate)))
+    logs, weights = zip(*((one[0], one[1]) for one in outcomes), strict=True)
+    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
+    assert losses[0] == losses[1] and weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("script", SCENARIOS, ids=lambda script: script.__name__)
 def test_a_script_does_the_same_with_our_classes(script: Scenario, tmp_path: Path) -> None:
     expected, found = (run(script, tmp_path, is_ours) for is_ours in (False, True))
