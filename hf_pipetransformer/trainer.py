@@ -121,7 +121,7 @@ class PipeTransformerTrainer(Trainer):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         if args.uses_pipeline:
-            self.callback_handler.callbacks.insert(0, LogsOfAllStages(lambda: self._job.mesh))
+            self.callback_handler.callbacks.insert(0, LogsOfAllStages(type(self), lambda: self._job.mesh))
 
     @property
     def pipeline(self) -> ElasticPipeline | None:
@@ -141,7 +141,7 @@ class PipeTransformerTrainer(Trainer):
         """What the parts of a run ask of this trainer. Asking for its `mesh` is collective the first time."""
         if self._processes is None:
             self._processes = Processes()
-        return TrainingJob(self, self._processes, super()._prepare_inputs)
+        return TrainingJob(self, self._processes, partial(Trainer._prepare_inputs, self))
 
     @property
     def _placed(self) -> ElasticPipeline | None:

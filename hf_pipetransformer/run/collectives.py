@@ -44,8 +44,8 @@ COLLECTIVES = (
     "scatter_object_list",
 )
 """Functions of `torch.distributed` that all processes of a group must call."""
-LOGGED_BY_ALL = ("learning_rate", "_runtime")
-"""How keys end that the stock Trainer logs on every process: with each step's loss, and after an evaluation."""
+LIBRARIES = ("transformers", "hf_pipetransformer", "trl", "sentence_transformers")
+"""Packages whose trainers log on every process. A user's own `log` or `evaluate` may log on the first one alone."""
 
 
 @contextmanager
@@ -95,13 +95,17 @@ class LogsOfAllStages(TrainerCallback):
     """Adds to rank 0's logs what only other stages have logged: metrics that a `compute_loss` collects.
 
     Several processes of the last stage (replicas) have each logged values of their own samples; numbers are averaged.
+    Nothing is added where a user's own `log` (after an evaluation also `evaluate`) may keep processes from logging.
 
     Args:
+        trainer_class: class of the trainer.
         mesh_of: returns the groups of all processes.
     """
 
-    def __init__(self, mesh_of: Callable[[], ProcessMesh]) -> None:
+    def __init__(self, trainer_class: type, mesh_of: Callable[[], ProcessMesh]) -> None:
         self._mesh_of = mesh_of
+        self._all_log = _is_of_libraries(trainer_class, "log")
+        self._all_log_evaluations = self._all_log and _is_of_libraries(trainer_class, "evaluate")
 
     def on_log(
         self,
@@ -111,8 +115,12 @@ class LogsOfAllStages(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not logs or not any(key.endswith(LOGGED_BY_ALL) for key in logs):
-            return  # one process may log alone
+        if logs is None:
+            return
+        is_of_loop = "train_runtime" in logs or ("loss" in logs and "learning_rate" in logs)
+        is_evaluation = any(key.endswith("_runtime") for key in logs)  # other logs may be of one process alone
+        if not (self._all_log if is_of_loop else is_evaluation and self._all_log_evaluations):
+            return
         everyone = self._mesh_of().gather_objects(logs)
         added: dict[str, Any] = {}
         for key in dict.fromkeys(key for theirs in everyone for key in theirs if key not in everyone[0]):
@@ -122,3 +130,9 @@ class LogsOfAllStages(TrainerCallback):
         logs.update({key: value for key, value in added.items() if key not in logs})
         if state.log_history:
             state.log_history[-1] = {**logs, **state.log_history[-1]}  # the stock method has copied the logs
+
+
+def _is_of_libraries(trainer_class: type, method: str) -> bool:
+    """Whether only libraries define this method of a trainer."""
+    owners = (cls.__module__.partition(".")[0] for cls in trainer_class.__mro__ if method in vars(cls))
+    return all(owner in LIBRARIES for owner in owners)

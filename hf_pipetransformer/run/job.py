@@ -63,7 +63,7 @@ class TrainingJob:
     Attributes:
         trainer: the user's trainer, of which only what every `transformers.Trainer` has is used.
         processes: the processes of the trainer.
-        stock_prepare_inputs: the `_prepare_inputs` that a user's override calls by `super()`.
+        stock_prepare_inputs: the `_prepare_inputs` of `transformers.Trainer`, whatever a subclass does in addition.
     """
 
     trainer: Trainer

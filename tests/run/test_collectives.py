@@ -39,6 +39,9 @@ class GathersMetrics:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
+GathersMetrics.__module__ = "trl.stand_in"  # what logs on every process is known of libraries only
+
+
 def gathering(rank: int, world_size: int) -> Any:
     trainer = pipeline_trainer(replace(RUN, trainer=GathersMetrics, per_device=8).with_options(logging_steps=1), 2)
     outcome = outcome_of(trainer)
@@ -53,6 +56,26 @@ def test_a_loss_that_gathers_metrics() -> None:
     on_rank_0 = results[0][1]
     assert len(on_rank_0) == len(expected.losses) and None not in on_rank_0
     assert sum(on_rank_0) == RUN.samples and max(on_rank_0) <= batch
+
+
+class LogsOnTheFirstAlone:
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.is_world_process_zero():
+            super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def logging_alone(rank: int, world_size: int) -> int:
+    trainer = pipeline_trainer(
+        replace(RUN, trainer=LogsOnTheFirstAlone, per_device=8).with_options(logging_steps=1), 2
+    )
+    trainer.train()
+    trainer.evaluate()
+    return len(trainer.state.log_history)
+
+
+def test_a_process_that_logs_alone_waits_for_nobody() -> None:
+    first, second = run_ranks(logging_alone, 2, timeout=60)
+    assert first > second == 0
 
 
 class CallsDistributed:
