@@ -2,10 +2,10 @@
 """Trains sentence embeddings on pairs of texts with the same meaning, with in-batch negatives, and freezes layers.
 
 The data is a CSV or JSON Lines file with the columns `anchor` and `positive` (`--train_file`, `--validation_file`), or
-generated on the spot (`--generated_pairs 512`). Every process holds the whole model (`pipeline_parallel_size=1`):
+generated on the spot (`--generated_data 512`). Every process holds the whole model (`pipeline_parallel_size=1`):
 
     accelerate launch --config_file accelerate_configs/cpu_2.yaml recipes/run_sentence_embeddings.py \
-        --generated_pairs 512 --freeze_policy alpha --activation_cache on --output_dir outputs/sentences \
+        --generated_data 512 --freeze_policy alpha --activation_cache on --output_dir outputs/sentences \
         --num_train_epochs 4 --per_device_train_batch_size 16
 """
 
@@ -21,11 +21,21 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.sentence_transformer.evaluation import TripletEvaluator
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import BertConfig, BertModel, HfArgumentParser
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
-from common import SMALL_MODEL, check_one_source, file_format, start, train
+from common import (
+    SMALL_MODEL,
+    PartArguments,
+    check_one_source,
+    file_format,
+    group_help,
+    start,
+    take_part,
+    train,
+)
 from generated_data import NEGATIVE, OPENERS, POSITIVE, STRONGER, SUBJECTS, VERBS, build_tokenizer
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv"}
@@ -34,20 +44,24 @@ GENERATED_TRAIN_PER_VALIDATION = 8
 
 
 @dataclass
-class DataArguments:
-    """The model and what it is trained and evaluated on."""
+class ModelArguments:
+    """Which model is fine-tuned."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "A folder or a model on the hub; without it a small one is made from scratch."}
     )
+
+
+@dataclass
+class DataArguments(PartArguments):
+    """What it is trained and evaluated on."""
+
     train_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file of pairs."})
     validation_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file of pairs."})
-    generated_pairs: int | None = field(default=None, metadata={"help": "Generate so many training pairs."})
+    generated_data: int | None = field(default=None, metadata={"help": "Generate so many training pairs."})
 
     def __post_init__(self) -> None:
-        check_one_source(train_file=self.train_file is not None, generated_pairs=self.generated_pairs is not None)
-        if self.model_name_or_path is None and self.generated_pairs is None:
-            raise ValueError("A train_file needs model_name_or_path: the small model knows the generated words only.")
+        check_one_source(train_file=self.train_file is not None, generated_data=self.generated_data is not None)
 
 
 @dataclass
@@ -65,9 +79,9 @@ def load_pairs(data_args: DataArguments, seed: int) -> DatasetDict:
     Raises:
         ValueError: a file has no column `anchor` or `positive`.
     """
-    if data_args.generated_pairs is not None:
-        sizes = {"train": data_args.generated_pairs}
-        sizes["validation"] = max(data_args.generated_pairs // GENERATED_TRAIN_PER_VALIDATION, 2)
+    if data_args.generated_data is not None:
+        sizes = {"train": data_args.generated_data}
+        sizes["validation"] = max(data_args.generated_data // GENERATED_TRAIN_PER_VALIDATION, 2)
         rng = random.Random(seed)
         return DatasetDict({name: generate_pairs(size, rng) for name, size in sizes.items()})
     given = {"train": data_args.train_file, "validation": data_args.validation_file}
@@ -92,11 +106,11 @@ def generate_pairs(size: int, rng: random.Random) -> Dataset:
     return Dataset.from_dict(pairs)
 
 
-def make_model(data_args: DataArguments, training_args: TrainingArguments) -> SentenceTransformer:
+def make_model(model_args: ModelArguments, training_args: TrainingArguments) -> SentenceTransformer:
     """Loads the model, or makes a small BERT from scratch, which is saved in `output_dir` first."""
     device = str(training_args.device)
-    if data_args.model_name_or_path is not None:
-        return SentenceTransformer(data_args.model_name_or_path, device=device)
+    if model_args.model_name_or_path is not None:
+        return SentenceTransformer(model_args.model_name_or_path, device=device)
     folder = str(Path(training_args.output_dir) / "from_scratch")
     with training_args.main_process_first(desc="making of the model"):
         if training_args.should_save:
@@ -120,17 +134,24 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     Returns:
         The metrics of training and evaluation.
     """
-    parser = HfArgumentParser((DataArguments, TrainingArguments))
-    data_args, training_args = parser.parse_args_into_dataclasses(sys.argv[1:] if arguments is None else arguments)
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    group_help(parser, DataArguments)
+    model_args, data_args, training_args = parser.parse_args_into_dataclasses(
+        sys.argv[1:] if arguments is None else arguments
+    )
+    if model_args.model_name_or_path is None and data_args.generated_data is None:
+        raise ValueError("A train_file needs model_name_or_path: the small model knows the generated words only.")
     training_args.do_train = True
     start(training_args)
     pairs = load_pairs(data_args, training_args.seed)
-    model = make_model(data_args, training_args)
+    model = make_model(model_args, training_args)
     validation = pairs.get("validation")
+    if validation is not None:
+        validation = take_part(validation, data_args.max_eval_samples, training_args.seed)
     trainer = Trainer(
         model=model,
         args=training_args,
-        train_dataset=pairs["train"],
+        train_dataset=take_part(pairs["train"], data_args.max_train_samples, training_args.seed),
         eval_dataset=validation,
         loss=MultipleNegativesRankingLoss(model),
         evaluator=None if validation is None else make_evaluator(validation),
@@ -145,4 +166,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

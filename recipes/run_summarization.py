@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, EvalPrediction, PreTrainedTokenizerBase
 
 from hf_pipetransformer import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
@@ -304,4 +305,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

@@ -16,8 +16,9 @@ RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("run_*.py"))
 
 
 def start(recipe: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if recipe.stem == "run_trl":
-        pytest.importorskip("trl")
+    neighbour = {"run_trl": "trl", "run_sentence_embeddings": "sentence_transformers"}.get(recipe.stem)
+    if neighbour is not None:
+        pytest.importorskip(neighbour)
     monkeypatch.setattr(sys, "argv", [str(recipe), *arguments])
     runpy.run_path(str(recipe), run_name="__main__")
 

@@ -541,6 +541,7 @@ RECIPES = {
     "cifar100": "run_image_classification",
     "clm_demo": "run_clm",
     "demo": "run_glue",
+    "dpo_demo": "run_trl",
     "digits": "run_image_classification",
     "qa_demo": "run_qa",
     "squad": "run_qa",
@@ -558,11 +559,16 @@ def test_every_config_belongs_to_a_recipe():
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_configs_are_read_by_their_recipe(name, tmp_path):
     """All names are known and all values allowed; `pipeline_parallel_size` needs its processes."""
+    if RECIPES[name] == "run_trl":
+        pytest.importorskip("trl")
     recipe = importlib.import_module(RECIPES[name])
     given = [str(CONFIGS / f"{name}.yaml"), "--pipeline_parallel_size", "1", "--output_dir", str(tmp_path)]
     is_seq2seq = RECIPES[name] == "run_summarization"
     kind = recipe.PipeTransformerSeq2SeqTrainingArguments if is_seq2seq else common.PipeTransformerTrainingArguments
-    _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments, kind)
+    if RECIPES[name] == "run_trl":
+        _, _, training_args = recipe.parse(given)
+    else:
+        _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments, kind)
     assert training_args.do_train and training_args.do_eval
     assert RECIPES[name] in (CONFIGS / f"{name}.yaml").read_text()  # the command in its first lines
 

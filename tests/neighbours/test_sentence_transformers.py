@@ -315,7 +315,7 @@ def test_what_of_the_library_is_relied_on() -> None:
 def run_recipe(rank: int, world_size: int, folder: str) -> dict[str, float]:
     import run_sentence_embeddings
 
-    options = {"generated_pairs": 64, "output_dir": folder, "num_train_epochs": 4, "per_device_train_batch_size": 8}
+    options = {"generated_data": 64, "output_dir": folder, "num_train_epochs": 4, "per_device_train_batch_size": 8}
     options |= {"freeze_policy": "alpha", "activation_cache": "on", "report_to": "none", "save_strategy": "no"}
     options |= {"logging_steps": 4, "learning_rate": 1e-3, "use_cpu": True, "disable_tqdm": True}
     return run_sentence_embeddings.main(
