@@ -324,6 +324,18 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                     wanted,
                     found,
                 )
+        if self.freeze_policy == "none" or self.freeze_strategy != "epoch" or self.max_steps > 0:
+            return
+        schedule = self.freeze_schedule if isinstance(self.freeze_schedule, dict) else {1: None}
+        if min(float(epoch) for epoch in schedule) >= self.num_train_epochs:
+            logger.warning(
+                "freeze_policy=%r will never freeze a layer in this training: with freeze_strategy='epoch' the first"
+                " decision is made after epoch %g, and num_train_epochs is %g. Train for more epochs, set"
+                " freeze_strategy='steps' with freeze_steps, or a freeze_schedule that begins at 0.",
+                self.freeze_policy,
+                min(float(epoch) for epoch in schedule),
+                self.num_train_epochs,
+            )
 
     @property
     def slices_tokens(self) -> bool:

@@ -277,3 +277,22 @@ def test_fields_without_effect_are_told(
     PipeTransformerTrainingArguments(str(tmp_path), **options)
     assert ("has no effect" in caplog.text) is (remedy is not None)
     assert remedy is None or remedy in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "is_warned_of"),
+    [
+        ({"freeze_policy": "alpha", "num_train_epochs": 1}, True),
+        ({"freeze_policy": "alpha", "num_train_epochs": 2}, False),
+        ({"freeze_policy": "alpha", "num_train_epochs": 1, "freeze_strategy": "steps", "freeze_steps": 10}, False),
+        ({"freeze_policy": "alpha", "num_train_epochs": 1, "max_steps": 100}, False),
+        ({"freeze_policy": "schedule", "freeze_schedule": {0: 2}, "num_train_epochs": 1}, False),
+        ({"freeze_policy": "schedule", "freeze_schedule": {"3": 2}, "num_train_epochs": 3}, True),
+        ({"num_train_epochs": 1}, False),
+    ],
+)
+def test_a_policy_that_never_freezes(
+    options: dict, is_warned_of: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    PipeTransformerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+    assert ("will never freeze a layer" in caplog.text) is is_warned_of
