@@ -168,7 +168,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             the cache, and the reason is logged.
         activation_cache_dir (`str`, *optional*):
             Directory of the cache. It should be on a local disk, and preferably fit into the page cache. Defaults to
-            `activation_cache` in `output_dir`; this default directory is removed when training ends.
+            `_activation_cache` in `output_dir`; this default directory is removed when training ends.
         activation_cache_dtype (`str`, *optional*, defaults to `"auto"`):
             Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
             `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.
@@ -245,7 +245,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         metadata={"help": "Keep frozen layers' outputs from epoch to epoch.", "choices": list(CACHE_MODES)},
     )
     activation_cache_dir: str | None = field(
-        default=None, metadata={"help": "Where to keep them. Defaults to activation_cache in output_dir."}
+        default=None, metadata={"help": "Where to keep them. Defaults to _activation_cache in output_dir."}
     )
     activation_cache_dtype: str = field(
         default="auto", metadata={"help": "How to keep them.", "choices": list(CACHE_DTYPES)}

@@ -94,7 +94,7 @@ def trainer_of(kind: str, world_size: int, ours: bool, policy: str, **options: A
         arguments_class = dataclass(type("Arguments", (stock_arguments, PipeTransformerTrainingArguments), {}))
     arguments = arguments_class(
         **{
-            "output_dir": f"out-{kind}",
+            "output_dir": str(Path(policy).parent / f"out-{kind}-{world_size}"),
             "per_device_train_batch_size": ROWS // world_size,
             "num_train_epochs": 2,
             "learning_rate": 1e-3,
@@ -175,15 +175,15 @@ def test_a_loss_that_makes_its_inputs_is_refused(policy: str) -> None:
     assert all("compute_loss called the model with different inputs" in str(error) for error in errors)
 
 
-def recipe(rank: int, world_size: int, method: str) -> dict[str, float]:
+def recipe(rank: int, world_size: int, method: str, folder: str) -> dict[str, float]:
     import run_trl
 
     config = str(RECIPES / "configs" / "dpo_demo.yaml")
     few = ["--generated_data", "24", "--num_train_epochs", "1", "--per_device_train_batch_size", "4"]
-    return run_trl.main([config, "--method", method, "--output_dir", method, *few])
+    return run_trl.main([config, "--method", method, "--output_dir", folder, *few])
 
 
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
-def test_the_recipe(method: str) -> None:
-    results = run_ranks(recipe, 2, method, timeout=120)[0]
+def test_the_recipe(method: str, tmp_path: Path) -> None:
+    results = run_ranks(recipe, 2, method, str(tmp_path), timeout=120)[0]
     assert results["eval_num_tokens"] > 0 and math.isfinite(results["eval_loss"])
