@@ -88,6 +88,7 @@ class PipeTransformerTrainer(Trainer):
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: KeysApart | None = None
+    _logs: LogsOfAllStages | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -121,7 +122,10 @@ class PipeTransformerTrainer(Trainer):
             strategy: Any = args.freeze_strategy
             self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
         if args.uses_pipeline:
-            self.callback_handler.callbacks.insert(0, LogsOfAllStages(type(self), lambda: self._job.mesh))
+            self._logs = LogsOfAllStages(
+                type(self), lambda: self._job.mesh, is_training=lambda: self._pipeline_run is not None
+            )
+            self.callback_handler.callbacks.insert(0, self._logs)
 
     @property
     def pipeline(self) -> ElasticPipeline | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
-from model_zoo import MODELS
+from model_zoo import MODELS, without_dropout
 from selection import few, slow
 from torch.utils.data import DataLoader, IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
@@ -368,3 +368,55 @@ def parameters_left(rank: int, world_size: int) -> int:
 def test_a_trained_model_is_freed(stages: int) -> None:
     """Counting what its layers save for the backward had made a circle in C++, which no garbage collector sees."""
     assert run_ranks(parameters_left, stages) == [0] * stages
+
+
+# ------------------------------------------------------------------------------------------ the cache in predictions
+class KeepsTypesBack(PipeTransformerTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]
+        inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class WithoutLabels(TrainingData):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: value for name, value in super().__getitem__(index).items() if name != "labels"}
+
+
+def collate_with_types(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = PadCollator("text-classification")([{"labels": 0, **sample} for sample in samples])
+    batch["token_type_ids"] = (torch.arange(batch["input_ids"].shape[1]) % 2).expand_as(batch["input_ids"]).clone()
+    return batch if "labels" in samples[0] else {name: value for name, value in batch.items() if name != "labels"}
+
+
+def predictions(cache: str, folder: str) -> list[Any]:
+    class Predicts(TrainerCallback):
+        def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+            found.append(trainer.predict(WithoutLabels("text-classification", 8)).predictions)
+
+    found: list[Any] = []
+    torch.manual_seed(0)
+    trainer = KeepsTypesBack(
+        model=without_dropout(MODELS["bert-classification"].build()),
+        args=PipeTransformerTrainingArguments(
+            folder,
+            freeze_policy="schedule",
+            freeze_schedule={0: 2},
+            activation_cache=cache,
+            num_train_epochs=3,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+        ),
+        train_dataset=TrainingData("text-classification", 16),
+        data_collator=collate_with_types,
+        callbacks=[Predicts()],
+    )
+    trainer.train()
+    return found
+
+
+def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_path: Any) -> None:
+    """It is no part of the keys, and the model gets it in predictions without labels."""
+    for cached, computed in zip(*(predictions(cache, str(tmp_path)) for cache in ("on", "off")), strict=True):
+        torch.testing.assert_close(torch.tensor(cached), torch.tensor(computed), rtol=0, atol=1e-5)

@@ -35,7 +35,7 @@ from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationWriter, StoreFull
-from .content_keys import NOT_IN_KEYS, KeyedInputs, RowKey, named_inputs, padded_length, row_keys
+from .content_keys import NOT_IN_KEYS, NOT_OF_STATES, KeyedInputs, RowKey, named_inputs, padded_length, row_keys
 from .entry_format import EntryFormat, bytes_of
 from .reading import Generation, StoreReading, joined
 from .side_stream import Copied, SideStream
@@ -142,6 +142,8 @@ class ActivationCache:
         self._reading = StoreReading(self._copies)
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
+        self._num_calls = 0  # of the model, in the current pass of `watching_calls`
+        self._has_adapters = any(hasattr(module, "disable_adapters") for module in stack.model.modules())
         self._found: tuple[int, Carry | None] = (0, None)  # result of the lookup for the pass that starts next
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
@@ -295,9 +297,10 @@ class ActivationCache:
     def watching_calls(self) -> Iterator[None]:
         """Inside, in a pass to the end, each call of the model is looked up, and stored, by its own inputs.
 
-        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys. All
-        samples of a call are read, or all are computed.
+        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys, of
+        which only the first call is. All samples of a call are read, or all are computed.
         """
+        self._num_calls = 0
         self._awaited = None
         self._remove_hook()
         # registered anew for each pass, so that it runs after the user's hooks, which may change the inputs
@@ -313,7 +316,13 @@ class ActivationCache:
         runner, stop = self._stack.runner, self._stack.num_units
         if not runner.is_running or module is not self._stack.model:
             return
+        self._num_calls += 1
+        # keys are of the inputs alone: a loss may turn adapters off for some of its calls
+        if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
+            return
         inputs = runner.batch_of(named_inputs(module, args, kwargs))
+        if self._has_what_loss_changes(inputs):
+            return
         keys = row_keys(inputs, self._ignored) if inputs else None
         if keys is None or self._spans_of(keys) is None:
             self.counts.rows += len(keys or ())
@@ -326,6 +335,13 @@ class ActivationCache:
                 return
         counts.hits, counts.older_hits, counts.load_seconds = before  # of what was found, nothing is used
         runner.begin_elsewhere(0, None, self.observer(inputs, keys, 0, stop))
+
+    def _has_what_loss_changes(self, called: Mapping[str, Any]) -> bool:
+        """Whether the model is not called as the loss calls it: predictions without labels compute no loss."""
+        runner = self._stack.runner
+        kept_back = runner.kept_back - NOT_IN_KEYS
+        added = runner.added.keys() - NOT_OF_STATES
+        return any(called.get(name) is not None for name in kept_back) or any(name not in called for name in added)
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
@@ -349,7 +365,10 @@ class ActivationCache:
         if awaited is None or not runner.is_running or module is not self._stack.model:
             return
         self._awaited = None
-        if not awaited.inputs.are(named_inputs(module, args, kwargs), self._ignored, runner.added):
+        called = named_inputs(module, args, kwargs)
+        if self._has_what_loss_changes(called):
+            return
+        if not awaited.inputs.are(called, self._ignored, runner.added):
             self.met_other_inputs = True
             return
         runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)

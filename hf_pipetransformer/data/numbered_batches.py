@@ -227,8 +227,12 @@ class NumberedBatches(Dataset[Any]):
 
     def leave_out_of_keys(self, names: frozenset[str]) -> None:
         """Compute keys without these inputs, which the model never gets; takes effect when an epoch begins."""
-        if names != self._not_in_keys:
-            self._not_in_keys = names
+        if names == self._not_in_keys:
+            return
+        self._not_in_keys = names
+        if self.is_iterable:  # collated here, batch by batch; a stream may be read only once
+            self._keying_collate_fn = self._keyed(self.collate_fn, names)
+        else:
             self.use_collator(self.collate_fn)
 
     def __len__(self) -> int:

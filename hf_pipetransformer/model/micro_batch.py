@@ -210,8 +210,19 @@ def _is_idle_soon(device: torch.device) -> bool:
 
 
 def split_batch(batch: Mapping[str, Any], count: int, blocks: int = 1) -> list[Batch]:
-    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples."""
-    samples = batch_rows(batch) // blocks
+    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples.
+
+    Raises:
+        ValueError: the rows are not `blocks` of each sample.
+    """
+    rows = batch_rows(batch)
+    if rows % blocks:
+        raise ValueError(
+            f"The data collator has made {rows} rows of a batch, but before the first step it made {blocks} of each"
+            " sample, one block behind the other. Return the same number for each sample, or set num_microbatches=1"
+            " with one pipeline, or pipeline_parallel_size=1."
+        )
+    samples = rows // blocks
     assert samples % count == 0, f"{samples} samples are not divisible into {count} micro-batches"
     size = samples // count
     return [slice_rows(batch, i * size, (i + 1) * size, blocks) for i in range(count)]

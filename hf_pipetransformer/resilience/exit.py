@@ -43,6 +43,9 @@ SECONDS = 5.0
 SECONDS_FOR_THE_REST = 60.0
 """Upper bound, in seconds, for the rest of the exit, if groups on an accelerator cannot be ended."""
 
+MOST_PATIENCE = 8.0
+"""Upper bound on the factor by which a busy machine makes these bounds longer."""
+
 _work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _is_registered = False
@@ -109,7 +112,7 @@ def end(seconds: float = SECONDS) -> bool:
         Whether all of them have ended in time.
     """
     end_at_exit()
-    seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    seconds *= _patience()
     deadline = time.monotonic() + seconds
     for thread in list(_threads):
         if thread is not threading.current_thread():
@@ -127,6 +130,15 @@ def end(seconds: float = SECONDS) -> bool:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # works in destructors of libraries, too
         signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_THE_REST)
     return False
+
+
+def _patience() -> float:
+    """How much longer than on free cores something may take: the number of programs for each core, between 1 and 8."""
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # not every system has one
+        return 1.0
+    return min(max(load / (os.cpu_count() or 1), 1.0), MOST_PATIENCE)
 
 
 def _do_work() -> None:

@@ -65,7 +65,8 @@ def make_cache(
         data.leave_out_of_keys(runner.kept_back)
 
     def loss_of_batch(batch: Batch) -> torch.Tensor:
-        with seeded(args.seed):  # methods that the user has overridden may draw random numbers
+        # methods that the user has overridden may draw random numbers, or collect metrics
+        with seeded(args.seed), left_as_found(trainer):
             inputs = dict(trainer._prepare_inputs(dict(batch)))
             with job.computing_loss():
                 loss = trainer.compute_loss(job.model, inputs)

@@ -2,7 +2,10 @@
 
     accelerator.gather, gather_for_metrics, reduce,      this process's values, as in a training on one process
     pad_across_processes
-    any other collective of torch.distributed            refused by name: the other stages would never enter it
+    the other collectives of torch.distributed           refused by name: the other stages would never enter them
+
+Only calls through the module (`dist.all_reduce`) are seen: what user code has imported by name waits for the other
+stages until the watchdog ends the job.
 
 The values that such code logs (TRL's trainers override `log`) exist on the last stage only, and rank 0 is a first
 stage; `LogsOfAllStages` brings them there.
@@ -44,6 +47,8 @@ COLLECTIVES = (
     "scatter_object_list",
 )
 """Functions of `torch.distributed` that all processes of a group must call."""
+TIMES = ("_runtime", "_per_second")
+"""How keys end whose values are each process's own."""
 LIBRARIES = ("transformers", "hf_pipetransformer", "trl", "sentence_transformers")
 """Packages whose trainers log on every process. A user's own `log` or `evaluate` may log on the first one alone."""
 
@@ -92,20 +97,34 @@ def _refusing(name: str, function: Callable[..., Any], thread: int) -> Callable[
 
 
 class LogsOfAllStages(TrainerCallback):
-    """Adds to rank 0's logs what only other stages have logged: metrics that a `compute_loss` collects.
+    """Makes the logs of all processes alike: what only the last stage has collected reaches rank 0.
 
-    Several processes of the last stage (replicas) have each logged values of their own samples; numbers are averaged.
-    Nothing is added where a user's own `log` (after an evaluation also `evaluate`) may keep processes from logging.
+    Several processes of the last stage (replicas) have each collected values of their own samples; numbers that differ
+    are averaged. All processes then decide alike by a metric. Nothing is exchanged where a user's own `log` (after an
+    evaluation also `evaluate`) may keep processes from logging, nor outside of the trainer's own loops.
 
     Args:
         trainer_class: class of the trainer.
         mesh_of: returns the groups of all processes.
+        is_training: returns whether a `train()` is running.
     """
 
-    def __init__(self, trainer_class: type, mesh_of: Callable[[], ProcessMesh]) -> None:
-        self._mesh_of = mesh_of
+    def __init__(
+        self, trainer_class: type, mesh_of: Callable[[], ProcessMesh], is_training: Callable[[], bool]
+    ) -> None:
+        self._mesh_of, self._is_training = mesh_of, is_training
         self._all_log = _is_of_libraries(trainer_class, "log")
         self._all_log_evaluations = self._all_log and _is_of_libraries(trainer_class, "evaluate")
+        self._evaluations = 0  # that are running
+
+    @contextmanager
+    def of_evaluation(self) -> Iterator[None]:
+        """Inside the context, an evaluation that all processes run logs its metrics."""
+        self._evaluations += 1
+        try:
+            yield
+        finally:
+            self._evaluations -= 1
 
     def on_log(
         self,
@@ -117,19 +136,21 @@ class LogsOfAllStages(TrainerCallback):
     ) -> None:
         if logs is None:
             return
-        is_of_loop = "train_runtime" in logs or ("loss" in logs and "learning_rate" in logs)
-        is_evaluation = any(key.endswith("_runtime") for key in logs)  # other logs may be of one process alone
+        is_of_loop = self._is_training() and ("train_runtime" in logs or ("loss" in logs and "learning_rate" in logs))
+        # other logs may be of one process alone
+        is_evaluation = self._evaluations > 0 and any(key.endswith("_runtime") for key in logs)
         if not (self._all_log if is_of_loop else is_evaluation and self._all_log_evaluations):
             return
         everyone = self._mesh_of().gather_objects(logs)
-        added: dict[str, Any] = {}
-        for key in dict.fromkeys(key for theirs in everyone for key in theirs if key not in everyone[0]):
+        for key in dict.fromkeys(key for theirs in everyone for key in theirs):
             values = [theirs[key] for theirs in everyone if key in theirs]
+            if key in logs and (key.endswith(TIMES) or all(value == values[0] for value in values)):
+                continue
             are_numbers = all(isinstance(value, (int, float)) for value in values)
-            added[key] = statistics.fmean(values) if are_numbers and len(values) > 1 else values[0]
-        logs.update({key: value for key, value in added.items() if key not in logs})
+            are_alike = all(value == values[0] for value in values)
+            logs[key] = statistics.fmean(values) if are_numbers and not are_alike else values[0]
         if state.log_history:
-            state.log_history[-1] = {**logs, **state.log_history[-1]}  # the stock method has copied the logs
+            state.log_history[-1].update(logs)  # the stock method has copied the logs
 
 
 def _is_of_libraries(trainer_class: type, method: str) -> bool:

@@ -147,16 +147,36 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
             refuse_without_tensors(sample)
         with mesh.failing_together(), global_state_kept():
             stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
+        refuse_different_calls(job, stack)
     else:
         stack, freezable = LayerStack.uncut(model), None
         if mesh.world_size > 1:
             with mesh.failing_together(), global_state_kept():
                 stack.runner.takes_batch = how_called(job, sample).takes_batch
+            refuse_different_calls(job, stack)
         unit_costs = (cost_of_whole(stack),)
     _make_equal(stack, mesh)
     # this only patches the forward for mixed precision, as for DDP
     job.trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return CutModel(ElasticPipeline(stack, mesh, job.device, partial(_wrap_replicas, job), freezable), unit_costs)
+
+
+def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
+    """Check that the loss calls the model in the same way on every process. Collective over all processes.
+
+    Raises:
+        ValueError: it does not, so the processes would reduce gradients in different ways.
+    """
+    runner = stack.runner
+    mine = (runner.takes_batch, runner.nested_in, sorted(runner.kept_back), sorted(map(str, runner.added.items())))
+    everyone = job.mesh.gather_objects(mine)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"compute_loss calls the model in one way on process 0 and in another on process {other} (inputs that it"
+            " passes on, keeps back or adds). Give all processes batches with the same inputs, and a loss that accepts"
+            " each of them."
+        )
 
 
 def _cuts_or_freezes(job: TrainingJob) -> bool:

@@ -431,3 +431,17 @@ def test_the_next_slice_follows_a_new_slicing(dataset: Dataset) -> None:
     loader.dataset.reslice(4, 3)
     assert next(batches) == list(range(28, 32))
     assert loader.dataset.last_slice == BatchSlice(4, 16)
+
+
+def test_keys_of_fewer_inputs_cost_a_stream_no_sample() -> None:
+    class Once(IterableDataset):
+        def __init__(self) -> None:
+            self.rows = iter(range(12))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.rows
+
+    batches = NumberedBatches(Once(), None, torch.tensor, 4)
+    batches.sample_rows(2)
+    batches.leave_out_of_keys(frozenset({"weights"}))
+    assert [row for batch in NumberedLoader(batches) for row in batch.tolist()] == list(range(12))

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from distributed import run_ranks, run_ranks_expecting_error
 from training_data import PadCollator
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.run.collectives import LogsOfAllStages
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=4)
 
@@ -177,3 +178,28 @@ def test_arguments_that_a_library_converts() -> None:
         mixed(torch.nn.Linear(1, 1), PipeTransformerTrainingArguments(output_dir="x", use_cpu=True))
     with pytest.raises(ValueError, match="args is a NoneType"):
         mixed(torch.nn.Linear(1, 1))
+
+
+# ------------------------------------------------------------------------------------------ metrics of replicas
+class Mesh:
+    """Of four processes, whose logs are known."""
+
+    def __init__(self, everyone: list[dict[str, float]]) -> None:
+        self.everyone = everyone
+
+    def gather_objects(self, _: Any) -> list[dict[str, float]]:
+        return self.everyone
+
+
+def test_all_processes_get_the_same_metrics() -> None:
+    own = [{"eval_runtime": 1.0}, {"eval_runtime": 2.0, "eval_accuracy": 0.4}, {"eval_runtime": 3.0}]
+    own.append({"eval_runtime": 4.0, "eval_accuracy": 0.8})
+    for logs in ({**one} for one in own):
+        callback = LogsOfAllStages(PipeTransformerTrainer, lambda: Mesh(own), lambda: True)  # type: ignore[arg-type, return-value]
+        before = logs["eval_runtime"]
+        state = TrainerState(log_history=[dict(logs)])
+        callback.on_log(None, state, None, logs)  # type: ignore[arg-type]
+        assert "eval_accuracy" not in own[0] and logs.get("eval_accuracy") in (None, 0.4, 0.8), "no evaluation runs"
+        with callback.of_evaluation():
+            callback.on_log(None, state, None, logs)  # type: ignore[arg-type]
+        assert logs == state.log_history[-1] == {"eval_runtime": before, "eval_accuracy": pytest.approx(0.6)}
