@@ -311,6 +311,10 @@ class PipeTransformerTrainer(Trainer):
         super()._track_num_input_tokens(inputs)
 
     # ------------------------------------------------------------------------------------ evaluation
+    def evaluate(self, *positional: Any, **keywords: Any) -> dict[str, float]:
+        with self._logs.of_evaluation() if self._logs is not None else nullcontext():
+            return super().evaluate(*positional, **keywords)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,

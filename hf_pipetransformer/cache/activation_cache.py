@@ -143,7 +143,7 @@ class ActivationCache:
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # of the model, in the current pass of `watching_calls`
-        self._has_adapters = any(hasattr(module, "disable_adapters") for module in stack.model.modules())
+        self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
         self._found: tuple[int, Carry | None] = (0, None)  # result of the lookup for the pass that starts next
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
@@ -321,7 +321,7 @@ class ActivationCache:
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
         inputs = runner.batch_of(named_inputs(module, args, kwargs))
-        if self._has_what_loss_changes(inputs):
+        if runner.takes_batch and self._has_what_loss_changes(inputs):
             return
         keys = row_keys(inputs, self._ignored) if inputs else None
         if keys is None or self._spans_of(keys) is None:
