@@ -144,10 +144,10 @@ class LogsOfAllStages(TrainerCallback):
         everyone = self._mesh_of().gather_objects(logs)
         for key in dict.fromkeys(key for theirs in everyone for key in theirs):
             values = [theirs[key] for theirs in everyone if key in theirs]
-            if key in logs and (key.endswith(TIMES) or all(value == values[0] for value in values)):
+            if key in logs and key.endswith(TIMES):
                 continue
             are_numbers = all(isinstance(value, (int, float)) for value in values)
-            are_alike = all(value == values[0] for value in values)
+            are_alike = all(value == values[0] for value in values)  # their mean may be rounded
             logs[key] = statistics.fmean(values) if are_numbers and not are_alike else values[0]
         if state.log_history:
             state.log_history[-1].update(logs)  # the stock method has copied the logs
