@@ -200,7 +200,9 @@ def assert_all_the_same(everything: dict[str, dict[str, list[float]]]) -> None:
         assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4), kind
         assert found["frozen"] == pytest.approx(found["by hand"], abs=1e-4), kind
         assert found["by hand"][-1] != pytest.approx(found["stock"][-1], abs=1e-4), kind
-        assert found["hits"][0] == 0.0 and found["hits"][-1] == 1.0, kind
+        # A text that stands in two batches of an epoch may be read in the second, if it is written by then.
+        at_most = 0.5 if kind == "duplicates" else 0.0
+        assert found["hits"][0] <= at_most and found["hits"][-1] == 1.0, kind
 
 
 @pytest.mark.parametrize(
