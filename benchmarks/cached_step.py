@@ -5,7 +5,7 @@
 
 All runs come one after the other in the same processes, in rounds:
 
-    round 1    f = 2 uncached   ddp   f = 2 cached   f = 4 uncached   ddp   f = 4 cached   ...
+    round 1    f = 2 uncached   ddp   f = 2 cached   4 layers alone   f = 4 uncached   ddp   f = 4 cached   ...
     round 2    ...
 
 A run with frozen layers has four epochs, and K = 1:
@@ -19,11 +19,16 @@ Compared are the median steps of epochs 3 and 4 with those of DDP just before, a
 the cache; what is shown is the median over the rounds. The first steps of an epoch do not count, nor does DDP's first
 epoch: what it is compared with has been running for two. DDP runs anew for each f because a machine may be slower in
 one minute than in the next.
+
+"Layers alone" is the plain Trainer under DDP with a model that has only the layers which are not frozen, behind frozen
+embeddings: the least that a step takes whose frozen layers cost nothing. What a cached step takes beyond that is the
+cost of the cache and of this library.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import logging
@@ -44,6 +49,7 @@ from accelerate import PartialState
 from pipeline_step import RandomRows, StepClock, load_config, make_model
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
@@ -71,7 +77,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(frozen: int, cache: str, arguments: argparse.Namespace, config: PreTrainedConfig) -> list[float]:
+def make_upper_layers(name: str | None, config: PreTrainedConfig, frozen: int) -> nn.Module:
+    """A model with `frozen` layers fewer, whose embeddings are not trained."""
+    fewer = copy.deepcopy(config)
+    fewer.num_hidden_layers -= frozen
+    model = make_model(name, fewer)
+    model.base_model.embeddings.requires_grad_(False)
+    return model
+
+
+def run(
+    frozen: int, cache: str, arguments: argparse.Namespace, config: PreTrainedConfig, model: nn.Module | None = None
+) -> list[float]:
     """Median step of each epoch in ms, of a new Trainer; DDP for `frozen` = 0. Collective over all processes."""
     clock = StepClock()
     count = EPOCHS if frozen else DDP_EPOCHS
@@ -99,7 +116,7 @@ def run(frozen: int, cache: str, arguments: argparse.Namespace, config: PreTrain
                 **options,
             )
         trainer = trainer_class(
-            model=make_model(arguments.model, config),
+            model=model if model is not None else make_model(arguments.model, config),
             args=training_arguments,
             train_dataset=RandomRows(arguments.rows * arguments.steps, arguments.tokens, config.vocab_size),
             callbacks=[clock],
@@ -128,6 +145,10 @@ def summary_of(rounds: list[dict[str, list[float]]], frozen: list[int]) -> dict[
             "ddp_over_reading": statistics.median(
                 r[f"{f} ddp"][-1] / statistics.median(r[f"{f} on"][2:]) for r in rounds
             ),
+            "reading_over_layers_alone": statistics.median(
+                statistics.median(r[f"{f} on"][2:]) / r[f"{f} alone"][-1] for r in rounds
+            ),
+            "ddp_over_layers_alone": statistics.median(r[f"{f} ddp"][-1] / r[f"{f} alone"][-1] for r in rounds),
             "ddp_over_uncached": statistics.median(r[f"{f} ddp"][-1] / r[f"{f} off"][2] for r in rounds),
             "writing_over_uncached": statistics.median(r[f"{f} on"][1] / r[f"{f} off"][1] for r in rounds),
         }
@@ -151,6 +172,8 @@ def main() -> None:
             timings[f"{f} off"] = run(f, "off", arguments, config)
             timings[f"{f} ddp"] = run(0, "off", arguments, config)
             timings[f"{f} on"] = run(f, "on", arguments, config)
+            alone = make_upper_layers(arguments.model, config, f)
+            timings[f"{f} alone"] = run(0, "off", arguments, config, alone)
         console.print(f"round {number + 1}", {name: [round(ms, 1) for ms in steps] for name, steps in timings.items()})
         rounds.append(timings)
     summary = summary_of(rounds, arguments.frozen)
@@ -158,7 +181,17 @@ def main() -> None:
         title=f"{arguments.rows} x {arguments.tokens} tokens, {state.num_processes} processes x 1 thread; DDP"
         f" {statistics.median(r[f'{f} ddp'][-1] for r in rounds for f in arguments.frozen):.1f} ms"
     )
-    for column in ("f", "reading ms", "DDP / reading", "target", "DDP / uncached", "writing / uncached", "target"):
+    for column in (
+        "f",
+        "reading ms",
+        "DDP / reading",
+        "target",
+        "DDP / layers alone",
+        "reading / layers alone",
+        "DDP / uncached",
+        "writing / uncached",
+        "target",
+    ):
         table.add_column(column, justify="right")
     for f, figures in summary.items():
         table.add_row(
@@ -166,6 +199,8 @@ def main() -> None:
             f"{figures['reading_ms']:.1f}",
             f"{figures['ddp_over_reading']:.2f}",
             f">= {TARGETS[f]}" if f in TARGETS else "",
+            f"{figures['ddp_over_layers_alone']:.2f}",
+            f"{figures['reading_over_layers_alone']:.3f}",
             f"{figures['ddp_over_uncached']:.2f}",
             f"{figures['writing_over_uncached']:.3f}",
             f"<= {WRITING_TARGET:.2f}",
