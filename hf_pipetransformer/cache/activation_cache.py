@@ -339,8 +339,8 @@ class ActivationCache:
     def _has_what_loss_changes(self, called: Mapping[str, Any]) -> bool:
         """Whether the model is not called as the loss calls it: predictions without labels compute no loss."""
         runner = self._stack.runner
-        kept_back = runner.kept_back - NOT_IN_KEYS
-        added = runner.added.keys() - NOT_OF_STATES
+        kept_back = runner.called.kept_back - NOT_IN_KEYS
+        added = runner.called.added.keys() - NOT_OF_STATES
         return any(called.get(name) is not None for name in kept_back) or any(name not in called for name in added)
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
@@ -368,7 +368,7 @@ class ActivationCache:
         called = named_inputs(module, args, kwargs)
         if self._has_what_loss_changes(called):
             return
-        if not awaited.inputs.are(called, self._ignored, runner.added):
+        if not awaited.inputs.are(called, self._ignored, runner.called.added):
             self.met_other_inputs = True
             return
         runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)

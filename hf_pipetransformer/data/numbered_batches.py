@@ -276,11 +276,24 @@ class NumberedBatches(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read already and is kept
-        self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None
+        self._enter(epoch)
         for part in (self.sampler, self.dataset):
             follow = getattr(part, "set_epoch", None)
             if follow is not None:
                 follow(epoch)
+
+    def begin_again(self) -> None:
+        """Begin another pass, whose epoch nobody has set, like Accelerate's loader: the sampler is asked again.
+
+        A sampler that is told the epoch is told the same one as before. Any other draws a new order.
+        """
+        if self.is_iterable or hasattr(self.sampler, "set_epoch"):
+            self.set_epoch(self._epoch)
+        else:
+            self._enter(self._epoch + 1)  # seeds depend on the number
+
+    def _enter(self, epoch: int) -> None:
+        self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None
 
     def reslice(self, parts: int, index: int) -> None:
         """Take slice `index` of `parts` from the next number on. Prefetched batches are read again, none is lost."""
@@ -523,6 +536,7 @@ class NumberedLoader(DataLoader[Any]):
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
         self._epoch_read: int | None = None  # to its end, and not set since
+        self._has_begun = False  # since the epoch was set
 
     def __iter__(self) -> Any:
         if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
@@ -531,6 +545,9 @@ class NumberedLoader(DataLoader[Any]):
         if self._epoch_read == self.dataset.epoch:
             # the loop has not set it (it reads a user's wrapper), and would get the same order again
             self.set_epoch(self.dataset.epoch + 1)
+        elif self._has_begun:  # the loop knows the length, and has not asked for more than the last batch
+            self.dataset.begin_again()
+        self._has_begun = True
         return self._one_epoch(super().__iter__())
 
     def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -547,7 +564,7 @@ class NumberedLoader(DataLoader[Any]):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch_read = None
+        self._epoch_read, self._has_begun = None, False
         self.dataset.set_epoch(epoch)
 
 

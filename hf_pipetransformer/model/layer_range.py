@@ -54,6 +54,19 @@ class Unit:
     stack: int
 
 
+@dataclass(frozen=True)
+class CalledWith:
+    """Which inputs of a batch the user's code calls the model with.
+
+    Attributes:
+        kept_back: inputs that it does not pass to the model (sample weights, labels that it takes out).
+        added: plain values that it adds (`use_cache=False`).
+    """
+
+    kept_back: frozenset[str] = frozenset()
+    added: Mapping[str, Any] = field(default_factory=dict)
+
+
 Observer = Callable[[Unit, Any], None]
 """Called with each unit that has been computed, and with its output."""
 
@@ -160,8 +173,9 @@ class LayerRangeRunner:
         self._on_entry: Callable[[], None] | None = None
         self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
-        self.kept_back: frozenset[str] = frozenset()
-        """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        self.called = CalledWith()
+        """How the loss calls the model on inputs of the batch. Stages below the loss call it likewise; what is added is
+        left out where the whole model runs, which may refuse it without what else the loss adds."""
         self.takes_batch = True
         """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
 
@@ -169,9 +183,6 @@ class LayerRangeRunner:
         """
         self.nested_in: str | None = None
         """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
-        self.added: dict[str, Any] = {}
-        """Settings that the loss adds to the model's inputs (`use_cache=False`). Stages below the loss use them, too;
-        the whole model may refuse them without what else the loss adds."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -249,6 +260,15 @@ class LayerRangeRunner:
             self._frozen.forget()
 
     @contextmanager
+    def calling_with(self, called: CalledWith) -> Iterator[None]:
+        """Inside, call the model as a prediction does, which may call it in another way than the loss."""
+        before, self.called = self.called, called
+        try:
+            yield
+        finally:
+            self.called = before
+
+    @contextmanager
     def training_before_units(self) -> Iterator[None]:
         """Inside, passes of a model in eval mode begin like those of a training run with frozen units."""
         self._is_in_training_before_units = True
@@ -322,7 +342,7 @@ class LayerRangeRunner:
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
-                self.model(**{**self.added, **self.arguments(batch)})
+                self.model(**{**self.called.added, **self.arguments(batch)})
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}
@@ -366,7 +386,7 @@ class LayerRangeRunner:
             # some models write their results into the dict that they are called on
             name: in_new_containers(value) if isinstance(value, Mapping) else value
             for name, value in batch.items()
-            if name not in self.kept_back
+            if name not in self.called.kept_back
         }
         return given if self.nested_in is None else {self.nested_in: given}
 

@@ -60,9 +60,9 @@ def make_cache(
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
     collate: Callable[[Sequence[Any]], Batch] = job.collator(data.collate_fn)
-    not_in_keys = job.not_in_keys | runner.kept_back
+    not_in_keys = job.not_in_keys | runner.called.kept_back
     if isinstance(data, NumberedBatches):
-        data.leave_out_of_keys(runner.kept_back)
+        data.leave_out_of_keys(runner.called.kept_back)
 
     def loss_of_batch(batch: Batch) -> torch.Tensor:
         # methods that the user has overridden may draw random numbers, or collect metrics

@@ -95,7 +95,7 @@ def find_reduction(
         _classes_of(job, sample),
         # a user-defined loss may use labels as indices, and an index of -100 destroys the CUDA context
         may_ignore=loss.is_stock or job.device.type == "cpu" or loss.has_ignored(sample),
-        model_inputs=[name for name in sample if name not in stack.runner.kept_back],
+        model_inputs=[name for name in sample if name not in stack.runner.called.kept_back],
     )
     exactly = without_autocast() if loss.is_exact else nullcontext()
     with job.mesh.failing_together(), exactly, naming_long_rows(job.model, sample):
