@@ -159,11 +159,24 @@ class LayerRangeRunner:
         model: the complete model.
         stacks: for each stack of layers, the names of its modules in the model.
         copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
+        taps: for each layer, the names of modules inside it whose outputs the model reads through hooks on them (the
+            routers of experts). They are part of the layer's carry; where the layer does not run, the hooks get them.
     """
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]], copies_carry: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: Sequence[Sequence[str]],
+        copies_carry: bool = False,
+        taps: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.model = model
         self._copies_carry = copies_carry
+        self._taps = {
+            layer: tuple(model.get_submodule(name) for name in names) for layer, names in (taps or {}).items() if names
+        }
+        self._tapped: dict[nn.Module, Any] = {}  # what tapped modules of the unit that runs have returned
+        self._handed_on: dict[nn.Module, Any] = {}  # what tapped modules of a unit that does not run shall return
         self.units: tuple[Unit, ...] = ()
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
@@ -203,6 +216,8 @@ class LayerRangeRunner:
         for stack, name, module in self._layers:
             forward = self._ranged_forward(Unit(name, module, stack), module.forward)
             self._replaced.append(MethodOverride(module, "forward", forward))
+        for tap in {module: None for modules in self._taps.values() for module in modules}:
+            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, tap.forward)))
         self._hook = self.model.register_forward_pre_hook(
             lambda module, _: self._begin_call() if module is self.model else None  # ignores copies of the model
         )
@@ -463,20 +478,48 @@ class LayerRangeRunner:
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 if self._copies_carry:
                     values = tuple(value.clone() for value in values)
-                return self._structure(index, unit, len(values)).rebuild(values)
+                return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
             if self._on_entry is not None:
                 self._on_entry()
             output = self._frozen.run(index, original, *args, **kwargs)
-            current.outputs[unit.stack] = output
+            carried = self._with_tapped(unit, output)
+            current.outputs[unit.stack] = carried
             if current.calls is not None:
-                current.structures.append(_OutputStructure.of(output))
+                current.structures.append(_OutputStructure.of(carried))
             if current.observer is not None:
-                current.observer(unit, output)
+                current.observer(unit, carried)
             if index + 1 == current.stop:
                 raise _RangeDone
             return output
 
         return forward
+
+    def _tapped_forward(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module in self._handed_on:
+                return self._handed_on.pop(module)
+            output = original(*args, **kwargs)
+            if self._pass is not None:
+                self._tapped[module] = output
+            return output
+
+        return forward
+
+    def _with_tapped(self, unit: Unit, output: Any) -> Any:
+        """What is carried of a unit that has run: its output, and those of its tapped modules."""
+        taps = self._taps.get(unit.name)
+        return output if taps is None else (output, [self._tapped.pop(module) for module in taps])
+
+    def _hand_on(self, unit: Unit, carried: Any) -> Any:
+        """Return the output of a unit that does not run. The hooks on its tapped modules are called, as if it ran."""
+        taps = self._taps.get(unit.name)
+        if taps is None:
+            return carried
+        output, tapped = carried
+        for module, value in zip(taps, tapped, strict=True):
+            self._handed_on[module] = value
+            module()
+        return output
 
     def _refuse_own_backward(self, unit: Unit) -> None:
         """Refuse a unit that is called inside the forward of an autograd function, as Reformer's layers are.
