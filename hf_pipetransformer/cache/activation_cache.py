@@ -22,6 +22,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -35,7 +36,16 @@ from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationWriter, StoreFull
-from .content_keys import NOT_IN_KEYS, NOT_OF_STATES, KeyedInputs, RowKey, named_inputs, padded_length, row_keys
+from .content_keys import (
+    NOT_IN_KEYS,
+    NOT_OF_STATES,
+    KeyedInputs,
+    RowKey,
+    named_inputs,
+    padded_length,
+    row_keys,
+    sequences_per_sample,
+)
 from .entry_format import EntryFormat, bytes_of
 from .reading import Generation, StoreReading, joined
 from .side_stream import Copied, SideStream
@@ -227,7 +237,8 @@ class ActivationCache:
             The unit to continue with, and what the units before it would have returned; 0 and None if no sample was
             found.
         """
-        found = self._find(batch, keys, stop)
+        size = sequences_per_sample(batch)
+        found = _of_whole_samples(self._find(batch, keys, stop), size)
         if not found:
             return 0, None
         level = max(found)
@@ -237,9 +248,8 @@ class ActivationCache:
         states: list[tuple[list[int], torch.Tensor]] = [found.pop(level)]
         for start, rows, state in [*((f, *value) for f, value in found.items()), (0, missing, None)]:
             if rows:
-                states.append(
-                    (rows, self._run(start, level, state, select_rows(batch, rows), [keys[r] for r in rows]))
-                )
+                part = select_rows(batch, sorted({row // size for row in rows}))
+                states.append((rows, self._run(start, level, state, part, [keys[row] for row in rows])))
         if self.met_other_inputs:  # in one of the passes above
             return 0, None
         dtype = states[0][1].dtype
@@ -559,3 +569,23 @@ class _Writer:
                     self.close_generation()
                 elif error.errno not in FULL or not self._cache.make_room():
                     raise
+
+
+def _of_whole_samples(
+    found: dict[int, tuple[list[int], torch.Tensor]], sequences: int
+) -> dict[int, tuple[list[int], torch.Tensor]]:
+    """Of the rows that were found, keep those of samples all of whose sequences were found behind as many units.
+
+    Args:
+        found: number of units -> rows and their states.
+        sequences: number of rows of each sample, which follow one another.
+    """
+    if sequences == 1:
+        return found
+    kept = {}
+    for num_frozen, (rows, states) in found.items():
+        counts = Counter(row // sequences for row in rows)
+        places = [place for place, row in enumerate(rows) if counts[row // sequences] == sequences]
+        if places:
+            kept[num_frozen] = [rows[place] for place in places], joined([(states, place) for place in places])
+    return kept

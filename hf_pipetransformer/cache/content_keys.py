@@ -79,20 +79,48 @@ class RowKey(NamedTuple):
     """Positions of the sample's own tokens (`spans_of`)."""
 
 
+def sequences_per_sample(batch: Mapping[str, Any]) -> int:
+    """Number of sequences of each sample: C if the attention mask is [B, C, T] (answers to choose from), otherwise 1."""
+    mask = batch.get("attention_mask")
+    return int(mask.shape[1]) if isinstance(mask, torch.Tensor) and mask.dim() == 3 else 1
+
+
+def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with a row for each sequence, as layers see it: inputs [B, C, T] as [B * C, T].
+
+    Inputs of a sample that have no entry per token are repeated for each of its sequences.
+    """
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
+        return batch
+
+    def rows_of(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != mask.shape[:1]:
+            return value
+        if name in TOKEN_INPUTS and value.shape[:3] == mask.shape:
+            return value.flatten(0, 1)
+        return value.repeat_interleave(mask.shape[1], 0)
+
+    return {name: rows_of(name, value) for name, value in batch.items()}
+
+
 def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
 
     Args:
-        batch: the model's inputs. A mask must be [B, T] of zeros and ones, with padding on either side.
+        batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding on
+            either side.
 
     Returns:
-        B slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed) or with
+        B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed) or with
         other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
     mask = batch.get("attention_mask")
     if mask is None:
         rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
         return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 3:
+        mask = mask.flatten(0, 1)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
         return None
     valid = mask.bool()
@@ -110,7 +138,7 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
 def padded_length(batch: Mapping[str, Any]) -> int | None:
     """Padded length of a batch that has keys; None if there is no attention mask."""
     mask = batch.get("attention_mask")
-    return None if mask is None else int(mask.shape[1])
+    return None if mask is None else int(mask.shape[-1])
 
 
 def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS) -> list[bytes] | None:
@@ -127,7 +155,7 @@ def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEY
         ignored: names of inputs that are not part of the key.
 
     Returns:
-        One key per sample, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor
+        One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor
         nor None, a bool, a number or a string.
     """
     keys = row_keys(batch, ignored)
@@ -139,6 +167,7 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey]
     spans = spans_of(batch)
     if spans is None:
         return None
+    batch = by_sequences(batch)
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
@@ -231,6 +260,8 @@ class KeyingCollator:
             with suppress(OSError):  # reading the entry later will report the error, or be a miss
                 self.on_keys([key.digest for key in keys])
         tensor = _as_tensor(keys)
+        if (count := sequences_per_sample(batch)) > 1:
+            tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
             return {**batch, KEYS_NAME: tensor}
         keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
@@ -245,7 +276,7 @@ def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
 
 
 def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
-    keys = keys.cpu()
+    keys = keys.cpu().reshape(-1, NO_KEYS.shape[1])
     digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
     if spans and spans[0][0] == _NO_KEY:
         return None

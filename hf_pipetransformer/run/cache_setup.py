@@ -14,6 +14,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
+from ..cache.content_keys import sequences_per_sample
 from ..cache.sharing import open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
@@ -92,6 +93,7 @@ def make_cache(
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
     # probe_boundaries has refused a collator that cannot collate all of them together
     rows = on_device(collate(samples) if slots else {}, torch.device("cpu"))
+    sequences = sequences_per_sample(rows)
     mesh = pipeline.mesh
     reasons: dict[int, str | None] = {}
     for reason in mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
@@ -114,7 +116,7 @@ def make_cache(
         slots,
         store,
         mesh.rank,
-        max(capacity, LEAST_CAPACITY),
+        max(capacity * sequences, LEAST_CAPACITY),
         storage_dtype,
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
@@ -127,7 +129,7 @@ def make_cache(
         store,
         reasons,
         is_forced=args.activation_cache == "on",
-        seconds_per_row=[unit.forward.per_row for unit in times.units] if times is not None else None,
+        seconds_per_row=[unit.forward.per_row / sequences for unit in times.units] if times is not None else None,
         # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
         current=generations,
