@@ -120,6 +120,7 @@ class ActivationCache:
         device: device of this process.
         padded_left: whether samples with padding on the left may be cached, too.
         ignored: names of inputs that are not part of a key.
+        keeps_padding: whether samples are stored with their padding, which then is part of their keys.
     """
 
     def __init__(
@@ -133,7 +134,9 @@ class ActivationCache:
         device: torch.device,
         padded_left: bool = False,
         ignored: Collection[str] = NOT_IN_KEYS,
+        keeps_padding: bool = False,
     ) -> None:
+        self.keeps_padding = keeps_padding
         self.counts = CacheCounts()
         """Counts of the training."""
         self.evaluated = CacheCounts()
@@ -333,7 +336,7 @@ class ActivationCache:
         inputs = runner.batch_of(named_inputs(module, args, kwargs))
         if runner.takes_batch and self._has_what_loss_changes(inputs):
             return
-        keys = row_keys(inputs, self._ignored) if inputs else None
+        keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
         if keys is None or self._spans_of(keys) is None:
             self.counts.rows += len(keys or ())
             return

@@ -81,6 +81,11 @@ class CacheVerdict:
     errors: Mapping[str, float] = field(default_factory=dict)
     padded_left: bool = False
 
+    @property
+    def reads_padding(self) -> bool:
+        """Whether it is refused because something reads the padding, or what layers make of it."""
+        return max(self.errors.get("loss", 0.0), self.errors.get("padding", 0.0)) > SAME
+
 
 def probe_boundaries(
     stack: LayerStack,
@@ -90,6 +95,7 @@ def probe_boundaries(
     *,
     ignored: Collection[str] = NOT_IN_KEYS,
     loss_of: LossOf | None = None,
+    keeps_padding: bool = False,
 ) -> tuple[CacheVerdict, ...]:
     """Check every number of frozen units on a complete model, and leave the model as it was.
 
@@ -104,11 +110,13 @@ def probe_boundaries(
         collate: the user's collator.
         ignored: names of inputs that are not part of a sample's key (`content_keys`).
         loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
+        keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
+            same padding in each batch.
 
     Returns:
         A verdict for each number of frozen units from 1 to all of them.
     """
-    probe = _Probe(stack, samples, collate, ignored)
+    probe = _Probe(stack, samples, collate, ignored, keeps_padding)
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one at a time")
     else:
@@ -148,11 +156,12 @@ class _Rows:
     indices: Sequence[int]  # for each row (each sequence) its index in a batch of all samples
     spans: Sequence[slice]
     sequences: int = 1  # of each sample, one after the other
+    keeps_padding: bool = False
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """[rows, T], true at real tokens; None if there is no attention mask."""
-        mask = self.batch.get("attention_mask")
+        """[rows, T], true at real tokens; None if there is no attention mask, or if padding counts as well."""
+        mask = None if self.keeps_padding else self.batch.get("attention_mask")
         return None if mask is None else mask.reshape(-1, mask.shape[-1]).bool()
 
     def fits(self, state: torch.Tensor) -> bool:
@@ -176,7 +185,14 @@ class _Probe:
         padded_left: whether some samples had padding on the left.
     """
 
-    def __init__(self, stack: LayerStack, samples: Sequence[Any], collate: Collator, ignored: Collection[str]) -> None:
+    def __init__(
+        self,
+        stack: LayerStack,
+        samples: Sequence[Any],
+        collate: Collator,
+        ignored: Collection[str],
+        keeps_padding: bool,
+    ) -> None:
         self.open: dict[int, CarrySlot] = {}
         self.reasons: dict[int, str] = {}
         self.errors: dict[int, dict[str, float]] = {}
@@ -184,6 +200,7 @@ class _Probe:
         self._samples = samples
         self._collate = collate
         self._ignored = ignored
+        self._keeps_padding = keeps_padding
         self._device = next(stack.model.parameters()).device
         self.padded_left = False
         self._shortens = False
@@ -410,13 +427,15 @@ class _Probe:
         if self._shortens:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
             batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
-        spans, keys = spans_of(batch), content_keys(batch, self._ignored)
+        spans, keys = spans_of(batch), content_keys(batch, self._ignored, self._keeps_padding)
         if spans is None:
             raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
         if keys is None:
             raise _Refusal("the batch contains inputs other than tensors and plain values")
         if len(keys) % len(indices):
             raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
+        if self._keeps_padding:
+            spans = [slice(None)] * len(spans)
         count = sequences_per_sample(batch)
         if count > 1:
             indices = [i * count + number for i in indices for number in range(count)]
@@ -430,7 +449,7 @@ class _Probe:
                 " text)"
             )
         moved = on_device(batch, self._device)
-        return _Rows(moved, tuple(indices), spans, count)
+        return _Rows(moved, tuple(indices), spans, count, self._keeps_padding)
 
     def _forward(
         self, rows: _Rows, visit: Callable[[int, torch.Tensor], None], restores: bool = True
@@ -568,11 +587,11 @@ def _with_other_padding(rows: _Rows) -> _Rows | None:
         return None
     number = torch.arange(len(rows.indices), device=rows.mask.device)
     first = torch.tensor([span.start for span in rows.spans], device=rows.mask.device)
-    others = {
-        name: torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1)).view_as(rows.batch[name])
-        for name, value in by_sequences(rows.batch).items()
-        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape
-    }
+    others = {}
+    for name, value in by_sequences(rows.batch).items():
+        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape:
+            replaced = torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
+            others[name] = replaced.view_as(rows.batch[name])
     return _changed(rows, others)
 
 

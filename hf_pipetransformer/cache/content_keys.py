@@ -80,7 +80,7 @@ class RowKey(NamedTuple):
 
 
 def sequences_per_sample(batch: Mapping[str, Any]) -> int:
-    """Number of sequences of each sample: C if the attention mask is [B, C, T] (answers to choose from), otherwise 1."""
+    """Number of sequences of each sample: C if the attention mask is [B, C, T] (choices of an answer), otherwise 1."""
     mask = batch.get("attention_mask")
     return int(mask.shape[1]) if isinstance(mask, torch.Tensor) and mask.dim() == 3 else 1
 
@@ -108,12 +108,12 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
 
     Args:
-        batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding on
-            either side.
+        batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding
+            on either side.
 
     Returns:
-        B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed) or with
-        other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
+        B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed)
+        or with other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
     mask = batch.get("attention_mask")
     if mask is None:
@@ -141,7 +141,9 @@ def padded_length(batch: Mapping[str, Any]) -> int | None:
     return None if mask is None else int(mask.shape[-1])
 
 
-def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS) -> list[bytes] | None:
+def content_keys(
+    batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS, keeps_padding: bool = False
+) -> list[bytes] | None:
     """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
     1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
@@ -153,20 +155,25 @@ def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEY
     Args:
         batch: the model's inputs.
         ignored: names of inputs that are not part of the key.
+        keeps_padding: whether the padding counts as well, since the loss reads what layers make of it.
 
     Returns:
-        One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor
-        nor None, a bool, a number or a string.
+        One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or
+        an input is neither a tensor nor None, a bool, a number or a string.
     """
-    keys = row_keys(batch, ignored)
+    keys = row_keys(batch, ignored, keeps_padding)
     return None if keys is None else [key.digest for key in keys]
 
 
-def row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey] | None:
+def row_keys(
+    batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False
+) -> list[RowKey] | None:
     """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
     spans = spans_of(batch)
     if spans is None:
         return None
+    if keeps_padding:
+        spans = [slice(None)] * len(spans)
     batch = by_sequences(batch)
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -227,6 +234,7 @@ class KeyingCollator:
         inner: the user's collator.
         on_keys: called with each batch's keys, in the process that collates it; it may ask the kernel to read ahead.
         ignored: names of inputs that are not part of a key.
+        keeps_padding: as for `content_keys`.
     """
 
     def __init__(
@@ -234,10 +242,12 @@ class KeyingCollator:
         inner: Callable[[list[Any]], Any],
         on_keys: Callable[[list[bytes]], None] | None = None,
         ignored: Collection[str] = NOT_IN_KEYS,
+        keeps_padding: bool = False,
     ) -> None:
         self.inner = inner
         self.on_keys = on_keys
         self.ignored = ignored
+        self.keeps_padding = keeps_padding
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the user's batch, with its keys if it is a mapping for which keys can be computed.
@@ -253,7 +263,7 @@ class KeyingCollator:
                 f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
-        keys = row_keys(batch, self.ignored)
+        keys = row_keys(batch, self.ignored, self.keeps_padding)
         if keys is None:
             return batch
         if self.on_keys is not None:

@@ -145,7 +145,7 @@ class NumberedBatches(Dataset[Any]):
         drop_last: whether to omit a last batch that is not full.
         seed: seed of all random numbers that are drawn while data is read.
         keyed: turns a collator into one that adds keys for the activation cache, from all inputs but those with the
-            given names; None for no keys.
+            given names, and from the padding if the last argument is set; None for no keys.
         node_shares: number of processes on each node, if samples must stay with a node.
         agree: returns rank 0's value on every process; collective.
         draws_as_stock: let a sampler without its own generator draw from the global ones in their current state; then
@@ -165,7 +165,7 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: int,
         drop_last: bool = False,
         seed: int = 0,
-        keyed: Callable[[Collator, frozenset[str]], Collator] | None = None,
+        keyed: Callable[[Collator, frozenset[str], bool], Collator] | None = None,
         node_shares: Sequence[int] = (1,),
         agree: Callable[[list[int]], list[int]] = lambda order: order,
         draws_as_stock: bool = False,
@@ -173,9 +173,9 @@ class NumberedBatches(Dataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._keyed = keyed or (lambda plain, not_in_keys: plain)
-        self._not_in_keys: frozenset[str] = frozenset()
-        self._keying_collate_fn = self._keyed(collate_fn, self._not_in_keys)
+        self._keyed = keyed or (lambda plain, not_in_keys, keeps_padding: plain)
+        self._keyed_by: tuple[frozenset[str], bool] = (frozenset(), False)
+        self._keying_collate_fn = self._keyed(collate_fn, *self._keyed_by)
         self.global_batch_size = global_batch_size
         self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
@@ -222,16 +222,21 @@ class NumberedBatches(Dataset[Any]):
 
     def use_collator(self, collate_fn: Collator) -> None:
         """Change the collator; takes effect when an epoch begins."""
-        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn, self._not_in_keys)
+        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn, *self._keyed_by)
         self._iterator, self._ahead, self._loader = None, None, self._make_loader()
 
-    def leave_out_of_keys(self, names: frozenset[str]) -> None:
-        """Compute keys without these inputs, which the model never gets; takes effect when an epoch begins."""
-        if names == self._not_in_keys:
+    def key_by(self, left_out: frozenset[str], keeps_padding: bool = False) -> None:
+        """Compute keys in another way; takes effect when an epoch begins.
+
+        Args:
+            left_out: names of inputs that the model never gets.
+            keeps_padding: whether padding is a part of the keys.
+        """
+        if (left_out, keeps_padding) == self._keyed_by:
             return
-        self._not_in_keys = names
+        self._keyed_by = left_out, keeps_padding
         if self.is_iterable:  # collated here, batch by batch; a stream may be read only once
-            self._keying_collate_fn = self._keyed(self.collate_fn, names)
+            self._keying_collate_fn = self._keyed(self.collate_fn, *self._keyed_by)
         else:
             self.use_collator(self.collate_fn)
 

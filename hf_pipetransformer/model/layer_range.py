@@ -187,8 +187,10 @@ class LayerRangeRunner:
         self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
         self.called = CalledWith()
-        """How the loss calls the model on inputs of the batch. Stages below the loss call it likewise; what is added is
-        left out where the whole model runs, which may refuse it without what else the loss adds."""
+        """How the loss calls the model on inputs of the batch. Stages below the loss call it likewise.
+
+        What is added is left out where the whole model runs, which may refuse it without what else the loss adds.
+        """
         self.takes_batch = True
         """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
 

@@ -441,8 +441,8 @@ def _tapped_modules(
 ) -> dict[str, tuple[str, ...]]:
     """For each layer, the modules inside it whose output tensors the model returns although the layer does not.
 
-    transformers collects them by hooks on these modules (routers of experts), which are not called where the layer does
-    not run.
+    transformers collects them by hooks on these modules (routers of experts), which are not called where the layer
+    does not run.
     """
     returned_by: dict[int, list[str]] = {}
     kept: list[Any] = []  # so that ids are not reused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ def make_cache(
     assert pipeline.freezable is not None
     collate: Callable[[Sequence[Any]], Batch] = job.collator(data.collate_fn)
     not_in_keys = job.not_in_keys | runner.called.kept_back
-    if isinstance(data, NumberedBatches):
-        data.leave_out_of_keys(runner.called.kept_back)
 
     def loss_of_batch(batch: Batch) -> torch.Tensor:
         # methods that the user has overridden may draw random numbers, or collect metrics
@@ -84,10 +83,19 @@ def make_cache(
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
         capacity *= calls_per_sample
+    probe = partial(
+        probe_boundaries, pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
+    )
+    keeps_padding = False
     with trainer.compute_loss_context_manager():
-        verdicts = probe_boundaries(
-            pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
-        )
+        verdicts = probe()
+        if any(verdict.reads_padding for verdict in verdicts) and not any(verdict.slot for verdict in verdicts):
+            with_padding = probe(keeps_padding=True)
+            keeps_padding = any(verdict.slot is not None for verdict in with_padding)
+            verdicts = with_padding if keeps_padding else verdicts
+    keeps_padding = all(pipeline.mesh.gather_objects(keeps_padding))
+    if isinstance(data, NumberedBatches):
+        data.key_by(runner.called.kept_back, keeps_padding)
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
@@ -121,6 +129,7 @@ def make_cache(
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
         not_in_keys,
+        keeps_padding,
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,7 @@ class HowCalled:
         nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
     """
 
-    called: CalledWith = CalledWith()
+    called: CalledWith = field(default_factory=CalledWith)
     takes_batch: bool = True
     nested_in: str | None = None
 

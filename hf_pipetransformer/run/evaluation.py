@@ -145,7 +145,8 @@ def in_training(
             collate_fn = getattr(base, "collate_fn", None)
             # also before the first freeze, because persistent workers keep the collator that they started with
             if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
-                base.collate_fn = keying_collator(job, generations, collate_fn, pipeline.stack.runner.called.kept_back)
+                kept_back = pipeline.stack.runner.called.kept_back
+                base.collate_fn = keying_collator(job, generations, collate_fn, kept_back, cache.cache.keeps_padding)
                 stack.callback(setattr, base, "collate_fn", collate_fn)
             if pipeline.cache is not None and not cache.weights_hold():
                 pipeline.use_cache(None)  # e.g. averaged weights
@@ -183,7 +184,8 @@ def predict(
 
             batch = prepared(job, inputs, keys)
             called = _how_called(job, pipeline, stock, batch)
-            if KEYS_NAME in batch and not _have_same_states(called, pipeline.stack.runner.called, batch, job.not_in_keys):
+            by_loss = pipeline.stack.runner.called
+            if KEYS_NAME in batch and not _have_same_states(called, by_loss, batch, job.not_in_keys):
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])  # keys leave out what the loss keeps back
             result: Prediction = pipeline.predict(batch, called, head)
             return result
@@ -205,8 +207,8 @@ def _how_called(
 ) -> CalledWith:
     """Return how a prediction calls the model on a prepared batch: without labels, no `compute_loss` changes inputs.
 
-    The stages below the last one must compute with the same inputs. If the loss passes all inputs of such a batch on, so
-    does the prediction; otherwise the user's code runs as far as its first call of the model, and leaves no trace.
+    The stages below the last one must compute with the same inputs. If the loss passes all inputs of such a batch on,
+    so does the prediction; otherwise the user's code runs as far as its first call of the model, and leaves no trace.
     """
     by_loss = pipeline.stack.runner.called
     if by_loss.kept_back.isdisjoint(batch) and not by_loss.added:

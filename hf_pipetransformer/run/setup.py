@@ -20,7 +20,7 @@ import torch
 
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..model.layer_stack import LayerStack
+from ..model.layer_stack import LayerStack, has_router_loss
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import probe_loss
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
@@ -115,6 +115,9 @@ def find_reduction(
     # results may differ between processes by rounding, or by what a collator draws
     found = job.mesh.gather_objects(mine)
     reduction = found[0].reduction
+    if has_router_loss(job.model):  # its share of the loss is too small for the probe
+        reason = "the router loss (output_router_logits=True) compares all tokens of a batch"
+        reduction = replace(unexamined(loss.shifts_labels, reason), blocks=reduction.blocks)
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
     stack.rows_per_sample = reduction.blocks
     if reduction.kind != "whole" and reduction.reason:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from hf_pipetransformer.data.numbered_batches import (
     BatchSlice,
@@ -300,12 +300,12 @@ def test_a_sampler_without_a_seed_depends_on_seed_and_epoch_only():
 def test_passes_whose_epoch_nobody_sets(reads_to_the_end):
     """A user's wrapper without `set_epoch`; the loop knows the length and may not ask for more than the last batch.
 
-    As with Accelerate's loader: only a sampler that is told the epoch gives the same order in a pass after one that was
-    not read to its end.
+    As with Accelerate's loader: only a sampler that is told the epoch gives the same order in a pass after one that
+    was not read to its end.
     """
     data = Numbers(83)
 
-    def passes(sampler: Any) -> list[list[int]]:
+    def passes(sampler: Callable[[], Sampler]) -> list[list[int]]:
         loaders = [NumberedLoader(NumberedBatches(data, sampler(), list, GLOBAL_BATCH, seed=1)) for _ in range(2)]
         found = []
         for _ in range(3):
@@ -473,5 +473,5 @@ def test_keys_of_fewer_inputs_cost_a_stream_no_sample() -> None:
 
     batches = NumberedBatches(Once(), None, torch.tensor, 4)
     batches.sample_rows(2)
-    batches.leave_out_of_keys(frozenset({"weights"}))
+    batches.key_by(frozenset({"weights"}))
     assert [row for batch in NumberedLoader(batches) for row in batch.tolist()] == list(range(12))

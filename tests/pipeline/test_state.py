@@ -350,7 +350,7 @@ def test_an_optimizer_of_another_model_is_named():
 
 
 def test_parameters_outside_of_the_model_keep_their_places():
-    """A loss's own, before and behind the model's in a group: a checkpoint and the stock optimizer's are exchangeable."""
+    """A loss's own, before and behind the model's in a group: the state is the stock optimizer's."""
 
     class WithOwn(Spread):
         def __init__(self) -> None:
