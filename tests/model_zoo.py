@@ -432,7 +432,14 @@ _decoder(
 )
 _decoder("phi3", "Phi3ForCausalLM")
 _decoder("mixtral", "MixtralForCausalLM", **DECODER, **EXPERTS)
-_decoder("mixtral-router-loss", "MixtralForCausalLM", **DECODER, **EXPERTS, output_router_logits=True)
+_decoder(
+    "mixtral-router-loss",
+    "MixtralForCausalLM",
+    **DECODER,
+    **EXPERTS,
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,  # large, so that it shows
+)
 _decoder("gpt-neox", "GPTNeoXForCausalLM", **_without(DECODER, "num_key_value_heads"))
 _decoder("gptj", "GPTJForCausalLM", **GPT2, rotary_dim=4)
 _decoder("bloom", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=4, n_head=2)

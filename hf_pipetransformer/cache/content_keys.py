@@ -165,9 +165,7 @@ def content_keys(
     return None if keys is None else [key.digest for key in keys]
 
 
-def row_keys(
-    batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False
-) -> list[RowKey] | None:
+def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False) -> list[RowKey] | None:
     """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
     spans = spans_of(batch)
     if spans is None:
