@@ -409,6 +409,7 @@ def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
             activation_cache=cache,
             num_train_epochs=3,
             learning_rate=1e-2,
+            adam_epsilon=1e-4,
             use_cpu=True,
             report_to="none",
             save_strategy="no",

@@ -80,9 +80,12 @@ class RowKey(NamedTuple):
 
 
 def sequences_per_sample(batch: Mapping[str, Any]) -> int:
-    """Number of sequences of each sample: C if the attention mask is [B, C, T] (choices of an answer), otherwise 1."""
+    """Number of sequences of each sample: C if mask and tokens are [B, C, T] (choices of an answer), otherwise 1."""
     mask = batch.get("attention_mask")
-    return int(mask.shape[1]) if isinstance(mask, torch.Tensor) and mask.dim() == 3 else 1
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
+        return 1
+    tokens = [batch[name] for name in TOKEN_INPUTS - {"attention_mask"} if isinstance(batch.get(name), torch.Tensor)]
+    return int(mask.shape[1]) if any(value.shape[:3] == mask.shape for value in tokens) else 1
 
 
 def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,16 +93,16 @@ def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Inputs of a sample that have no entry per token are repeated for each of its sequences.
     """
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
+    if (count := sequences_per_sample(batch)) == 1:
         return batch
+    mask = batch["attention_mask"]
 
     def rows_of(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape[:1] != mask.shape[:1]:
             return value
         if name in TOKEN_INPUTS and value.shape[:3] == mask.shape:
             return value.flatten(0, 1)
-        return value.repeat_interleave(mask.shape[1], 0)
+        return value.repeat_interleave(count, 0)
 
     return {name: rows_of(name, value) for name, value in batch.items()}
 
@@ -119,7 +122,7 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     if mask is None:
         rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
         return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
-    if isinstance(mask, torch.Tensor) and mask.dim() == 3:
+    if sequences_per_sample(batch) > 1:
         mask = mask.flatten(0, 1)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
         return None

@@ -395,7 +395,7 @@ class ElasticPipeline(nn.Module):
         if self.is_split:
             if not is_trained:
                 inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
-                return self.predict(inputs, lambda rows: self.model(**rows))
+                return self.predict(inputs, CalledWith(), lambda rows: self.model(**rows))
             raise ValueError(
                 "The model is split over several stages, and during training a single stage has no model output. In"
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"

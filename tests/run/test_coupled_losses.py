@@ -45,11 +45,11 @@ RUNS = {
     "contrastive": Embedding(trainer=InfoNCE).with_options(remove_unused_columns=False, label_names=["labels"]),
     "router loss": Run("causal-lm", model="mixtral-router-loss"),
 }
-RUNS = {name: replace(run, samples=83, per_device=32, accumulation=1) for name, run in RUNS.items()}
+RUNS = {name: replace(run, samples=83, per_device=16, accumulation=1) for name, run in RUNS.items()}
 
 
 def cut(rank: int, world_size: int, name: str, accumulation: int = 1, **options: Any) -> Any:
-    run = replace(RUNS[name], accumulation=accumulation)
+    run = replace(RUNS[name], per_device=32 // accumulation, accumulation=accumulation)
     return pipeline(rank, world_size, run, 2, "pipeline", **options)
 
 
