@@ -200,7 +200,7 @@ def run(stages: int, arguments: argparse.Namespace, config: PreTrainedConfig) ->
         start_s = seconds_to_first_step(trainer.train, clock)
         checkpoint = Path(folder, f"checkpoint-{trainer.state.max_steps}")
         size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-        dist.barrier()  # all have read it
+        PartialState().wait_for_everyone()  # all have read it
         trainer = make_trainer(stages, arguments, config, folder, resumed, saves=False)
         resume_s = seconds_to_first_step(lambda: trainer.train(resume_from_checkpoint=str(checkpoint)), resumed)
     return Timing(
@@ -220,17 +220,17 @@ def shared_folder(parent: str | None) -> Iterator[str]:
         names = [own]
         dist.broadcast_object_list(names)
         yield names[0]
-        dist.barrier()
+        PartialState().wait_for_everyone()
 
 
 def seconds_to_first_step(train: Callable[[], Any], clock: SaveClock) -> float:
     """Train; on the slowest process. Collective over all processes."""
     gc.collect()  # an earlier Trainer, a circle of references, shall not be collected meanwhile
-    dist.barrier()
+    PartialState().wait_for_everyone()
     began = time.perf_counter()
     with clock.hearing_of_phases():
         train()
-    dist.barrier()
+    PartialState().wait_for_everyone()
     return slowest([clock.first_step_at - began])[0]
 
 
@@ -324,7 +324,7 @@ def main() -> None:
     if arguments.output is not None and state.is_main_process:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(as_json(arguments, rounds, load), indent=2) + "\n")
-    dist.barrier()
+    PartialState().wait_for_everyone()
     dist.destroy_process_group()
 
 

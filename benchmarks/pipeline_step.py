@@ -310,7 +310,7 @@ def run(
         trainer = make_trainer(variant, arguments, config, folder, clock)
         stopwatch = Stopwatch(time.thread_time if profile == "cpu" else time.perf_counter)
         gc.collect()  # an earlier Trainer, a circle of references, shall not be collected during the steps
-        dist.barrier()
+        PartialState().wait_for_everyone()
         if profile:
             clock.warmup, clock.at_warm = arguments.warmup, stopwatch.seconds.clear
             with profiled(trainer, stopwatch):
@@ -480,7 +480,7 @@ def main() -> None:
     if arguments.output is not None and state.is_main_process:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(as_json(arguments, variants, rounds, load), indent=2) + "\n")
-    dist.barrier()
+    PartialState().wait_for_everyone()
     dist.destroy_process_group()
 
 

@@ -432,6 +432,14 @@ _decoder(
 )
 _decoder("phi3", "Phi3ForCausalLM")
 _decoder("mixtral", "MixtralForCausalLM", **DECODER, **EXPERTS)
+_decoder(
+    "mixtral-router-loss",
+    "MixtralForCausalLM",
+    **DECODER,
+    **EXPERTS,
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,  # large, so that it shows
+)
 _decoder("gpt-neox", "GPTNeoXForCausalLM", **_without(DECODER, "num_key_value_heads"))
 _decoder("gptj", "GPTJForCausalLM", **GPT2, rotary_dim=4)
 _decoder("bloom", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=4, n_head=2)
@@ -732,20 +740,11 @@ _add(
 )
 
 # The losses of these are not made of the losses of their rows, so they can be cut by layers but not into
-# micro-batches: a contrastive loss compares every row with every other, batch normalisation mixes the rows, and
-# pretraining adds a mean over tokens to a mean over rows.
-ROWS_BELONG_TOGETHER = frozenset({"clip", "resnet", "segformer", "bert-pretraining"})
+# micro-batches: a contrastive loss compares every row with every other, batch normalisation mixes the rows,
+# pretraining adds a mean over tokens to a mean over rows, and the loss of routers is one of all tokens.
+ROWS_BELONG_TOGETHER = frozenset({"clip", "resnet", "segformer", "bert-pretraining", "mixtral-router-loss"})
 
 # Refused
-_refuse(
-    "mixtral-router-loss",
-    "MixtralForCausalLM",
-    token_labels,
-    "the router's auxiliary loss reads what every layer returned",
-    **DECODER,
-    **EXPERTS,
-    output_router_logits=True,
-)
 _refuse(
     "bart-layerdrop",
     "BartForConditionalGeneration",

@@ -388,7 +388,9 @@ def collate_with_types(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]
     return batch if "labels" in samples[0] else {name: value for name, value in batch.items() if name != "labels"}
 
 
-def predictions(cache: str, folder: str) -> list[Any]:
+def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
+    """What a model predicts for samples without labels, in each epoch."""
+
     class Predicts(TrainerCallback):
         def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
             found.append(trainer.predict(WithoutLabels("text-classification", 8)).predictions)
@@ -399,11 +401,15 @@ def predictions(cache: str, folder: str) -> list[Any]:
         model=without_dropout(MODELS["bert-classification"].build()),
         args=PipeTransformerTrainingArguments(
             folder,
+            pipeline_parallel_size=stages,
+            per_device_train_batch_size=8 // stages,
+            elastic=False,
             freeze_policy="schedule",
             freeze_schedule={0: 2},
             activation_cache=cache,
             num_train_epochs=3,
             learning_rate=1e-2,
+            adam_epsilon=1e-4,
             use_cpu=True,
             report_to="none",
             save_strategy="no",
@@ -417,6 +423,11 @@ def predictions(cache: str, folder: str) -> list[Any]:
 
 
 def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_path: Any) -> None:
-    """It is no part of the keys, and the model gets it in predictions without labels."""
-    for cached, computed in zip(*(predictions(cache, str(tmp_path)) for cache in ("on", "off")), strict=True):
-        torch.testing.assert_close(torch.tensor(cached), torch.tensor(computed), rtol=0, atol=1e-5)
+    """It is no part of the keys, and the model gets it in predictions without labels, on all stages."""
+    expected = predictions(0, 1, "off", str(tmp_path / "alone"))
+    for stages, cache in ((1, "on"), (2, "off"), (2, "on")):
+        folder = str(tmp_path / f"{stages} {cache}")
+        ranks = run_ranks(predictions, stages, cache, folder) if stages > 1 else [predictions(0, 1, cache, folder)]
+        for found in ranks:
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)

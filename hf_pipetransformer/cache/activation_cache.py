@@ -22,6 +22,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -35,7 +36,16 @@ from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationWriter, StoreFull
-from .content_keys import NOT_IN_KEYS, NOT_OF_STATES, KeyedInputs, RowKey, named_inputs, padded_length, row_keys
+from .content_keys import (
+    NOT_IN_KEYS,
+    NOT_OF_STATES,
+    KeyedInputs,
+    RowKey,
+    named_inputs,
+    padded_length,
+    row_keys,
+    sequences_per_sample,
+)
 from .entry_format import EntryFormat, bytes_of
 from .reading import Generation, StoreReading, joined
 from .side_stream import Copied, SideStream
@@ -110,6 +120,7 @@ class ActivationCache:
         device: device of this process.
         padded_left: whether samples with padding on the left may be cached, too.
         ignored: names of inputs that are not part of a key.
+        keeps_padding: whether samples are stored with their padding, which then is part of their keys.
     """
 
     def __init__(
@@ -123,7 +134,9 @@ class ActivationCache:
         device: torch.device,
         padded_left: bool = False,
         ignored: Collection[str] = NOT_IN_KEYS,
+        keeps_padding: bool = False,
     ) -> None:
+        self.keeps_padding = keeps_padding
         self.counts = CacheCounts()
         """Counts of the training."""
         self.evaluated = CacheCounts()
@@ -227,7 +240,8 @@ class ActivationCache:
             The unit to continue with, and what the units before it would have returned; 0 and None if no sample was
             found.
         """
-        found = self._find(batch, keys, stop)
+        size = sequences_per_sample(batch)
+        found = _of_whole_samples(self._find(batch, keys, stop), size)
         if not found:
             return 0, None
         level = max(found)
@@ -237,9 +251,8 @@ class ActivationCache:
         states: list[tuple[list[int], torch.Tensor]] = [found.pop(level)]
         for start, rows, state in [*((f, *value) for f, value in found.items()), (0, missing, None)]:
             if rows:
-                states.append(
-                    (rows, self._run(start, level, state, select_rows(batch, rows), [keys[r] for r in rows]))
-                )
+                part = select_rows(batch, sorted({row // size for row in rows}))
+                states.append((rows, self._run(start, level, state, part, [keys[row] for row in rows])))
         if self.met_other_inputs:  # in one of the passes above
             return 0, None
         dtype = states[0][1].dtype
@@ -323,7 +336,7 @@ class ActivationCache:
         inputs = runner.batch_of(named_inputs(module, args, kwargs))
         if runner.takes_batch and self._has_what_loss_changes(inputs):
             return
-        keys = row_keys(inputs, self._ignored) if inputs else None
+        keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
         if keys is None or self._spans_of(keys) is None:
             self.counts.rows += len(keys or ())
             return
@@ -339,8 +352,8 @@ class ActivationCache:
     def _has_what_loss_changes(self, called: Mapping[str, Any]) -> bool:
         """Whether the model is not called as the loss calls it: predictions without labels compute no loss."""
         runner = self._stack.runner
-        kept_back = runner.kept_back - NOT_IN_KEYS
-        added = runner.added.keys() - NOT_OF_STATES
+        kept_back = runner.called.kept_back - NOT_IN_KEYS
+        added = runner.called.added.keys() - NOT_OF_STATES
         return any(called.get(name) is not None for name in kept_back) or any(name not in called for name in added)
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
@@ -368,7 +381,7 @@ class ActivationCache:
         called = named_inputs(module, args, kwargs)
         if self._has_what_loss_changes(called):
             return
-        if not awaited.inputs.are(called, self._ignored, runner.added):
+        if not awaited.inputs.are(called, self._ignored, runner.called.added):
             self.met_other_inputs = True
             return
         runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)
@@ -559,3 +572,23 @@ class _Writer:
                     self.close_generation()
                 elif error.errno not in FULL or not self._cache.make_room():
                     raise
+
+
+def _of_whole_samples(
+    found: dict[int, tuple[list[int], torch.Tensor]], sequences: int
+) -> dict[int, tuple[list[int], torch.Tensor]]:
+    """Of the rows that were found, keep those of samples all of whose sequences were found behind as many units.
+
+    Args:
+        found: number of units -> rows and their states.
+        sequences: number of rows of each sample, which follow one another.
+    """
+    if sequences == 1:
+        return found
+    kept = {}
+    for num_frozen, (rows, states) in found.items():
+        counts = Counter(row // sequences for row in rows)
+        places = [place for place, row in enumerate(rows) if counts[row // sequences] == sequences]
+        if places:
+            kept[num_frozen] = [rows[place] for place in places], joined([(states, place) for place in places])
+    return kept

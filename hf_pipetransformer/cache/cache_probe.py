@@ -43,7 +43,7 @@ from ..model.micro_batch import Batch
 from ..model.nested import on_device, tensors_of
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
-from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, content_keys, spans_of
+from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, content_keys, sequences_per_sample, spans_of
 
 SAME = 1e-6
 """Relative to the largest value. If the same kernels run on the same shapes, the results must be identical."""
@@ -81,6 +81,11 @@ class CacheVerdict:
     errors: Mapping[str, float] = field(default_factory=dict)
     padded_left: bool = False
 
+    @property
+    def reads_padding(self) -> bool:
+        """Whether it is refused because something reads the padding, or what layers make of it."""
+        return max(self.errors.get("loss", 0.0), self.errors.get("padding", 0.0)) > SAME
+
 
 def probe_boundaries(
     stack: LayerStack,
@@ -90,6 +95,7 @@ def probe_boundaries(
     *,
     ignored: Collection[str] = NOT_IN_KEYS,
     loss_of: LossOf | None = None,
+    keeps_padding: bool = False,
 ) -> tuple[CacheVerdict, ...]:
     """Check every number of frozen units on a complete model, and leave the model as it was.
 
@@ -104,11 +110,13 @@ def probe_boundaries(
         collate: the user's collator.
         ignored: names of inputs that are not part of a sample's key (`content_keys`).
         loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
+        keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
+            same padding in each batch.
 
     Returns:
         A verdict for each number of frozen units from 1 to all of them.
     """
-    probe = _Probe(stack, samples, collate, ignored)
+    probe = _Probe(stack, samples, collate, ignored, keeps_padding)
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one at a time")
     else:
@@ -131,8 +139,8 @@ def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) ->
     lengths = []
     try:
         for sample in samples:
-            (span,) = spans_of(collate([copy.copy(sample)])) or [slice(None)]
-            lengths.append(_num_tokens(span))
+            spans = spans_of(collate([copy.copy(sample)])) or [slice(None)]
+            lengths.append(max(map(_num_tokens, spans)))
     except Exception:  # the collator does not accept a single sample; the probe will report it
         return list(samples[:count])
     order = sorted(range(len(samples)), key=lengths.__getitem__)
@@ -145,14 +153,16 @@ class _Rows:
     """A batch of some of the samples, on the model's device."""
 
     batch: Batch
-    indices: Sequence[int]  # for each row the index of its sample, plus the number of samples for each block before
+    indices: Sequence[int]  # for each row (each sequence) its index in a batch of all samples
     spans: Sequence[slice]
+    sequences: int = 1  # of each sample, one after the other
+    keeps_padding: bool = False
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """[B, T], true at real tokens; None if there is no attention mask."""
-        mask = self.batch.get("attention_mask")
-        return None if mask is None else mask.bool()
+        """[rows, T], true at real tokens; None if there is no attention mask, or if padding counts as well."""
+        mask = None if self.keeps_padding else self.batch.get("attention_mask")
+        return None if mask is None else mask.reshape(-1, mask.shape[-1]).bool()
 
     def fits(self, state: torch.Tensor) -> bool:
         """Whether a tensor has the shape [B, T, ...]. Without a mask any T is accepted."""
@@ -175,7 +185,14 @@ class _Probe:
         padded_left: whether some samples had padding on the left.
     """
 
-    def __init__(self, stack: LayerStack, samples: Sequence[Any], collate: Collator, ignored: Collection[str]) -> None:
+    def __init__(
+        self,
+        stack: LayerStack,
+        samples: Sequence[Any],
+        collate: Collator,
+        ignored: Collection[str],
+        keeps_padding: bool,
+    ) -> None:
         self.open: dict[int, CarrySlot] = {}
         self.reasons: dict[int, str] = {}
         self.errors: dict[int, dict[str, float]] = {}
@@ -183,6 +200,7 @@ class _Probe:
         self._samples = samples
         self._collate = collate
         self._ignored = ignored
+        self._keeps_padding = keeps_padding
         self._device = next(stack.model.parameters()).device
         self.padded_left = False
         self._shortens = False
@@ -205,7 +223,7 @@ class _Probe:
             self._keys.clear()
             sample = self._rows(range(len(self._samples)))
         self.padded_left = any(bool(span.start) for span in sample.spans)
-        order = sorted(range(len(self._samples)), key=lambda i: _num_tokens(sample.spans[i]))
+        order = sorted(range(len(self._samples)), key=lambda i: _num_tokens(sample.spans[i * sample.sequences]))
         shortest = self._rows(order[:1])
         self._choose_tensors(shortest)  # 1
         with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
@@ -409,15 +427,21 @@ class _Probe:
         if self._shortens:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
             batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
-        spans, keys = spans_of(batch), content_keys(batch, self._ignored)
+        spans, keys = spans_of(batch), content_keys(batch, self._ignored, self._keeps_padding)
         if spans is None:
             raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
         if keys is None:
             raise _Refusal("the batch contains inputs other than tensors and plain values")
         if len(keys) % len(indices):
             raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
-        blocks = range(len(keys) // len(indices))
-        indices = [block * len(self._samples) + i for block in blocks for i in indices]
+        if self._keeps_padding:
+            spans = [slice(None)] * len(spans)
+        count = sequences_per_sample(batch)
+        if count > 1:
+            indices = [i * count + number for i in indices for number in range(count)]
+        else:
+            blocks = range(len(keys) // len(indices))
+            indices = [block * len(self._samples) + i for block in blocks for i in indices]
         if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, keys, strict=True)):
             raise _Refusal(
                 "a sample has different inputs in another batch, so its cached state would not be found again"
@@ -425,7 +449,7 @@ class _Probe:
                 " text)"
             )
         moved = on_device(batch, self._device)
-        return _Rows(moved, tuple(indices), spans)
+        return _Rows(moved, tuple(indices), spans, count, self._keeps_padding)
 
     def _forward(
         self, rows: _Rows, visit: Callable[[int, torch.Tensor], None], restores: bool = True
@@ -498,12 +522,13 @@ def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
     A batch of such samples only becomes narrower, unless other inputs may refer to positions in it.
     """
     mask = batch["attention_mask"].clone()
-    mask[rows, mask.shape[1] - mask.shape[1] // 3 :] = 0
+    tokens = mask.shape[-1]
+    mask[rows, ..., tokens - tokens // 3 :] = 0
     padding = mask == 0
     others: Batch = {"attention_mask": mask}
     is_known = True
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape or name == "attention_mask":
+        if not isinstance(value, torch.Tensor) or value.shape[: mask.dim()] != mask.shape or name == "attention_mask":
             continue
         if name in TOKEN_INPUTS:
             others[name] = value.masked_fill(_aligned(padding, value), pad_id if name == "input_ids" else 0)
@@ -511,8 +536,8 @@ def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
             others[name] = value.masked_fill(padding, IGNORED_LABEL)
         else:
             is_known = False
-    width = int(mask.any(0).sum()) if is_known else mask.shape[1]
-    return {**batch, **{name: value[:, :width] for name, value in others.items()}}
+    width = int(mask.reshape(-1, tokens).any(0).sum()) if is_known else tokens
+    return {**batch, **{name: value.narrow(mask.dim() - 1, 0, width) for name, value in others.items()}}
 
 
 def _with_exchanged_values(rows: _Rows, names: Collection[str]) -> _Rows | None:
@@ -562,11 +587,11 @@ def _with_other_padding(rows: _Rows) -> _Rows | None:
         return None
     number = torch.arange(len(rows.indices), device=rows.mask.device)
     first = torch.tensor([span.start for span in rows.spans], device=rows.mask.device)
-    others = {
-        name: torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
-        for name, value in rows.batch.items()
-        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape
-    }
+    others = {}
+    for name, value in by_sequences(rows.batch).items():
+        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape:
+            replaced = torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
+            others[name] = replaced.view_as(rows.batch[name])
     return _changed(rows, others)
 
 
@@ -577,7 +602,7 @@ def _changed(rows: _Rows, others: Batch) -> _Rows | None:
 
 
 def _width(rows: _Rows) -> int | None:
-    return None if rows.mask is None else rows.mask.shape[1]
+    return None if rows.mask is None else int(rows.mask.shape[1])
 
 
 def _num_tokens(span: slice) -> int:
@@ -594,8 +619,8 @@ def _with_noise(state: torch.Tensor, mask: torch.Tensor, generator: torch.Genera
 
 
 def _aligned(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """View [B, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
-    return mask.view(*mask.shape, *[1] * (tensor.dim() - 2))
+    """View [B, T] or [B, C, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
+    return mask.view(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
 
 
 def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Tensor]:

@@ -79,20 +79,51 @@ class RowKey(NamedTuple):
     """Positions of the sample's own tokens (`spans_of`)."""
 
 
+def sequences_per_sample(batch: Mapping[str, Any]) -> int:
+    """Number of sequences of each sample: C if mask and tokens are [B, C, T] (choices of an answer), otherwise 1."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
+        return 1
+    tokens = [batch[name] for name in TOKEN_INPUTS - {"attention_mask"} if isinstance(batch.get(name), torch.Tensor)]
+    return int(mask.shape[1]) if any(value.shape[:3] == mask.shape for value in tokens) else 1
+
+
+def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with a row for each sequence, as layers see it: inputs [B, C, T] as [B * C, T].
+
+    Inputs of a sample that have no entry per token are repeated for each of its sequences.
+    """
+    if (count := sequences_per_sample(batch)) == 1:
+        return batch
+    mask = batch["attention_mask"]
+
+    def rows_of(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != mask.shape[:1]:
+            return value
+        if name in TOKEN_INPUTS and value.shape[:3] == mask.shape:
+            return value.flatten(0, 1)
+        return value.repeat_interleave(count, 0)
+
+    return {name: rows_of(name, value) for name, value in batch.items()}
+
+
 def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
 
     Args:
-        batch: the model's inputs. A mask must be [B, T] of zeros and ones, with padding on either side.
+        batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding
+            on either side.
 
     Returns:
-        B slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed) or with
-        other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
+        B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed)
+        or with other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
     mask = batch.get("attention_mask")
     if mask is None:
         rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
         return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
+    if sequences_per_sample(batch) > 1:
+        mask = mask.flatten(0, 1)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
         return None
     valid = mask.bool()
@@ -110,10 +141,12 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
 def padded_length(batch: Mapping[str, Any]) -> int | None:
     """Padded length of a batch that has keys; None if there is no attention mask."""
     mask = batch.get("attention_mask")
-    return None if mask is None else int(mask.shape[1])
+    return None if mask is None else int(mask.shape[-1])
 
 
-def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS) -> list[bytes] | None:
+def content_keys(
+    batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS, keeps_padding: bool = False
+) -> list[bytes] | None:
     """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
     1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
@@ -125,20 +158,24 @@ def content_keys(batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEY
     Args:
         batch: the model's inputs.
         ignored: names of inputs that are not part of the key.
+        keeps_padding: whether the padding counts as well, since the loss reads what layers make of it.
 
     Returns:
-        One key per sample, or None for a batch without keys: `spans_of` it is None, or an input is neither a tensor
-        nor None, a bool, a number or a string.
+        One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or
+        an input is neither a tensor nor None, a bool, a number or a string.
     """
-    keys = row_keys(batch, ignored)
+    keys = row_keys(batch, ignored, keeps_padding)
     return None if keys is None else [key.digest for key in keys]
 
 
-def row_keys(batch: Mapping[str, Any], ignored: Collection[str]) -> list[RowKey] | None:
+def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False) -> list[RowKey] | None:
     """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
     spans = spans_of(batch)
     if spans is None:
         return None
+    if keeps_padding:
+        spans = [slice(None)] * len(spans)
+    batch = by_sequences(batch)
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
@@ -198,6 +235,7 @@ class KeyingCollator:
         inner: the user's collator.
         on_keys: called with each batch's keys, in the process that collates it; it may ask the kernel to read ahead.
         ignored: names of inputs that are not part of a key.
+        keeps_padding: as for `content_keys`.
     """
 
     def __init__(
@@ -205,10 +243,12 @@ class KeyingCollator:
         inner: Callable[[list[Any]], Any],
         on_keys: Callable[[list[bytes]], None] | None = None,
         ignored: Collection[str] = NOT_IN_KEYS,
+        keeps_padding: bool = False,
     ) -> None:
         self.inner = inner
         self.on_keys = on_keys
         self.ignored = ignored
+        self.keeps_padding = keeps_padding
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the user's batch, with its keys if it is a mapping for which keys can be computed.
@@ -224,13 +264,15 @@ class KeyingCollator:
                 f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
-        keys = row_keys(batch, self.ignored)
+        keys = row_keys(batch, self.ignored, self.keeps_padding)
         if keys is None:
             return batch
         if self.on_keys is not None:
             with suppress(OSError):  # reading the entry later will report the error, or be a miss
                 self.on_keys([key.digest for key in keys])
         tensor = _as_tensor(keys)
+        if (count := sequences_per_sample(batch)) > 1:
+            tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
             return {**batch, KEYS_NAME: tensor}
         keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
@@ -245,7 +287,7 @@ def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
 
 
 def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
-    keys = keys.cpu()
+    keys = keys.cpu().reshape(-1, NO_KEYS.shape[1])
     digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
     if spans and spans[0][0] == _NO_KEY:
         return None

@@ -145,7 +145,7 @@ class NumberedBatches(Dataset[Any]):
         drop_last: whether to omit a last batch that is not full.
         seed: seed of all random numbers that are drawn while data is read.
         keyed: turns a collator into one that adds keys for the activation cache, from all inputs but those with the
-            given names; None for no keys.
+            given names, and from the padding if the last argument is set; None for no keys.
         node_shares: number of processes on each node, if samples must stay with a node.
         agree: returns rank 0's value on every process; collective.
         draws_as_stock: let a sampler without its own generator draw from the global ones in their current state; then
@@ -165,7 +165,7 @@ class NumberedBatches(Dataset[Any]):
         global_batch_size: int,
         drop_last: bool = False,
         seed: int = 0,
-        keyed: Callable[[Collator, frozenset[str]], Collator] | None = None,
+        keyed: Callable[[Collator, frozenset[str], bool], Collator] | None = None,
         node_shares: Sequence[int] = (1,),
         agree: Callable[[list[int]], list[int]] = lambda order: order,
         draws_as_stock: bool = False,
@@ -173,9 +173,9 @@ class NumberedBatches(Dataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._keyed = keyed or (lambda plain, not_in_keys: plain)
-        self._not_in_keys: frozenset[str] = frozenset()
-        self._keying_collate_fn = self._keyed(collate_fn, self._not_in_keys)
+        self._keyed = keyed or (lambda plain, not_in_keys, keeps_padding: plain)
+        self._keyed_by: tuple[frozenset[str], bool] = (frozenset(), False)
+        self._keying_collate_fn = self._keyed(collate_fn, *self._keyed_by)
         self.global_batch_size = global_batch_size
         self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
@@ -222,16 +222,21 @@ class NumberedBatches(Dataset[Any]):
 
     def use_collator(self, collate_fn: Collator) -> None:
         """Change the collator; takes effect when an epoch begins."""
-        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn, self._not_in_keys)
+        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn, *self._keyed_by)
         self._iterator, self._ahead, self._loader = None, None, self._make_loader()
 
-    def leave_out_of_keys(self, names: frozenset[str]) -> None:
-        """Compute keys without these inputs, which the model never gets; takes effect when an epoch begins."""
-        if names == self._not_in_keys:
+    def key_by(self, left_out: frozenset[str], keeps_padding: bool = False) -> None:
+        """Compute keys in another way; takes effect when an epoch begins.
+
+        Args:
+            left_out: names of inputs that the model never gets.
+            keeps_padding: whether padding is a part of the keys.
+        """
+        if (left_out, keeps_padding) == self._keyed_by:
             return
-        self._not_in_keys = names
+        self._keyed_by = left_out, keeps_padding
         if self.is_iterable:  # collated here, batch by batch; a stream may be read only once
-            self._keying_collate_fn = self._keyed(self.collate_fn, names)
+            self._keying_collate_fn = self._keyed(self.collate_fn, *self._keyed_by)
         else:
             self.use_collator(self.collate_fn)
 
@@ -276,11 +281,24 @@ class NumberedBatches(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read already and is kept
-        self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None
+        self._enter(epoch)
         for part in (self.sampler, self.dataset):
             follow = getattr(part, "set_epoch", None)
             if follow is not None:
                 follow(epoch)
+
+    def begin_again(self) -> None:
+        """Begin another pass, whose epoch nobody has set, like Accelerate's loader: the sampler is asked again.
+
+        A sampler that is told the epoch is told the same one as before. Any other draws a new order.
+        """
+        if self.is_iterable or hasattr(self.sampler, "set_epoch"):
+            self.set_epoch(self._epoch)
+        else:
+            self._enter(self._epoch + 1)  # seeds depend on the number
+
+    def _enter(self, epoch: int) -> None:
+        self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None
 
     def reslice(self, parts: int, index: int) -> None:
         """Take slice `index` of `parts` from the next number on. Prefetched batches are read again, none is lost."""
@@ -523,6 +541,7 @@ class NumberedLoader(DataLoader[Any]):
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
         self._epoch_read: int | None = None  # to its end, and not set since
+        self._has_begun = False  # since the epoch was set
 
     def __iter__(self) -> Any:
         if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
@@ -531,6 +550,9 @@ class NumberedLoader(DataLoader[Any]):
         if self._epoch_read == self.dataset.epoch:
             # the loop has not set it (it reads a user's wrapper), and would get the same order again
             self.set_epoch(self.dataset.epoch + 1)
+        elif self._has_begun:  # the loop knows the length, and has not asked for more than the last batch
+            self.dataset.begin_again()
+        self._has_begun = True
         return self._one_epoch(super().__iter__())
 
     def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -547,7 +569,7 @@ class NumberedLoader(DataLoader[Any]):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch_read = None
+        self._epoch_read, self._has_begun = None, False
         self.dataset.set_epoch(epoch)
 
 

@@ -54,6 +54,19 @@ class Unit:
     stack: int
 
 
+@dataclass(frozen=True)
+class CalledWith:
+    """Which inputs of a batch the user's code calls the model with.
+
+    Attributes:
+        kept_back: inputs that it does not pass to the model (sample weights, labels that it takes out).
+        added: plain values that it adds (`use_cache=False`).
+    """
+
+    kept_back: frozenset[str] = frozenset()
+    added: Mapping[str, Any] = field(default_factory=dict)
+
+
 Observer = Callable[[Unit, Any], None]
 """Called with each unit that has been computed, and with its output."""
 
@@ -146,11 +159,24 @@ class LayerRangeRunner:
         model: the complete model.
         stacks: for each stack of layers, the names of its modules in the model.
         copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
+        taps: for each layer, the names of modules inside it whose outputs the model reads through hooks on them (the
+            routers of experts). They are part of the layer's carry; where the layer does not run, the hooks get them.
     """
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Sequence[str]], copies_carry: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: Sequence[Sequence[str]],
+        copies_carry: bool = False,
+        taps: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.model = model
         self._copies_carry = copies_carry
+        self._taps = {
+            layer: tuple(model.get_submodule(name) for name in names) for layer, names in (taps or {}).items() if names
+        }
+        self._tapped: dict[nn.Module, Any] = {}  # what tapped modules of the unit that runs have returned
+        self._handed_on: dict[nn.Module, Any] = {}  # what tapped modules of a unit that does not run shall return
         self.units: tuple[Unit, ...] = ()
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
@@ -160,8 +186,11 @@ class LayerRangeRunner:
         self._on_entry: Callable[[], None] | None = None
         self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
-        self.kept_back: frozenset[str] = frozenset()
-        """Names of inputs that the loss withholds from the model (sample weights); it is called without them."""
+        self.called = CalledWith()
+        """How the loss calls the model on inputs of the batch. Stages below the loss call it likewise.
+
+        What is added is left out where the whole model runs, which may refuse it without what else the loss adds.
+        """
         self.takes_batch = True
         """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
 
@@ -169,9 +198,6 @@ class LayerRangeRunner:
         """
         self.nested_in: str | None = None
         """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
-        self.added: dict[str, Any] = {}
-        """Settings that the loss adds to the model's inputs (`use_cache=False`). Stages below the loss use them, too;
-        the whole model may refuse them without what else the loss adds."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
         for stack, names in enumerate(stacks):
             for name in names:
@@ -192,6 +218,8 @@ class LayerRangeRunner:
         for stack, name, module in self._layers:
             forward = self._ranged_forward(Unit(name, module, stack), module.forward)
             self._replaced.append(MethodOverride(module, "forward", forward))
+        for tap in {module: None for modules in self._taps.values() for module in modules}:
+            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, tap.forward)))
         self._hook = self.model.register_forward_pre_hook(
             lambda module, _: self._begin_call() if module is self.model else None  # ignores copies of the model
         )
@@ -247,6 +275,15 @@ class LayerRangeRunner:
             self._frozen.begin()
         else:
             self._frozen.forget()
+
+    @contextmanager
+    def calling_with(self, called: CalledWith) -> Iterator[None]:
+        """Inside, call the model as a prediction does, which may call it in another way than the loss."""
+        before, self.called = self.called, called
+        try:
+            yield
+        finally:
+            self.called = before
 
     @contextmanager
     def training_before_units(self) -> Iterator[None]:
@@ -322,7 +359,7 @@ class LayerRangeRunner:
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
-                self.model(**{**self.added, **self.arguments(batch)})
+                self.model(**{**self.called.added, **self.arguments(batch)})
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}
@@ -366,7 +403,7 @@ class LayerRangeRunner:
             # some models write their results into the dict that they are called on
             name: in_new_containers(value) if isinstance(value, Mapping) else value
             for name, value in batch.items()
-            if name not in self.kept_back
+            if name not in self.called.kept_back
         }
         return given if self.nested_in is None else {self.nested_in: given}
 
@@ -443,20 +480,48 @@ class LayerRangeRunner:
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 if self._copies_carry:
                     values = tuple(value.clone() for value in values)
-                return self._structure(index, unit, len(values)).rebuild(values)
+                return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
             if self._on_entry is not None:
                 self._on_entry()
             output = self._frozen.run(index, original, *args, **kwargs)
-            current.outputs[unit.stack] = output
+            carried = self._with_tapped(unit, output)
+            current.outputs[unit.stack] = carried
             if current.calls is not None:
-                current.structures.append(_OutputStructure.of(output))
+                current.structures.append(_OutputStructure.of(carried))
             if current.observer is not None:
-                current.observer(unit, output)
+                current.observer(unit, carried)
             if index + 1 == current.stop:
                 raise _RangeDone
             return output
 
         return forward
+
+    def _tapped_forward(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module in self._handed_on:
+                return self._handed_on.pop(module)
+            output = original(*args, **kwargs)
+            if self._pass is not None:
+                self._tapped[module] = output
+            return output
+
+        return forward
+
+    def _with_tapped(self, unit: Unit, output: Any) -> Any:
+        """What is carried of a unit that has run: its output, and those of its tapped modules."""
+        taps = self._taps.get(unit.name)
+        return output if taps is None else (output, [self._tapped.pop(module) for module in taps])
+
+    def _hand_on(self, unit: Unit, carried: Any) -> Any:
+        """Return the output of a unit that does not run. The hooks on its tapped modules are called, as if it ran."""
+        taps = self._taps.get(unit.name)
+        if taps is None:
+            return carried
+        output, tapped = carried
+        for module, value in zip(taps, tapped, strict=True):
+            self._handed_on[module] = value
+            module()
+        return output
 
     def _refuse_own_backward(self, unit: Unit) -> None:
         """Refuse a unit that is called inside the forward of an autograd function, as Reformer's layers are.

@@ -133,11 +133,18 @@ class LayerStack:
             stacks = find_stacks(model, batch if nested_in is None else {nested_in: batch})
             alone = [[name] for names in stacks for name in names]
             refusals: list[UnsupportedModelError] = []
-            for runner in (
-                LayerRangeRunner(model, stacks),
-                LayerRangeRunner(model, alone),
-                LayerRangeRunner(model, alone, copies_carry=True),
-            ):
+            taps = (
+                _tapped_modules(model, stacks, batch if nested_in is None else {nested_in: batch})
+                if has_router_loss(model)
+                else {}
+            )
+            runners = [
+                LayerRangeRunner(model, alone, taps=taps),
+                LayerRangeRunner(model, alone, copies_carry=True, taps=taps),
+            ]
+            if not taps:
+                runners.insert(0, LayerRangeRunner(model, stacks))
+            for runner in runners:
                 runner.nested_in = nested_in
                 try:
                     stack = cls._discover_with(runner, batch)
@@ -269,18 +276,9 @@ def refuse_by_configuration(model: nn.Module) -> None:
     """Refuse models whose configuration alone shows that they have no exact pipeline.
 
     Raises:
-        UnsupportedModelError: for a router loss over all layers, outputs of all layers, or layers that are skipped at
-            random.
+        UnsupportedModelError: for outputs of all layers, or layers that are skipped at random.
     """
-    config = getattr(model, "config", None)
-    configs = [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
-    for part in configs:
-        if getattr(part, "output_router_logits", False):
-            raise UnsupportedModelError(
-                model,
-                "output_router_logits=True adds a loss over the routers of all layers, but no stage holds them all.",
-                "Set config.output_router_logits=False.",
-            )
+    for part in _configs(model):
         for field in ("output_hidden_states", "output_attentions"):
             if getattr(part, field, False):
                 raise UnsupportedModelError(
@@ -295,6 +293,17 @@ def refuse_by_configuration(model: nn.Module) -> None:
                     f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
                     f"Set config.{field}=0.0.",
                 )
+
+
+def has_router_loss(model: nn.Module) -> bool:
+    """Whether the model adds a loss over the routers of all layers, which is one of the whole batch."""
+    return any(getattr(part, "output_router_logits", False) for part in _configs(model))
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The model's configuration, and those of its parts."""
+    config = getattr(model, "config", None)
+    return [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
 
 
 def refuse_weights_with_state(model: nn.Module) -> None:
@@ -425,6 +434,47 @@ def _dependent_members(model: nn.Module, lists: Sequence[list[str]], batch: dict
         if len(numbers) > 1 and all(one in behind[other] for one, other in pairwise(numbers))
         for name in names
     ]
+
+
+def _tapped_modules(
+    model: nn.Module, stacks: Sequence[Sequence[str]], batch: dict[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """For each layer, the modules inside it whose output tensors the model returns although the layer does not.
+
+    transformers collects them by hooks on these modules (routers of experts), which are not called where the layer
+    does not run.
+    """
+    returned_by: dict[int, list[str]] = {}
+    kept: list[Any] = []  # so that ids are not reused
+    hooks = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            kept.append(output)
+            for tensor in tensors_of(output):
+                returned_by.setdefault(id(tensor), []).append(name)
+
+        return hook
+
+    layers = [name for names in stacks for name in names]
+    for layer in layers:
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+            hooks.append(module.register_forward_hook(note(name)))
+    try:
+        with torch.no_grad():
+            output = model(**in_new_containers(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {name for tensor in tensors_of(output) for name in returned_by.get(id(tensor), ())}
+    return {
+        layer: tuple(
+            name
+            for name, module in model.get_submodule(layer).named_modules(prefix=layer)
+            if name != layer and name in found and module._forward_hooks
+        )
+        for layer in layers
+    }
 
 
 def _noting(

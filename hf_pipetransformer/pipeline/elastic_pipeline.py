@@ -19,6 +19,7 @@ from torch import nn
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import BatchKeys, named_inputs
 from ..model.frozen_prefix import FreezableLayers
+from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
@@ -394,7 +395,7 @@ class ElasticPipeline(nn.Module):
         if self.is_split:
             if not is_trained:
                 inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
-                return self.predict(inputs, lambda rows: self.model(**rows))
+                return self.predict(inputs, CalledWith(), lambda rows: self.model(**rows))
             raise ValueError(
                 "The model is split over several stages, and during training a single stage has no model output. In"
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
@@ -411,13 +412,18 @@ class ElasticPipeline(nn.Module):
         with self.stack.runner.to_the_end(0, None):
             return self.model(*positional, **batch)
 
-    def predict(self, batch: Batch, head: Callable[[Batch], Any]) -> Any:
+    def predict(self, batch: Batch, called: CalledWith, head: Callable[[Batch], Any]) -> Any:
         """The last stage's outputs for this process's own batch, prepared: `prediction.predict`.
 
         Collective over the pipeline.
+
+        Args:
+            batch: this process's samples.
+            called: how `head` calls the model on them.
+            head: as in `prediction.predict`.
         """
         placed = self._current
-        return prediction.predict(placed.stage, placed.messages, placed.of_each_stage(batch), head)
+        return prediction.predict(placed.stage, placed.messages, placed.of_each_stage((batch, called)), head)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

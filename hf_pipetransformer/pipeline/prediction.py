@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..model.layer_range import CalledWith
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows
 from ..randomness import generators_kept, seeded
@@ -16,7 +17,10 @@ from .stage import StageModule, as_carry
 
 @torch.no_grad()
 def predict(
-    stage: StageModule, messages: PipelineMessages, batches: Sequence[Batch], head: Callable[[Batch], Any]
+    stage: StageModule,
+    messages: PipelineMessages,
+    batches: Sequence[tuple[Batch, CalledWith]],
+    head: Callable[[Batch], Any],
 ) -> Any:
     """Return the last stage's outputs for this process's own batch. Collective over the pipeline.
 
@@ -26,14 +30,15 @@ def predict(
     Args:
         stage: this process's stage, one of several.
         messages: sends to and receives from the other stages.
-        batches: the batch of each stage's process, in the order of stages, as that process has prepared it.
+        batches: the batch of each stage's process, in the order of stages, as that process has prepared it, and how
+            `head` will call the model on it.
         head: runs the model on a batch on the last stage, and returns nested mappings, lists and tuples of tensors.
     """
     pending: Pending = []
     results: list[Any] = []
-    for rows in batches:
+    for rows, called in batches:
         values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
-        with naming_long_rows(stage.stack.model, rows):
+        with naming_long_rows(stage.stack.model, rows), stage.stack.runner.calling_with(called):
             if not stage.is_last:
                 pending += messages.send_values(stage.slots_out, stage.carry_on(values, rows))
             else:

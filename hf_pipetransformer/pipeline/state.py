@@ -24,6 +24,10 @@ Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
 
 
+Member = str | nn.Parameter
+"""A parameter in an optimizer's group: the model's by its name, any other one itself."""
+
+
 @dataclass(frozen=True)
 class WholeParameter:
     """A complete parameter's values and gradient, kept while an evaluation uses a part of the model."""
@@ -366,7 +370,7 @@ class OptimizerState:
     and loading it keeps this process's part.
 
     In a single process it may also update parameters outside of the model, such as a loss's own. They stay in their
-    groups, after the model's.
+    groups, at their places among the model's.
 
     Args:
         optimizer: created by the rules of `torch.optim` from the parameters of the table.
@@ -392,7 +396,7 @@ class OptimizerState:
                 " trainer. (A loss with parameters of its own can be trained in one process: their gradients would"
                 " not be reduced over several.)"
             )
-        self._known_groups: list[list[str]] = []
+        self._members: list[list[Member]] = []
         self._gathered: dict[str, Any] | None = None
         # stands in for the parameters of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
@@ -403,11 +407,28 @@ class OptimizerState:
         self.keep_what_is_here()
 
     @property
+    def _group_members(self) -> list[list[Member]]:
+        """The parameters of each group of the optimizer for the whole model, in the order of the user's lists.
+
+        Includes groups that a callback has appended, and parameters outside of the model that it has added to a group.
+        """
+        groups = self.optimizer.param_groups
+        self._members += [[] for _ in groups[len(self._members) :]]
+        for group, members in zip(groups, self._members, strict=True):
+            is_new = not members
+            known = {id(member) for member in members}
+            for parameter in group["params"]:
+                name = self._name_of.get(id(parameter))
+                if name is None and id(parameter) not in known and parameter is not self._idle_parameter:
+                    members.append(parameter)
+                elif name is not None and is_new:
+                    members.append(name)
+        return self._members
+
+    @property
     def _group_names(self) -> list[list[str]]:
-        """The names of the model's parameters in each group, including groups that a callback has appended."""
-        for group in self.optimizer.param_groups[len(self._known_groups) :]:
-            self._known_groups.append([self._name_of[id(p)] for p in group["params"] if id(p) in self._name_of])
-        return self._known_groups
+        """The names of the model's parameters in each group."""
+        return [[member for member in members if isinstance(member, str)] for members in self._group_members]
 
     def release(self) -> None:
         """Restore the optimizer's parameter lists over the whole model and remove the hooks. Not collective.
@@ -416,8 +437,8 @@ class OptimizerState:
         """
         for hook in self._hooks:
             hook.remove()
-        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            group["params"] = [*(self._table[name] for name in names), *self._foreign(group)]
+        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
+            group["params"] = [self._parameter(member) for member in members]
         self.optimizer.state.pop(self._idle_parameter, None)
 
     def holders(self) -> Holders:
@@ -434,9 +455,8 @@ class OptimizerState:
 
         Parameters that the user has frozen temporarily stay, with their state and without a gradient.
         """
-        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            mine = [self._table[name] for name in names if self._updates(name)]
-            group["params"] = [*mine, *self._foreign(group)]
+        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
+            group["params"] = [self._parameter(member) for member in members if self._updates(member)]
         if self._is_idle:
             self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
         kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -484,10 +504,10 @@ class OptimizerState:
         if self._mesh.rank == 0:
             groups: list[dict[str, Any]] = []
             states: list[dict[str, Any]] = []  # of each parameter, in the order of their numbers
-            for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+            for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
                 first = len(states)
-                states += [state.get(name, {}) for name in names]
-                states += [self._copied_state(p) for p in self._foreign(group)]
+                for member in members:
+                    states.append(state.get(member, {}) if isinstance(member, str) else self._copied_state(member))
                 groups.append({**group, "params": list(range(first, len(states)))})
             self._gathered = {
                 "state": {number: values for number, values in enumerate(states) if values},
@@ -512,17 +532,19 @@ class OptimizerState:
         self.optimizer.state.pop(self._table[name], None)
 
     # ------------------------------------------------------------------------------------ inside
-    def _foreign(self, group: dict[str, Any]) -> list[nn.Parameter]:
-        """The parameters of a group that do not belong to the model."""
-        return [p for p in group["params"] if id(p) not in self._name_of and p is not self._idle_parameter]
+    def _parameter(self, member: Member) -> nn.Parameter:
+        return self._table[member] if isinstance(member, str) else member
 
     def _copied_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state for a parameter, with its tensors on the CPU."""
         state = self.optimizer.state.get(parameter, {})
         return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
-    def _updates(self, name: str) -> bool:
-        return self._weights.is_here(name) and not self._weights.is_frozen(name)
+    def _updates(self, member: Member) -> bool:
+        """Whether this process updates a parameter; those outside of the model are here and never frozen."""
+        if not isinstance(member, str):
+            return True
+        return self._weights.is_here(member) and not self._weights.is_frozen(member)
 
     def _gather(self, holders: Holders) -> dict[str, dict[str, Any]]:
         """On rank 0: parameter name -> its optimizer state, on the CPU."""
@@ -553,17 +575,15 @@ class OptimizerState:
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        foreign = [len(self._foreign(group)) for group in self.optimizer.param_groups]
-        sizes = [len(names) + more for names, more in zip(self._group_names, foreign, strict=True)]
-        if [len(numbers) for numbers in saved] != sizes:
+        if [len(numbers) for numbers in saved] != [len(members) for members in self._group_members]:
             return None
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         position = 0
-        for group, numbers, names in zip(state_dict["param_groups"], saved, self._group_names, strict=True):
+        for group, numbers, members in zip(state_dict["param_groups"], saved, self._group_members, strict=True):
             here = []
-            for number, name in zip(numbers, [*names, *[None] * (len(numbers) - len(names))], strict=True):
-                if name is None or self._updates(name):  # those outside of the model have no name
+            for number, member in zip(numbers, members, strict=True):
+                if self._updates(member):
                     if number in state_dict["state"]:
                         values = state_dict["state"][number]
                         # copied, because a memory-mapped file may be damaged or deleted later

@@ -113,7 +113,7 @@ class AutoCache:
         store: the store of this node.
         reasons: for each number of layers, why their output must not be cached; None if it may be.
         is_forced: cache even if loading is slower than computing.
-        seconds_per_row: forward time per sample of each unit, in seconds; None if not measured.
+        seconds_per_row: forward time per sample (per sequence of it) of each unit, in seconds; None if not measured.
         description: everything that the hidden states depend on besides the weights.
         current: the file that names the generations being read, for the loaders' workers.
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
+from ..cache.content_keys import sequences_per_sample
 from ..cache.sharing import open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
@@ -60,9 +62,7 @@ def make_cache(
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
     collate: Callable[[Sequence[Any]], Batch] = job.collator(data.collate_fn)
-    not_in_keys = job.not_in_keys | runner.kept_back
-    if isinstance(data, NumberedBatches):
-        data.leave_out_of_keys(runner.kept_back)
+    not_in_keys = job.not_in_keys | runner.called.kept_back
 
     def loss_of_batch(batch: Batch) -> torch.Tensor:
         # methods that the user has overridden may draw random numbers, or collect metrics
@@ -83,15 +83,25 @@ def make_cache(
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
         capacity *= calls_per_sample
+    probe = partial(
+        probe_boundaries, pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
+    )
+    keeps_padding = False
     with trainer.compute_loss_context_manager():
-        verdicts = probe_boundaries(
-            pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
-        )
+        verdicts = probe()
+        if any(verdict.reads_padding for verdict in verdicts) and not any(verdict.slot for verdict in verdicts):
+            with_padding = probe(keeps_padding=True)
+            keeps_padding = any(verdict.slot is not None for verdict in with_padding)
+            verdicts = with_padding if keeps_padding else verdicts
+    keeps_padding = all(pipeline.mesh.gather_objects(keeps_padding))
+    if isinstance(data, NumberedBatches):
+        data.key_by(runner.called.kept_back, keeps_padding)
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
     # probe_boundaries has refused a collator that cannot collate all of them together
     rows = on_device(collate(samples) if slots else {}, torch.device("cpu"))
+    sequences = sequences_per_sample(rows)
     mesh = pipeline.mesh
     reasons: dict[int, str | None] = {}
     for reason in mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
@@ -114,11 +124,12 @@ def make_cache(
         slots,
         store,
         mesh.rank,
-        max(capacity, LEAST_CAPACITY),
+        max(capacity * sequences, LEAST_CAPACITY),
         storage_dtype,
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
         not_in_keys,
+        keeps_padding,
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(
@@ -127,7 +138,7 @@ def make_cache(
         store,
         reasons,
         is_forced=args.activation_cache == "on",
-        seconds_per_row=[unit.forward.per_row for unit in times.units] if times is not None else None,
+        seconds_per_row=[unit.forward.per_row / sequences for unit in times.units] if times is not None else None,
         # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
         current=generations,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
+from ..cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..model.frozen_prefix import FreezableLayers
+from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
@@ -168,7 +170,8 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
         ValueError: it does not, so the processes would reduce gradients in different ways.
     """
     runner = stack.runner
-    mine = (runner.takes_batch, runner.nested_in, sorted(runner.kept_back), sorted(map(str, runner.added.items())))
+    called = runner.called
+    mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
     everyone = job.mesh.gather_objects(mine)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
@@ -216,7 +219,7 @@ def _take_apart(
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
         stack = LayerStack.discover(model, inputs, called.nested_in)
-        stack.runner.kept_back, stack.runner.added = called.kept_back, called.added
+        stack.runner.called = called.called
         stack.runner.takes_batch = called.takes_batch
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
@@ -241,6 +244,32 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         batch: the batch.
         only_first: whether to leave the loss at its first call, so that the model does not run.
     """
+    trainer, model = job.trainer, job.model
+    given = KeyedInputs({})
+    with (
+        evaluation_mode(model),
+        torch.no_grad(),
+        left_as_found(model, trainer),
+        seeded(job.args.seed),
+        noting_calls(model, only_first) as calls,
+    ):
+        inputs = dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch)))))
+        given = KeyedInputs(inputs)
+        with job.computing_loss():
+            trainer.compute_loss(model, as_the_user_made_it(inputs))
+    return calls, given
+
+
+@contextmanager
+def noting_calls(model: nn.Module, only_first: bool) -> Iterator[list[Batch]]:
+    """Yield a list of the inputs, by name, of each call of a model inside the context.
+
+    An error inside ends the context, and is not raised again unless it is one of memory.
+
+    Args:
+        model: the model.
+        only_first: whether to leave the context at the first call, so that the model does not run.
+    """
     calls: list[Batch] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -250,15 +279,9 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         if only_first:
             raise _FirstCall
 
-    trainer, model = job.trainer, job.model
-    given = KeyedInputs({})
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
-            inputs = dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch)))))
-            given = KeyedInputs(inputs)
-            with job.computing_loss():
-                trainer.compute_loss(model, as_the_user_made_it(inputs))
+        yield calls
     except _FirstCall:
         pass
     except Exception as error:
@@ -266,7 +289,6 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
             raise
     finally:
         hook.remove()
-    return calls, given
 
 
 @dataclass(frozen=True)
@@ -274,22 +296,19 @@ class HowCalled:
     """How `compute_loss` calls the model.
 
     Attributes:
-        kept_back: inputs of the batch that it does not pass to the model, such as sample weights or labels that it
-            takes out.
+        called: which of the batch's inputs it passes to the model, if it calls it on them.
         takes_batch: whether it calls the model on the batch's inputs.
         nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
-        added: plain values that it adds to the model's inputs, such as `use_cache=False`.
     """
 
-    kept_back: frozenset[str] = frozenset()
+    called: CalledWith = field(default_factory=CalledWith)
     takes_batch: bool = True
     nested_in: str | None = None
-    added: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
         """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
         if self.takes_batch:
-            return {name: value for name, value in batch.items() if name not in self.kept_back}
+            return {name: value for name, value in batch.items() if name not in self.called.kept_back}
         calls, _ = calls_of_loss(job, batch, only_first=True)
         assert calls, "the loss has called the model on another batch"
         return calls[0] if self.nested_in is None else dict(calls[0][self.nested_in])
@@ -321,7 +340,12 @@ def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
         if job.args.uses_pipeline:
             raise_for_exchanged_inputs(job.model)
         return HowCalled()
-    return HowCalled(kept_back=frozenset(sample) - called_on, added=added_settings(sample, calls[0]))
+    return HowCalled(called_with(sample, calls[0]))
+
+
+def called_with(batch: Batch, call: Batch) -> CalledWith:
+    """Return which inputs of a batch a call of the model had, and what it had besides."""
+    return CalledWith(frozenset(batch) - call.keys() - {KEYS_NAME}, added_settings(batch, call))
 
 
 def _names(names: Collection[str], most: int = 4) -> str:

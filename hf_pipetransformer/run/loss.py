@@ -246,7 +246,7 @@ class BatchInFlight:
             yield
             return
         model, ignored = pipeline.model, self._loss.job.not_in_keys
-        given, settings = KeyedInputs(inputs), pipeline.stack.runner.added
+        given, settings = KeyedInputs(inputs), pipeline.stack.runner.called.added
 
         def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             called = named_inputs(model, args, kwargs)

@@ -20,7 +20,7 @@ import torch
 
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..model.layer_stack import LayerStack
+from ..model.layer_stack import LayerStack, has_router_loss
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import probe_loss
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
@@ -95,7 +95,7 @@ def find_reduction(
         _classes_of(job, sample),
         # a user-defined loss may use labels as indices, and an index of -100 destroys the CUDA context
         may_ignore=loss.is_stock or job.device.type == "cpu" or loss.has_ignored(sample),
-        model_inputs=[name for name in sample if name not in stack.runner.kept_back],
+        model_inputs=[name for name in sample if name not in stack.runner.called.kept_back],
     )
     exactly = without_autocast() if loss.is_exact else nullcontext()
     with job.mesh.failing_together(), exactly, naming_long_rows(job.model, sample):
@@ -115,6 +115,9 @@ def find_reduction(
     # results may differ between processes by rounding, or by what a collator draws
     found = job.mesh.gather_objects(mine)
     reduction = found[0].reduction
+    if has_router_loss(job.model):  # its share of the loss is too small for the probe
+        reason = "the router loss (output_router_logits=True) compares all tokens of a batch"
+        reduction = replace(unexamined(loss.shifts_labels, reason), blocks=reduction.blocks)
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
     stack.rows_per_sample = reduction.blocks
     if reduction.kind != "whole" and reduction.reason:

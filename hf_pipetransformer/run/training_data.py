@@ -165,7 +165,11 @@ def generations_file(job: TrainingJob) -> Path | None:
 
 
 def keying_collator(
-    job: TrainingJob, generations: Path, collate_fn: Any, kept_back: frozenset[str] = frozenset()
+    job: TrainingJob,
+    generations: Path,
+    collate_fn: Any,
+    kept_back: frozenset[str] = frozenset(),
+    keeps_padding: bool = False,
 ) -> KeyingCollator:
     """Wrap the user's collator so that it adds the cache key of each sample.
 
@@ -174,8 +178,9 @@ def keying_collator(
         generations: the file returned by `generations_file`.
         collate_fn: the user's collator.
         kept_back: names of further inputs that do not count: the loss does not pass them to the model.
+        keeps_padding: as for `content_keys`.
     """
-    return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys | kept_back)
+    return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys | kept_back, keeps_padding)
 
 
 def _order_of_first(job: TrainingJob, order: list[int]) -> list[int]:

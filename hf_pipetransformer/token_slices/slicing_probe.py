@@ -26,7 +26,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..model.layer_stack import LayerStack
+from ..model.layer_stack import LayerStack, has_router_loss
 from ..model.loss_scaling import IGNORED
 from ..model.micro_batch import Batch, batch_rows
 from ..model.placeholders import evaluation_mode
@@ -81,6 +81,10 @@ def probe_slicing(
         ValueError: if the batch is not informative: samples of one token, no gradient, or a loss that is not finite.
     """
     model = stack.model
+    if has_router_loss(model):
+        raise UnsupportedModelError(
+            model, "output_router_logits=True adds a loss that compares all tokens of a batch.", REMEDY
+        )
     windows = attention_windows(model)
     num_layers = len(windows.layers)
     if num_layers != stack.num_units:

@@ -341,6 +341,36 @@ def test_a_loss_over_padding_is_refused():
     assert_refused(probe(model, questions(), padding()), "the loss depends on the hidden state of padding")
 
 
+def test_a_loss_over_padding_is_accepted_with_the_padding_if_that_is_always_the_same():
+    def to_one_length(samples: list[Sample]) -> dict[str, Any]:
+        batch = padding()(samples)
+        missing = 16 - batch["input_ids"].shape[1]
+        padded = {name: nn.functional.pad(batch[name], (0, missing)) for name in ("input_ids", "attention_mask")}
+        return {**batch, **padded}
+
+    model = MODELS["bert-question-answering"].build()
+    assert accepted(probe(model, questions(), to_one_length, keeps_padding=True)) == [1, 2, 3, 4]
+    assert all(verdict.reads_padding for verdict in probe(model, questions(), to_one_length))
+    verdicts = probe(model, questions(), padding(), keeps_padding=True)
+    assert_refused(verdicts, "a sample has different inputs in another batch")
+
+
+@pytest.mark.parametrize("lengths", [(7, 3, 9, 5), (6, 6, 6, 6)], ids=["different", "alike"])
+def test_samples_of_several_sequences_are_accepted(lengths):
+    """Choices of an answer, padded to the longest one of the batch."""
+
+    def collate(samples: list[Sample]) -> dict[str, Any]:
+        flat = padding()([{"input_ids": choice} for sample in samples for choice in sample["choices"]])
+        batch = {name: value.view(len(samples), 2, -1) for name, value in flat.items()}
+        return {**batch, "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+    rows = [row["input_ids"] for row in text(lengths)]
+    samples = [{"choices": [row, row.flip(0)[: len(row) - i % 2]], "labels": i % 2} for i, row in enumerate(rows)]
+    verdicts = probe(MODELS["bert-multiple-choice"].build(), samples, collate)
+    assert [verdict.reason for verdict in verdicts] == [None] * 4
+    assert "padding" in verdicts[0].errors
+
+
 def test_it_is_the_loss_that_is_trained_that_counts():
     def over_padding(batch: dict[str, Any]) -> Tensor:
         return model(**batch).logits.square().mean()

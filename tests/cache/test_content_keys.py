@@ -314,6 +314,28 @@ def test_keys_are_cut_with_the_batch_and_are_no_input():
     assert popped(slice_rows(batch, 1, 3)) == content_keys(batch)[1:3]
 
 
+def test_each_sequence_of_a_sample_has_a_key_and_they_are_cut_with_the_sample():
+    """Inputs [samples, choices, tokens]."""
+    flat = {name: value for name, value in padded(WORDS).items() if name != "labels"}
+    choices = {name: value.view(2, 2, -1) for name, value in flat.items()} | {"labels": torch.tensor([0, 1])}
+    assert keys_of(choices) == keys_of(flat)
+    assert spans_of(choices) == spans_of(flat)
+    batch = KeyingCollator(FixedCollator(choices))([])
+    assert popped(slice_rows(batch, 1, 2)) == keys_of(flat)[2:]
+    topics = torch.tensor([3, 4])  # of the samples
+    assert keys_of({**choices, "topic": topics}) == keys_of({**flat, "topic": topics.repeat_interleave(2)})
+
+
+def test_padding_that_is_kept_is_a_part_of_the_key():
+    short, long = (padded(WORDS, length=length) for length in (6, 7))
+    assert keys_of(short) == keys_of(long)
+    kept, longer = (keys_of(batch, keeps_padding=True) for batch in (short, long))
+    assert not set(kept) & set(longer) and len(set(kept)) == len(WORDS)
+    keys = pop_keys(KeyingCollator(FixedCollator(short), keeps_padding=True)([]))
+    assert [key.digest for key in keys] == kept
+    assert [key.span for key in keys] == [slice(None)] * len(WORDS)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_keys_say_where_the_rows_tokens_are(side):
     batch = padded(WORDS, side=side)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from hf_pipetransformer.data.numbered_batches import (
     BatchSlice,
@@ -296,6 +296,36 @@ def test_a_sampler_without_a_seed_depends_on_seed_and_epoch_only():
     assert orders(seed=2) != [first, second]
 
 
+@pytest.mark.parametrize("reads_to_the_end", [True, False])
+def test_passes_whose_epoch_nobody_sets(reads_to_the_end):
+    """A user's wrapper without `set_epoch`; the loop knows the length and may not ask for more than the last batch.
+
+    As with Accelerate's loader: only a sampler that is told the epoch gives the same order in a pass after one that
+    was not read to its end.
+    """
+    data = Numbers(83)
+
+    def passes(sampler: Callable[[], Sampler]) -> list[list[int]]:
+        loaders = [NumberedLoader(NumberedBatches(data, sampler(), list, GLOBAL_BATCH, seed=1)) for _ in range(2)]
+        found = []
+        for _ in range(3):
+            orders = []
+            for seed, loader in enumerate(loaders):  # two processes, whose own random states say nothing
+                torch.manual_seed(seed)
+                batches = iter(loader)
+                read = list(batches) if reads_to_the_end else [next(batches) for _ in range(len(loader))]
+                orders.append(list(itertools.chain(*read)))
+            assert orders[0] == orders[1]
+            found.append(orders[0])
+        assert all(sorted(order) == list(range(83)) for order in found)
+        return found
+
+    first, second, third = passes(lambda: RandomSampler(data))
+    assert first != second and second != third and first != third
+    first, second, _ = passes(lambda: SeedableRandomSampler(data, data_seed=3))
+    assert (first == second) == (not reads_to_the_end)
+
+
 def test_the_order_is_agreed_upon_once_per_epoch():
     asked = []
 
@@ -443,5 +473,5 @@ def test_keys_of_fewer_inputs_cost_a_stream_no_sample() -> None:
 
     batches = NumberedBatches(Once(), None, torch.tensor, 4)
     batches.sample_rows(2)
-    batches.leave_out_of_keys(frozenset({"weights"}))
+    batches.key_by(frozenset({"weights"}))
     assert [row for batch in NumberedLoader(batches) for row in batch.tolist()] == list(range(12))

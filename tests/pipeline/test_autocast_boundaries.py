@@ -25,8 +25,11 @@ ROUNDING = 1e-6
 """Of gradients, relative: in float32."""
 
 
-def train(rank: int, world_size: int, folder: str, model: str | None) -> tuple[Outcome, set[Any], set[Any]]:
+def train(
+    rank: int, world_size: int, folder: str, model: str | None, casts_once: bool = True
+) -> tuple[Outcome, set[Any], set[Any]]:
     """Train in as many stages as processes; the types and bytes of what layers give, and of what is sent onward."""
+    torch.set_autocast_cache_enabled(casts_once)
     given: set[tuple[torch.dtype, int]] = set()
     sent_on: set[tuple[torch.dtype, int]] = set()
     carry_on = StageModule.carry_on
@@ -87,4 +90,13 @@ def test_what_travels_is_what_the_layer_gives(model: str | None, dtype: torch.dt
     for outcome in (first, last):
         assert outcome.losses == alone.losses
         step, expected = update(outcome, model), update(alone, model)
+        assert (step - expected).norm() < ROUNDING * expected.norm()
+
+
+def test_shared_weights_differ_by_where_autocast_sums_their_gradients(tmp_path: Path) -> None:
+    """One process casts a weight once, and sums the gradients of all its uses in bf16; each stage those of its own."""
+    ((alone, _, _),) = run_ranks(train, 1, str(tmp_path / "alone"), "albert", False)
+    for outcome, _, _ in run_ranks(train, 2, str(tmp_path / "two"), "albert", False):
+        assert outcome.losses == alone.losses
+        step, expected = update(outcome, "albert"), update(alone, "albert")
         assert (step - expected).norm() < ROUNDING * expected.norm()

@@ -349,6 +349,47 @@ def test_an_optimizer_of_another_model_is_named():
         OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
 
 
+def test_parameters_outside_of_the_model_keep_their_places():
+    """A loss's own, before and behind the model's in a group: the state is the stock optimizer's."""
+
+    class WithOwn(Spread):
+        def __init__(self) -> None:
+            super().__init__(stages=1)
+            self.own = [nn.Parameter(torch.full((3, 2), 0.5)), nn.Parameter(torch.full((2, 2), 0.25))]
+
+        def groups(self) -> list[dict]:
+            weights, others = super().groups()
+            return [{**weights, "params": [self.own[0], *weights["params"], self.own[1]]}, others]
+
+        def step(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+            for scale, parameter in enumerate(self.own, start=1):
+                parameter.grad = torch.full_like(parameter, 0.1 * scale + number)
+            super().step(optimizer, number)
+
+    alone, spread, stock = WithOwn(), WithOwn(), WithOwn()
+    reference, optimizer, fresh = (OPTIMIZERS["adamw"](s.groups()) for s in (alone, spread, stock))
+    alone.step(reference, 0)
+    spread.step(optimizer, 0)
+    state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
+    spread.keep_mine()
+    with state.gathered(spread.holders):
+        saved = optimizer.state_dict()
+    assert_equal_optimizer_states(saved, reference.state_dict())
+    fresh.load_state_dict(copy.deepcopy(saved))  # as the stock Trainer would resume
+
+    resumed = WithOwn()
+    second = OPTIMIZERS["adamw"](resumed.groups())
+    before = [list(map(id, group["params"])) for group in second.param_groups]
+    attached = OptimizerState(second, resumed.table, resumed.weights, resumed.mesh)
+    resumed.weights.freeze([EMBEDDING])
+    attached.keep_what_is_here()
+    second.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for one, other in zip(resumed.own, alone.own, strict=True):
+        assert torch.equal(second.state[one]["exp_avg"], reference.state[other]["exp_avg"])
+    attached.release()
+    assert [list(map(id, group["params"])) for group in second.param_groups] == before
+
+
 def test_a_state_dict_of_another_shape_is_left_to_torch():
     spread = Spread()
     optimizer = OPTIMIZERS["adamw"](spread.groups())

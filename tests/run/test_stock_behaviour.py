@@ -439,6 +439,18 @@ class WrapsItsLoader:
         return Chain(super().get_train_dataloader())  # type: ignore[misc]
 
 
+class ReadsToTheEnd:
+    """Its wrapper asks for the batch behind the last one, as one that reads ahead does."""
+
+    def get_train_dataloader(self) -> Any:
+        return AtOnce(super().get_train_dataloader())  # type: ignore[misc]
+
+
+class AtOnce(Chain):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(super().__iter__()))
+
+
 class GivesAGenerator:
     def get_train_dataloader(self) -> Any:
         return (batch for batch in super().get_train_dataloader())  # type: ignore[misc]
@@ -458,6 +470,13 @@ def loaders_of_other_origin_in_one(given: Classes) -> Any:
 @scenario
 def loader_in_a_wrapper(given: Classes) -> Any:
     return outcome(given.make(mixin=WrapsItsLoader))
+
+
+@scenario
+def loader_in_a_wrapper_with_other_samplers(given: Classes) -> Any:
+    """Nobody sets the epoch. Without a seed of its own, the sampler draws anew in each epoch."""
+    unseeded = {"accelerator_config": {"use_seedable_sampler": False}, "num_train_epochs": 3}
+    return [outcome(given.make(mixin=mixin, **unseeded)) for mixin in (WrapsItsLoader, ReadsToTheEnd)]
 
 
 @scenario

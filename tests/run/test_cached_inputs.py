@@ -1,0 +1,84 @@
+"""Inputs of other shapes than [samples, tokens], or whose padding the loss reads, in trainings with the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from selection import slow
+from torch.utils.data import Dataset
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
+
+from hf_pipetransformer.cache import activation_cache
+
+CHOICES = 3
+
+
+class Questions(Dataset):
+    """Each with some answers to choose from, of different lengths; the second answer of all is the same."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
+        lengths = torch.randint(4, 12, (CHOICES,), generator=generator).tolist()
+        answers = [torch.randint(5, 60, (length,), generator=generator) for length in lengths]
+        answers[1] = torch.arange(5, 10)
+        return {"input_ids": answers, "labels": int(answers[0][0]) % CHOICES}
+
+
+def padded_together(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """[samples, choices, tokens of the longest]."""
+    length = max(len(answer) for sample in samples for answer in sample["input_ids"])
+    ids = torch.zeros(len(samples), CHOICES, length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        for choice, answer in enumerate(sample["input_ids"]):
+            ids[row, choice, : len(answer)], mask[row, choice, : len(answer)] = answer, 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([s["labels"] for s in samples])}
+
+
+@dataclass(frozen=True)
+class ChoiceRun(Run):
+    def data(self, samples: int, seed: int = 0) -> Dataset:
+        return Questions(samples, seed)
+
+
+RUNS = {
+    "multiple choice": ChoiceRun(model="bert-multiple-choice", samples=48, per_device=4, accumulation=1, epochs=4),
+    "padding in the loss": Run("question-answering", samples=48, per_device=4, accumulation=1, epochs=4),
+}
+
+
+def train(rank: int, world_size: int, name: str, cache: str, folder: str) -> tuple[Outcome, list[float]]:
+    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
+    trainer = pipeline_trainer(
+        RUNS[name],
+        world_size,
+        folder,
+        activation_cache=cache,
+        freeze_policy="schedule",
+        freeze_schedule={1: 2},
+        elastic=False,
+    )
+    if name == "multiple choice":
+        trainer.data_collator, trainer.eval_dataset = padded_together, Questions(9, seed=9)
+    outcome = outcome_of(trainer)
+    return outcome, [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
+
+
+@pytest.mark.parametrize("stages", [1, *slow(2)])
+@pytest.mark.parametrize("name", RUNS)
+def test_cached(name: str, stages: int, tmp_path: Path) -> None:
+    computed = run_ranks(train, stages, name, "off", str(tmp_path / "off"))
+    read = run_ranks(train, stages, name, "on", str(tmp_path / "on"))
+    assert_same_training([outcome for outcome, _ in read], computed[0][0])
+    assert [hits[-1] for _, hits in read] == [1.0] * stages

@@ -1,0 +1,73 @@
+"""Losses that compare the samples of a batch: as in one process, in one pipeline with one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import MODELS, without_dropout
+from selection import slow
+from torch import nn
+from training_runs import Run, assert_same_training, pipeline, reference
+from transformers import BertModel
+
+from hf_pipetransformer import UnsupportedModelError
+
+SCHEDULE = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}}
+
+
+class InfoNCE:
+    """Pulls the embeddings of a class together, and apart from all others in the batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        labels = inputs["labels"]
+        output = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        embeddings = F.normalize(output.last_hidden_state[:, 0], dim=-1)
+        itself = torch.eye(len(embeddings))
+        logs = (embeddings @ embeddings.T / 0.5 - 1e9 * itself).log_softmax(-1)
+        positives = (labels[:, None] == labels).float() - itself
+        loss = -((logs * positives).sum(1) / positives.sum(1).clamp(min=1)).mean()
+        return (loss, output) if return_outputs else loss
+
+
+class Embedding(Run):
+    def build_model(self) -> nn.Module:
+        config = MODELS["bert-classification"].build().config
+        torch.manual_seed(0)
+        return without_dropout(BertModel(config))
+
+
+RUNS = {
+    "contrastive": Embedding(trainer=InfoNCE).with_options(remove_unused_columns=False, label_names=["labels"]),
+    "router loss": Run("causal-lm", model="mixtral-router-loss"),
+}
+RUNS = {name: replace(run, samples=83, per_device=16, accumulation=1) for name, run in RUNS.items()}
+
+
+def cut(rank: int, world_size: int, name: str, accumulation: int = 1, **options: Any) -> Any:
+    run = replace(RUNS[name], per_device=32 // accumulation, accumulation=accumulation)
+    return pipeline(rank, world_size, run, 2, "pipeline", **options)
+
+
+@pytest.mark.parametrize("options", [{}, *slow(SCHEDULE)], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", RUNS)
+def test_one_micro_batch_in_one_pipeline(name: str, options: dict[str, Any]) -> None:
+    """With frozen layers, too: the process that they set free does not become a replica."""
+    expected = reference(0, 1, RUNS[name]) if not options else run_ranks(alone, 1, name)[0]
+    assert_same_training(run_ranks(cut, 2, name, num_microbatches=1, **options), expected)
+
+
+def alone(rank: int, world_size: int, name: str) -> Any:
+    return pipeline(rank, world_size, replace(RUNS[name], per_device=64), 1, "alone", **SCHEDULE)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 1, "accumulation": 2}], ids=["M", "steps"])
+@pytest.mark.parametrize("name", RUNS)
+def test_parts_of_a_batch_are_refused(name: str, options: dict[str, Any]) -> None:
+    for error in run_ranks_expecting_error(cut, 2, name, **options):
+        assert isinstance(error, UnsupportedModelError)
+        assert "num_microbatches=1" in str(error) and "gradient_accumulation_steps=1" in str(error)
