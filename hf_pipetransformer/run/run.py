@@ -300,7 +300,7 @@ class PipelineRun(TrainerCallback):
         if self.cache is not None and plan.num_frozen_layers:
             if planner.num_cached:
                 self.cache.resume(planner.num_cached)
-            self.cache.freeze(plan.num_frozen_layers)
+            self.cache.freeze(plan.num_frozen_layers, is_start=trainer.state.global_step == 0)
         return pipeline
 
     def _set_up(self, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None) -> Setup:
