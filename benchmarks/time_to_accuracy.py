@@ -203,7 +203,9 @@ def train(task: Task, model: Encoder, recipe: Recipe, budget: float, rate: float
         prefix = Prefix(model, task.train.inputs)
         head = {id(p) for p in model.head.parameters()}
         body = [p for p in model.parameters() if id(p) not in head and p.requires_grad]
-        groups = [{"params": group, "factor": f} for group, f in ((body, 1.0), ([*model.head.parameters()], phase.head))]
+        groups = [
+            {"params": group, "factor": f} for group, f in ((body, 1.0), ([*model.head.parameters()], phase.head))
+        ]
         optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, weight_decay=0.0, fused=True)
         total = round(phase.epochs * steps_per_epoch)
         active, losses = 0, []

@@ -14,7 +14,9 @@ def report(entries: list[Entry]) -> None:
     for task in dict.fromkeys(entry["task"] for entry in entries):
         points = best_points([entry for entry in entries if entry["task"] == task])
         print(f"\n## {task}\n")
-        print("| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain at that budget |")
+        print(
+            "| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain at that budget |"
+        )
         print("|---|---|---|---|---|---|---|---|---|---|")
         for (recipe, budget), runs in sorted(points.items(), key=lambda point: (point[0][1], point[0][0] != "plain")):
             rival = points.get(("plain", budget), [])
@@ -35,7 +37,9 @@ def best_points(entries: list[Entry]) -> dict[tuple[str, float], list[Entry]]:
         found[entry["recipe"], entry["budget"]][entry["rate"]].append(entry)
     points = {}
     for point, by_rate in found.items():
-        first = {rate: _accuracy(run, "validation") for rate, runs in by_rate.items() for run in runs if run["seed"] == 0}
+        first = {
+            rate: _accuracy(run, "validation") for rate, runs in by_rate.items() for run in runs if run["seed"] == 0
+        }
         if first:
             points[point] = sorted(by_rate[max(first, key=lambda rate: first[rate])], key=lambda run: run["seed"])
     return points

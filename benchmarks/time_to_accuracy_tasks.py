@@ -198,7 +198,16 @@ OBJECTS = (
     ("the insurance", "my policy", "the coverage"),
     ("the restaurant table", "my dinner reservation", "the lunch for two"),
 )
-BEFORE = ("please", "hello,", "could you", "I would like to", "it is urgent:", "hi there, can you", "my wish is to", "")
+BEFORE = (
+    "please",
+    "hello,",
+    "could you",
+    "I would like to",
+    "it is urgent:",
+    "hi there, can you",
+    "my wish is to",
+    "",
+)
 UNWANTED = (
     "I do not want to {other}, I want to {wanted}",
     "{wanted}, but do not {other}",

@@ -291,6 +291,8 @@ class PipelineRun(TrainerCallback):
         self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
+        if self._checkpoint is None:
+            self.log.say_what_freezing_costs(pipeline.freezable)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:
             settled = kept["layout"]["microbatches"][pipeline.replica_index]

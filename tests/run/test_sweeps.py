@@ -17,28 +17,33 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import CacheCounts
+from hf_pipetransformer.run.cache_control import AutoCache
 
 RUN = Run(epochs=1, samples=48)
 FROM_THE_START = {0: 2}
 
 
-def counted(trainer: PipeTransformerTrainer) -> list[CacheCounts]:
-    """What the cache has counted in this process when the last step of each training is done."""
-    found: list[CacheCounts] = []
-    when_it_ends(trainer, lambda cache: found.extend([cache.cache.counts] if cache is not None else []))
+def counted(trainer: PipeTransformerTrainer) -> list[tuple[CacheCounts, int]]:
+    """When the last step of each training is done: what this process's cache has counted, and the cached layers."""
+    found: list[tuple[CacheCounts, int]] = []
+
+    def look(cache: AutoCache | None) -> None:
+        assert trainer.pipeline is not None
+        if cache is not None:
+            found.append((cache.cache.counts, trainer.pipeline.current_plan.num_cached_layers))
+
+    when_it_ends(trainer, look)
     return found
 
 
 def sharing(
     rank: int, world_size: int, run: Run, stages: int, folder: str, rows: list[int] | None = None, **options: Any
-) -> tuple[Outcome, list[CacheCounts], list[int]]:
+) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
     trainer = trainer_of(run, {0: stages, 2: stages}, FROM_THE_START, folder, **options)
     if rows is not None:
         trainer.train_dataset = Subset(run.data(96), rows)
     counts = counted(trainer)
-    outcome = outcome_of(trainer)
-    assert trainer.pipeline is not None
-    return outcome, counts, [trainer.pipeline.current_plan.num_cached_layers]
+    return outcome_of(trainer), counts
 
 
 @pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 2)])
@@ -47,28 +52,30 @@ def test_a_second_trial_reads_from_its_first_step(world: int, stages: int, tmp_p
     shared = {"activation_cache_dir": str(tmp_path / "cache")}
     other = RUN.with_options(seed=3, learning_rate=1e-3)
     first = run_ranks(sharing, world, RUN, stages, str(tmp_path / "a"), **shared)
-    assert sum(c.hits for _, counts, _ in first for c in counts) == 0
+    assert sum(counts.hits for _, [(counts, _)] in first) == 0
     second = run_ranks(sharing, world, other, stages, str(tmp_path / "b"), **shared)
-    of_first_stage = second[0][1][0]
+    _, [(of_first_stage, cached)] = second[0]
     assert of_first_stage.rows > 0 and of_first_stage.hits == of_first_stage.rows
-    assert sum(c.stored for _, counts, _ in second for c in counts) == 0
-    assert second[0][2] == [2]  # they count as cached, so that the stages are balanced without them
+    assert sum(counts.stored for _, [(counts, _)] in second) == 0
+    assert cached == 2  # they count as cached, so that the stages are balanced without them
     uncached = run_ranks(sharing, world, other, stages, str(tmp_path / "c"), activation_cache="off")
-    assert_same_training([outcome for outcome, *_ in second], uncached[0][0])
+    assert_same_training([outcome for outcome, _ in second], uncached[0][0])
 
 
 def test_folds_share_what_they_have_in_common(tmp_path: Path) -> None:
     """Half of the second fold's samples are those of the first, under the same name although the data set is another."""
     shared = {"activation_cache_dir": str(tmp_path / "cache")}
     run_ranks(sharing, 1, RUN, 1, str(tmp_path / "a"), list(range(48)), **shared)
-    ((_, (counts,), cached),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "b"), list(range(24, 72)), **shared)
+    ((_, [(counts, cached)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "b"), list(range(24, 72)), **shared)
     assert (counts.rows, counts.hits, counts.stored) == (48, 24, 24)
-    assert cached == [0]  # not nearly all of them
-    ((_, (counts,), _),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "c"), list(range(72)), **shared)
+    assert cached == 0  # not nearly all of them are there
+    ((_, [(counts, _)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "c"), list(range(72)), **shared)
     assert counts.hits == 72
 
 
-def adapted(rank: int, world_size: int, run: Run, folder: str, **options: Any) -> tuple[Outcome, list[CacheCounts]]:
+def adapted(
+    rank: int, world_size: int, run: Run, folder: str, **options: Any
+) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
     """LoRA on the upper two of four layers, over the lower two."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -87,7 +94,7 @@ def test_adapters_of_upper_layers_train_over_a_cached_prefix(tmp_path: Path) -> 
     shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
     run_ranks(adapted, 1, RUN, str(tmp_path / "a"), **shared)
     other = RUN.with_options(seed=3)
-    ((outcome, (counts,)),) = run_ranks(adapted, 1, other, str(tmp_path / "b"), **shared)
+    ((outcome, [(counts, _)]),) = run_ranks(adapted, 1, other, str(tmp_path / "b"), **shared)
     assert counts.hits == counts.rows == RUN.samples
     ((uncached, _),) = run_ranks(adapted, 1, other, str(tmp_path / "c"), activation_cache="off")
     assert_same_training([outcome], uncached)
@@ -127,11 +134,11 @@ def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any
         hp_space=lambda trial: trial, n_trials=len(trials), backend="wandb", compute_objective=sum, trials=trials
     )
     assert trainer.hp_search_backend is None and len(search.seen) == len(trials)
-    return [(count.rows, count.hits) for count in counts]
+    return [(count.rows, count.hits) for count, _ in counts]
 
 
 def test_the_trials_of_a_search_share_the_default_store(tmp_path: Path) -> None:
-    """The third one freezes other layers, which the trial says; its own samples are computed from what is there."""
+    """The third one freezes other layers, as the trial says, so it computes its samples."""
     trials = [{"learning_rate": 1e-3}, {"learning_rate": 2e-3}, {"learning_rate": 2e-3, "freeze_schedule": {0: 3}}]
     (found,) = run_ranks(searched, 1, str(tmp_path / "out"), trials)
     assert found == [(48, 0), (48, 48), (48, 0)]
