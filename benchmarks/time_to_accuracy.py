@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from time_to_accuracy_model import Encoder, Packing
-from time_to_accuracy_report import report
-from time_to_accuracy_tasks import TASKS, Split, Task, make_task
 
 from hf_pipetransformer.freezing import AlphaPolicy, FreezeDecision, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.freezing.policies import next_num_frozen
+
+from time_to_accuracy_model import Encoder, Packing
+from time_to_accuracy_report import report
+from time_to_accuracy_tasks import TASKS, Split, Task, make_task
 
 HEAD = 5.0
 """The head, which starts at random, has a learning rate larger by this factor."""

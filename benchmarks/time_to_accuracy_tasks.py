@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from time_to_accuracy_model import (
     ClassHead,
     Encoder,
@@ -32,7 +34,6 @@ from time_to_accuracy_model import (
     TokenEmbedding,
     bert_layers,
 )
-from torch import nn
 
 Inputs = list[torch.Tensor]
 

@@ -16,8 +16,8 @@ from torch import nn
 from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys
-from ..cache.sharing import open_store
 from ..cache.shared_samples import agreed_samples
+from ..cache.sharing import open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
