@@ -10,7 +10,7 @@ Trials differ in learning rate and seed (head, order of the samples). Each of th
     plain         nothing is frozen
     frozen        the first `--frozen` layers from the start; the first trial fills the store, the others read it
     lora          adapters on all layers, all else but the head frozen by PEFT: no layer is skipped
-    lora-upper    adapters on the layers above the first `--frozen`, which are frozen from the start and shared as above
+    lora-upper    adapters on the layers above the first `--frozen`, which are frozen and shared as above
 
 The ways take turns trial by trial, so that a machine that gets slower meets all of them. Counted cost: for each sample
 and layer 3 if it trains, 2 with an adapter, 1 if it is frozen and computed, 0 if it is read, over that of plain

@@ -4,17 +4,19 @@
     OMP_NUM_THREADS=1 python benchmarks/time_to_accuracy.py --data data --output fronts.jsonl
     python benchmarks/time_to_accuracy.py --output fronts.jsonl --report
 
-The tasks and the recipes are in `time_to_accuracy_tasks.py` and in `RECIPES`, the training is a plain PyTorch loop over
-the model of `time_to_accuracy_model.py`, which asks this library's freeze policies.
+The tasks and the recipes are in `time_to_accuracy_tasks.py` and in `RECIPES`, the training is a plain PyTorch loop
+over the model of `time_to_accuracy_model.py`, which asks this library's freeze policies.
 
-**Cost** is counted, so that a busy machine does not matter: for each sample of each step, and each layer, 3 units if the
-layer trains (a forward, and a backward of twice as much), 2 if it has an adapter (no gradient of its weights), 1 if it is
-frozen and computed, 0 if what it gives is read from the cache. Divided by 3 x layers x samples it is in *plain epochs*.
-Embeddings, heads and the optimizer are not counted; the CPU seconds that are written beside the cost have them.
+**Cost** is counted, so that a busy machine does not matter: for each sample of each step, and each layer, 3 units if
+the layer trains (a forward, and a backward of twice as much), 2 if it has an adapter (no gradient of its weights), 1 if
+it is frozen and computed, 0 if what it gives is read from the cache. Divided by 3 x layers x samples it is in *plain
+epochs*. Embeddings, heads and the optimizer are not counted; the CPU seconds that are written beside the cost have
+them.
 
-For each task each recipe gets the same budgets. A budget decides the number of epochs, over which the learning rate falls
-linearly to 0, and each recipe and budget may choose its own rate: all rates are tried with the first seed, and the one
-that is best on the validation set is run with the others. Results are JSON lines; what is in the file is not run again.
+For each task each recipe gets the same budgets. A budget decides the number of epochs, over which the learning rate
+falls linearly to 0, and each recipe and budget may choose its own rate: all rates are tried with the first seed, and
+the one that is best on the validation set is run with the others. Results are JSON lines; what is in the file is not
+run again.
 """
 
 from __future__ import annotations
@@ -74,9 +76,13 @@ class Recipe:
 
 
 def _longest(budget: float, layers: int, frozen_at: Callable[[float, float], int]) -> float:
-    """The most epochs, in quarters, within a budget; `frozen_at(t, epochs)` are the layers frozen t epochs after the start.
+    """The most epochs, in quarters, within a budget.
 
-    A layer that freezes is computed once more for each sample, in the epoch after.
+    Args:
+        budget: in plain epochs.
+        layers: number of layers.
+        frozen_at: `frozen_at(t, epochs)` are the layers that are frozen t epochs after the start. A layer that freezes
+            is computed once more for each sample, in the epoch after.
     """
 
     def cost(epochs: float) -> float:
@@ -123,7 +129,7 @@ def _alpha(budget: float, layers: int, steps: int) -> list[Phase]:
 
 
 def _head_first(budget: float, layers: int, steps: int) -> list[Phase]:
-    """The head alone over the cached output of all layers, which costs a forward of each sample; then plain training."""
+    """The head alone over the cached output of all layers (a forward of each sample); then plain training."""
     return [
         Phase(HEAD_EPOCHS, SchedulePolicy({0: layers})),
         Phase(budget - 1 / 3, NeverFreeze(), head=1.0),
@@ -204,10 +210,9 @@ def train(task: Task, model: Encoder, recipe: Recipe, budget: float, rate: float
         prefix = Prefix(model, task.train.inputs)
         head = {id(p) for p in model.head.parameters()}
         body = [p for p in model.parameters() if id(p) not in head and p.requires_grad]
-        groups = [
-            {"params": group, "factor": f} for group, f in ((body, 1.0), ([*model.head.parameters()], phase.head))
-        ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, weight_decay=0.0, fused=True)
+        parts = ((body, 1.0), ([*model.head.parameters()], phase.head))
+        groups = [{"params": part, "factor": factor} for part, factor in parts if part]
+        optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=0.0, fused=True)
         total = round(phase.epochs * steps_per_epoch)
         active, losses = 0, []
         for step, chosen in enumerate(_batches(task, total, order)):

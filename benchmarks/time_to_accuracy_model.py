@@ -2,7 +2,8 @@
 
 Samples are packed: the linear layers see no padding, and attention alone pads groups of samples of similar length to
 the longest of them, which is the same mathematics as padding the batch. Matrix products of text models are of bfloat16
-(fp32 in, fp32 out, fp32 weights and optimizer). Frozen layers run without dropout and without a graph, as in the library.
+(fp32 in, fp32 out, fp32 weights and optimizer). Frozen layers run without dropout and without a graph, as in the
+library.
 
     T   tokens of all samples of a batch together
     H   hidden size
@@ -271,7 +272,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """Classes from a sample's first token: BERT's pooler where its weights are given, else a norm; then a projection."""
+    """Classes from a sample's first token: BERT's pooler where its weights are given, else a norm; a projection."""
 
     def __init__(self, hidden: int, classes: int, pooler: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The fronts of `time_to_accuracy.py`: what each recipe reaches at each cost, and the differences to plain training."""
+"""The fronts of `time_to_accuracy.py`: what each recipe reaches at each cost, and the distance to plain training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def report(entries: list[Entry]) -> None:
         points = best_points([entry for entry in entries if entry["task"] == task])
         print(f"\n## {task}\n")
         print(
-            "| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain at that budget |"
+            "| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain, same budget |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|")
         for (recipe, budget), runs in sorted(points.items(), key=lambda point: (point[0][1], point[0][0] != "plain")):

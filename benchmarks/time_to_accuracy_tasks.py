@@ -5,7 +5,7 @@
     digits       images of 8 x 8, classes 5 to 9, by a vision transformer that was trained here on 0 to 4
     intents      what a short request wants (50 classes, 10 samples of each); half of the requests name a second intent
                  that they do not want, so that bags of words are not enough
-    pairs        two wordings of a request and its date, found among 200 others: contrastive loss over in-batch negatives
+    pairs        two wordings of a request and its date, found among 200 others: a contrastive loss in the batch
 
 A task's validation set is for choices (rates, recipes); its test set is looked at once, for what was chosen.
 """
@@ -57,10 +57,10 @@ class Task:
         build: returns a new model; its head is drawn after `torch.manual_seed`.
         train, validation, test: the samples.
         loss: of the model's outputs and the labels.
-        num_right: for each sample whether it is right, `[samples]`.
+        right: for each sample whether it is right, `[samples]`.
         per_sample: inputs of one sample, 2 for pairs.
         batch: samples of a step.
-        rates: the learning rates that are tried.
+        rates, lora_rates: the learning rates that are tried.
         budgets: costs, in plain epochs, at which recipes are compared.
     """
 

@@ -63,7 +63,7 @@ def test_a_second_trial_reads_from_its_first_step(world: int, stages: int, tmp_p
 
 
 def test_folds_share_what_they_have_in_common(tmp_path: Path) -> None:
-    """Half of the second fold's samples are those of the first, under the same name although the data set is another."""
+    """The second fold has half of the first one's samples, and finds them although its data set is another."""
     shared = {"activation_cache_dir": str(tmp_path / "cache")}
     run_ranks(sharing, 1, RUN, 1, str(tmp_path / "a"), list(range(48)), **shared)
     ((_, [(counts, cached)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "b"), list(range(24, 72)), **shared)
