@@ -8,10 +8,9 @@ The tasks and the recipes are in `time_to_accuracy_tasks.py` and in `RECIPES`, t
 over the model of `time_to_accuracy_model.py`, which asks this library's freeze policies.
 
 **Cost** is counted, so that a busy machine does not matter: for each sample of each step, and each layer, 3 units if
-the layer trains (a forward, and a backward of twice as much), 2 if it has an adapter (no gradient of its weights), 1 if
-it is frozen and computed, 0 if what it gives is read from the cache. Divided by 3 x layers x samples it is in *plain
-epochs*. Embeddings, heads and the optimizer are not counted; the CPU seconds that are written beside the cost have
-them.
+the layer trains (a forward, and a backward of twice as much), 2 if it has an adapter (no gradient of its weights), 1
+if it is frozen and computed, 0 if its output is read from the cache. Divided by 3 x layers x samples it is in *plain
+epochs*. Embeddings, heads and the optimizer are not counted; the CPU seconds written beside the cost have them.
 
 For each task each recipe gets the same budgets. A budget decides the number of epochs, over which the learning rate
 falls linearly to 0, and each recipe and budget may choose its own rate: all rates are tried with the first seed, and

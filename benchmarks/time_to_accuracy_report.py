@@ -15,7 +15,7 @@ def report(entries: list[Entry]) -> None:
         points = best_points([entry for entry in entries if entry["task"] == task])
         print(f"\n## {task}\n")
         print(
-            "| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain, same budget |"
+            "| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|")
         for (recipe, budget), runs in sorted(points.items(), key=lambda point: (point[0][1], point[0][0] != "plain")):
