@@ -215,8 +215,8 @@ def _about_rival(result: Forecast) -> str:
     if epochs is None:
         return ""
     return (
-        f"Equal cost: plain training for {epochs:.1f} epochs takes as long (best static layout, nothing frozen)."
-        " With a learning rate tuned for so many epochs it may reach more; try it first (docs/when_it_pays.md)."
+        f"Equal cost: plain training for {epochs:.1f} epochs (best static layout, nothing frozen) takes as long.\n"
+        "With a learning rate tuned for so many epochs it may reach more: try it first (docs/when_it_pays.md)."
     )
 
 
