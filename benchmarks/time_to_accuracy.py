@@ -135,6 +135,12 @@ def _head_first(budget: float, layers: int, steps: int) -> list[Phase]:
     ]
 
 
+def _upper_first(budget: float, layers: int, steps: int) -> list[Phase]:
+    """Half of the budget for the upper third over the cached lower layers; then plain training of all layers."""
+    (upper,) = _static(2 / 3)(budget / 2, layers, steps)
+    return [upper, Phase(budget / 2, NeverFreeze(), head=1.0)]
+
+
 def _plain(factor: float) -> Callable[[float, int, int], list[Phase]]:
     return lambda budget, layers, steps: [Phase(factor * budget, NeverFreeze())]
 
@@ -147,6 +153,7 @@ RECIPES = {
     "late": Recipe(_late),
     "alpha": Recipe(_alpha),
     "head-first": Recipe(_head_first),
+    "upper-first": Recipe(_upper_first),
 }
 
 

@@ -156,6 +156,7 @@ class AutoCache:
         self._current, self._is_shared = current, is_shared
         self._spread = spread
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
+        self._repeats = True  # whether the epoch's samples may come again
         self._function = FrozenFunction(pipeline, rows)
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
@@ -195,6 +196,7 @@ class AutoCache:
             if self._state is CacheState.PAUSED:  # the weights were not checked while it was paused
                 self._state, self.reason_off = CacheState.ON, None
                 self._function.forget_weights()
+            self._epoch.writes |= self._serves_others and self._repeats
             self.cache.write(self._epoch.writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
             self.cache.advance(boundary, fingerprint)
@@ -240,6 +242,7 @@ class AutoCache:
         repeats = num_epochs_begun > 1 or not may_never_repeat
         # the epoch of a stream without a length has no exact fraction: there the Trainer counts by its steps
         is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
+        self._repeats = repeats
         return self.begin_epoch((epochs_left >= 1 or self._serves_others) and repeats, is_whole)
 
     def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:

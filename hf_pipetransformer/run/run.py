@@ -302,7 +302,7 @@ class PipelineRun(TrainerCallback):
         if self.cache is not None and plan.num_frozen_layers:
             if planner.num_cached:
                 self.cache.resume(planner.num_cached)
-            self.cache.freeze(plan.num_frozen_layers, is_start=trainer.state.global_step == 0)
+            self.cache.freeze(plan.num_frozen_layers)
         return pipeline
 
     def _set_up(self, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None) -> Setup:
@@ -403,7 +403,7 @@ class PipelineRun(TrainerCallback):
         if (num_frozen, num_cached) != (plan.num_frozen_layers, self.planner.num_cached):
             self._transform(plan, num_frozen, num_cached)
             if cache is not None:
-                cache.freeze(num_frozen)
+                cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0)
             pipeline.offload_cached_layers()
         if proposal is not None:
             assert callback is not None
