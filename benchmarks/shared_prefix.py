@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What a search gains whose trials freeze the same pretrained layers from the start and share one store.
 
-    OMP_NUM_THREADS=1 python benchmarks/sweep.py --model "$MODEL" --data data/sst2 --output sweep.jsonl
-    python benchmarks/sweep.py --output sweep.jsonl --report
+    OMP_NUM_THREADS=1 python benchmarks/shared_prefix.py --model "$MODEL" --data data/sst2 --output sweep.jsonl
+    python benchmarks/shared_prefix.py --output sweep.jsonl --report
 
 Trials differ in learning rate and seed (head, order of the samples). Each of the ways to train runs all of them with
 `PipeTransformerTrainer`, one process, one stage:
