@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 ROWS_IN_GROUP = 8
-"""Number of samples, sorted by length, that attention pads to one length."""
+"""Number of samples, sorted by length, that attention pads to one length; all samples where they have one length."""
 DROPPED = 26
 """Of 256: dropout's probability, 0.1016, drawn from random bytes, which is four times as fast as `F.dropout`."""
 
@@ -62,8 +62,9 @@ class Packing:
     def of(cls, lengths: Sequence[int]) -> Packing:
         """Describe a batch of samples of these lengths, which should be sorted."""
         groups, positions = [], []
-        for at in range(0, len(lengths), ROWS_IN_GROUP):
-            part = torch.as_tensor(lengths[at : at + ROWS_IN_GROUP])
+        size = ROWS_IN_GROUP if min(lengths) < max(lengths) else len(lengths)
+        for at in range(0, len(lengths), size):
+            part = torch.as_tensor(lengths[at : at + size])
             rows, length = len(part), int(part.max())
             keep = torch.arange(length)[None] < part[:, None]
             places = keep.flatten().nonzero()[:, 0]
