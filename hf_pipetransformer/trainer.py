@@ -89,6 +89,8 @@ class PipeTransformerTrainer(Trainer):
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: KeysApart | None = None
     _logs: LogsOfAllStages | None = None
+    _given_policy: FreezePolicy | None = None
+    _freezing: LayerFreezeCallback | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -117,10 +119,8 @@ class PipeTransformerTrainer(Trainer):
         make = super().__init__
         with naming_lost_arguments(args):
             make(model, args, *positional, **keywords) if positional else make(model=model, args=args, **keywords)
-        policy = freeze_policy if freeze_policy is not None else args.make_freeze_policy()
-        if not isinstance(policy, NeverFreeze):
-            strategy: Any = args.freeze_strategy
-            self.add_callback(LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers))
+        self._given_policy = freeze_policy
+        self._add_freezing()
         if args.uses_pipeline:
             self._logs = LogsOfAllStages(
                 type(self), lambda: self._job.mesh, is_training=lambda: self._pipeline_run is not None
@@ -161,9 +161,22 @@ class PipeTransformerTrainer(Trainer):
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
 
+    def _add_freezing(self) -> None:
+        """Add the callback that freezes layers as the arguments say."""
+        args = self.args
+        policy = self._given_policy if self._given_policy is not None else args.make_freeze_policy()
+        if not isinstance(policy, NeverFreeze):
+            strategy: Any = args.freeze_strategy
+            self._freezing = LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers)
+            self.add_callback(self._freezing)
+
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        if self._pipeline_run is not None:  # a trial of a hyperparameter search has set other arguments
+            if self._freezing is not None:
+                self.remove_callback(self._freezing)
+            self._add_freezing()
         if not self._is_stock:
             if self.args.world_size > 1:
                 self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
@@ -198,6 +211,20 @@ class PipeTransformerTrainer(Trainer):
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
                 self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process
+
+    def hyperparameter_search(self, *positional: Any, **keywords: Any) -> Any:
+        """Search as `Trainer.hyperparameter_search` does; the trials share the store of frozen layers' outputs.
+
+        A trial that freezes layers before its first step, with the same weights as an earlier trial, reads what that
+        one has stored from its first step on. The default folder is removed when the search has ended.
+        """
+        try:
+            found = super().hyperparameter_search(*positional, **keywords)
+        finally:
+            self.hp_search_backend = None  # the stock Trainer leaves it set after an error
+        if not self._is_stock:
+            training_data.remove_default_store(self._job)
+        return found
 
     def make_model_whole(self) -> None:
         """Gather all weights into `trainer.model` on every process. Collective over all processes.

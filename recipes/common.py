@@ -116,6 +116,11 @@ class ModelArguments:
         metadata={"help": "Names of the layers that get an adapter; None: PEFT's for the model, or all linear ones."},
     )
 
+    lora_first_layer: int = field(
+        default=0,
+        metadata={"help": "Adapters on this layer and those above it; those below may be frozen and cached."},
+    )
+
     def __post_init__(self) -> None:
         if self.config_overrides is not None and (self.model_name_or_path or self.config_name):
             raise ValueError(
@@ -126,6 +131,8 @@ class ModelArguments:
             raise ValueError(f"lora_rank={self.lora_rank} must be at least 1; leave it out to train all weights.")
         if self.lora_target_modules is not None and self.lora_rank is None:
             raise ValueError("lora_target_modules needs lora_rank.")
+        if self.lora_first_layer and self.lora_rank is None:
+            raise ValueError("lora_first_layer needs lora_rank.")
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -261,8 +268,12 @@ def with_adapters(model: nn.Module, model_args: ModelArguments) -> nn.Module:
     targets: list[str] | str | None = model_args.lora_target_modules
     if targets is None and model.config.model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
         targets = "all-linear"
+    first, layers = model_args.lora_first_layer, model.config.num_hidden_layers
+    if not 0 <= first < layers:
+        raise ValueError(f"lora_first_layer={first} must be from 0 to {layers - 1}: the model has {layers} layers.")
     config = LoraConfig(
         r=model_args.lora_rank,
+        layers_to_transform=list(range(first, layers)) if first else None,
         lora_alpha=2 * (model_args.lora_rank or 0),
         target_modules=targets,
         modules_to_save=[name for name, _ in model.named_children() if name in NEW_HEADS] or None,  # gets no adapters

@@ -205,6 +205,19 @@ class ActivationCache:
         tokens = last.states.tensor.shape[1]
         return self._reading.seconds_to_read(last.keys, last.spans, tokens, last.layout) / len(last.keys)
 
+    def look_for(self, keys: Sequence[RowKey], tokens: int | None) -> tuple[float, float]:
+        """Return the fraction of these samples that is in the newest generation, and the seconds to read one of them.
+
+        Args:
+            keys: one key per sample.
+            tokens: a padded length that is enough for each of them; None without an attention mask.
+        """
+        if not keys or self._spans_of(keys) is None or not self._reading.generations:
+            return 0.0, 0.0
+        found = self._reading.find(keys, tokens, self._stack.num_units)
+        here = found.states.get(self._reading.generations[0].num_frozen)
+        return (len(here[0]) / len(keys), found.seconds / len(here[0])) if here else (0.0, 0.0)
+
     def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
         """Begin to read the samples of the batch that will be looked up after the current one.
 

@@ -17,7 +17,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from ..freezing.policies import FreezeDecision, FreezePolicy, next_num_frozen
+from ..freezing.policies import FreezePolicy
+from ..freezing.schedule_cost import frozen_in_epochs
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
@@ -94,13 +95,14 @@ class Job:
             num_layers: L.
             max_frozen: the largest number of layers that can be frozen while something is left to train.
         """
-        frozen = [0]
-        for epoch in range(self.num_epochs):
-            decision = FreezeDecision(
-                epoch, num_layers, frozen[-1], float(epoch), epoch * self.steps_per_epoch, None, max_frozen
-            )
-            frozen.append(next_num_frozen(self.freeze_policy, decision, self.max_frozen_layers))
-        return frozen[1:]
+        return frozen_in_epochs(
+            self.freeze_policy,
+            num_layers,
+            max_frozen,
+            self.num_epochs,
+            self.steps_per_epoch,
+            self.max_frozen_layers,
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from ..freezing.schedule_cost import WORTH_FREEZING
 from ..planning.plan import align
 from ..planning.plan_choice import largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
@@ -16,8 +17,6 @@ from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_star
 
 GIB = 2**30
 
-WORTH_FREEZING = 1.15
-"""A smaller speed-up than this is within the error of a forecast."""
 HARDLY_FASTER = 1.10
 """Fewer devices are recommended if the training takes at most this many times as long on them."""
 START_SECONDS = 60.0
@@ -169,6 +168,7 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
         _about_cuts(result),
         f"{len(result.epochs)} epochs of {result.job.steps_per_epoch:,} steps: {_duration(result.seconds)}",
         "\n".join(align(statics, left=(0, 1))),
+        _about_rival(result),
         _about_cache(result),
         "Advice\n" + "\n".join(f"- {sentence}" for sentence in advise(result)),
         "Assumed\n" + "\n".join(f"- {sentence}" for sentence in _all_assumed(result, assumed)),
@@ -199,6 +199,25 @@ def _statics(result: Forecast) -> list[tuple[str, StaticRun]]:
     if result.static_pipeline is not None:
         named.append(("static pipeline", result.static_pipeline))
     return named
+
+
+def rival_epochs(result: Forecast) -> float | None:
+    """Return how many epochs the best static layout trains, with nothing frozen, in the time of this training.
+
+    None if nothing is frozen, or if no static layout fits.
+    """
+    gain = result.speed_up_over(result.best_static)
+    return None if gain is None or not result.epochs[-1].num_frozen else len(result.epochs) / gain
+
+
+def _about_rival(result: Forecast) -> str:
+    epochs = rival_epochs(result)
+    if epochs is None:
+        return ""
+    return (
+        f"Equal cost: plain training for {epochs:.1f} epochs (best static layout, nothing frozen) takes as long.\n"
+        "With a learning rate tuned for so many epochs it may reach more: try it first (docs/when_it_pays.md)."
+    )
 
 
 def _about_cuts(result: Forecast) -> str:
@@ -311,6 +330,7 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
             for name, static in _statics(result)
         },
         "flop_bound": result.flop_bound,
+        "plain_epochs_of_equal_cost": rival_epochs(result),
         "cache": {
             "generation_bytes_per_node": result.cache_bytes,
             "peak_bytes_per_node": result.cache_peak_bytes,

@@ -6,6 +6,9 @@
     read            -           -           4           4           7
     cached          0           0           4           4           7        `PipelinePlan.num_cached_layers`
 
+    frozen from the start, a folder that trainings share:
+    first training  f frozen, put in every epoch, also in the last one; later ones read them from the first step
+
 While an epoch fills the store, the frozen layers run distributed over the stages. Once nearly all samples of an epoch
 are in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions
 are made between two steps, from the counts of all processes, which are exchanged over the control group.
@@ -30,6 +33,7 @@ from transformers import TrainerState
 
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from ..cache.activation_store import ActivationStore
+from ..cache.content_keys import RowKey
 from ..cache.sharing import node_name, publish, remove_store
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
@@ -117,8 +121,10 @@ class AutoCache:
         description: everything that the hidden states depend on besides the weights.
         current: the file that names the generations being read, for the loaders' workers.
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
-        rows: a few samples of the dataset, collated, the same on every process. The frozen layers' outputs for them
-            are part of a generation's name.
+        rows: a few samples, collated, the same on every process. The frozen layers' outputs for them are part of a
+            generation's name.
+        spread: keys of samples spread over the dataset, and the padded length of the longest of them: they show
+            whether another training has stored this dataset.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class AutoCache:
         current: Path,
         is_shared: bool,
         rows: Mapping[str, Any],
+        spread: tuple[Sequence[RowKey], int | None] = ((), None),
     ) -> None:
         self.cache = cache
         self.num_cached = 0
@@ -147,6 +154,9 @@ class AutoCache:
         self._seconds_per_row = seconds_per_row
         self._description = description
         self._current, self._is_shared = current, is_shared
+        self._spread = spread
+        self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
+        self._repeats = True  # whether the epoch's samples may come again
         self._function = FrozenFunction(pipeline, rows)
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
@@ -164,8 +174,13 @@ class AutoCache:
         return self._state in (CacheState.ON, CacheState.FIRST_READ)
 
     # ------------------------------------------------------------------------------------ decisions
-    def freeze(self, num_frozen: int) -> None:
-        """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen."""
+    def freeze(self, num_frozen: int, is_start: bool = False) -> None:
+        """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen.
+
+        Args:
+            num_frozen: number of frozen layers.
+            is_start: they were frozen before the first step, so that their weights are those that were loaded.
+        """
         if self._state is CacheState.OFF:
             return
         highest = most_cached_layers(self._pipeline.current_plan, num_frozen, self._nodes)
@@ -176,16 +191,20 @@ class AutoCache:
             self._say_why_not(num_frozen, highest)
         elif boundary > self._boundary:
             self._boundary = boundary
+            self._serves_others = self._is_shared and is_start
             self._epoch.is_whole &= not self._epoch.steps
             if self._state is CacheState.PAUSED:  # the weights were not checked while it was paused
                 self._state, self.reason_off = CacheState.ON, None
                 self._function.forget_weights()
+            self._epoch.writes |= self._serves_others and self._repeats
             self.cache.write(self._epoch.writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
             self.cache.advance(boundary, fingerprint)
             self._mark_used()  # an earlier training may have created the generation
             self._publish()
             self._pipeline.use_cache(self.cache)
+            if self._is_shared:
+                self._count_what_others_stored()
         # records the weights that this process holds under the plan in force
         self._function.note()
 
@@ -223,7 +242,8 @@ class AutoCache:
         repeats = num_epochs_begun > 1 or not may_never_repeat
         # the epoch of a stream without a length has no exact fraction: there the Trainer counts by its steps
         is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
-        return self.begin_epoch(epochs_left >= 1 and repeats, is_whole)
+        self._repeats = repeats
+        return self.begin_epoch((epochs_left >= 1 or self._serves_others) and repeats, is_whole)
 
     def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
         """Evaluate the epoch that has ended, and decide for the one that begins.
@@ -318,14 +338,34 @@ class AutoCache:
         self._publish()
         self._release_generations(older)
 
+    def _count_what_others_stored(self) -> None:
+        """Count the layers as cached at once, if another training has stored nearly all samples of this dataset."""
+        everyone = self._mesh.gather_objects(self.cache.look_for(*self._spread))
+        if min(share for share, _ in everyone) < ENOUGH:
+            return
+        loading = max(seconds for _, seconds in everyone)
+        if not self._is_forced and not self._is_worth(loading):
+            self._turn_off_as_slow(loading)
+            return
+        self.num_cached, self._had_rows = self._boundary, True
+        if self._mesh.rank == 0:
+            logger.info(
+                "The activation cache holds the outputs of the first %d layers for this dataset already.",
+                self._boundary,
+            )
+
     def _pays(self) -> bool:
         loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
-        if self._seconds_per_row is None or not loading:
-            return True
-        if is_worth_loading(max(loading), self._seconds_of_computing, self._seconds_beside_loading):
+        if not loading or self._is_worth(max(loading)):
             return True
         self._turn_off_as_slow(max(loading))
         return False
+
+    def _is_worth(self, loading: float) -> bool:
+        """Whether loading a sample in so many seconds is enough faster than computing it, if that was measured."""
+        return self._seconds_per_row is None or is_worth_loading(
+            loading, self._seconds_of_computing, self._seconds_beside_loading
+        )
 
     def _is_slow(self, counts: CacheCounts) -> bool:
         """Whether computing the outputs for the epoch's samples would have been faster than loading them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import replace
@@ -15,7 +16,8 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.cache_probe import probe_boundaries, varied_samples
-from ..cache.content_keys import sequences_per_sample
+from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
+from ..cache.shared_samples import agreed_samples
 from ..cache.sharing import open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
@@ -32,7 +34,10 @@ from .cutting import calls_of_loss
 from .job import TrainingJob
 
 SAMPLES_TO_PROBE = 32
-"""Number of samples from which those are chosen that probe whether frozen layers can be cached."""
+"""Number of samples from which those are chosen that probe whether frozen layers can be cached.
+
+All of them are looked for in a store that other trainings have filled.
+"""
 UNKNOWN_SIZE = 2**20
 """Number of samples assumed for a stream without a length."""
 
@@ -79,7 +84,8 @@ def make_cache(
     if not runner.takes_batch:
         of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
         collate, loss_of = of_calls.first_call, of_calls.loss_of
-    samples = varied_samples(data.spread_rows(SAMPLES_TO_PROBE), collate)
+    spread = data.spread_rows(SAMPLES_TO_PROBE)
+    samples = varied_samples(spread, collate)
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
         capacity *= calls_per_sample
@@ -132,6 +138,9 @@ def make_cache(
         keeps_padding,
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
+    is_shared = job.shares_store
+    if is_shared and slots and mesh.rank == 0:
+        rows = agreed_samples(generations.parent, description, rows, not_in_keys)
     return AutoCache(
         pipeline,
         cache,
@@ -142,8 +151,9 @@ def make_cache(
         # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
         current=generations,
-        is_shared=args.activation_cache_dir is not None,
+        is_shared=is_shared,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
+        spread=_keys_of(spread, collate, not_in_keys) if is_shared and slots else ((), None),
     )
 
 
@@ -223,20 +233,37 @@ class LossCalls:
             hook.remove()
 
 
+def _keys_of(
+    samples: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], ignored: Collection[str]
+) -> tuple[list[RowKey], int | None]:
+    """Return the key of each sample, and the padded length of the longest; no keys if one of them has none."""
+    keys: list[RowKey] = []
+    lengths: list[int | None] = []
+    for sample in samples:
+        batch = collate([copy.copy(sample)])
+        of_batch = row_keys(batch, ignored)
+        if of_batch is None:
+            return [], None
+        keys += of_batch
+        lengths.append(padded_length(batch))
+    known = [length for length in lengths if length is not None]
+    return (keys, max(known, default=None)) if len(known) in (0, len(lengths)) else ([], None)
+
+
 def _expected_samples(job: TrainingJob, data: TrainingBatches) -> int:
     """Return the number of samples in all datasets; a stream counts as `UNKNOWN_SIZE`."""
     datasets = job.datasets if data.is_shared else [*job.datasets, data.dataset]
     return sum(len(dataset) if isinstance(dataset, Sized) else UNKNOWN_SIZE for dataset in datasets)
 
 
-def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = ("_name_or_path",)) -> str:
-    """Describe what a model's hidden states depend on besides weights and buffers, as far as it can be named."""
+def describe_model(model: nn.Module, precision: str) -> str:
+    """Describe what frozen layers' outputs depend on besides weights and buffers, as far as it can be named."""
     config: Any = getattr(model, "config", None)
     values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
     return json.dumps(
         {
             "class": type(model).__qualname__,
-            "config": {key: value for key, value in values.items() if key not in ignored},
+            "config": {key: value for key, value in values.items() if not _is_of_head_or_training(key)},
             "attention": getattr(config, "_attn_implementation", None),
             "precision": precision,
             "versions": [torch.__version__, transformers.__version__],
@@ -244,3 +271,11 @@ def describe_model(model: nn.Module, precision: str, ignored: Collection[str] = 
         sort_keys=True,
         default=str,
     )
+
+
+def _is_of_head_or_training(name: str) -> bool:
+    """Whether a field of a configuration does not affect frozen layers, which run in evaluation mode.
+
+    What this is wrong about shows in the frozen layers' outputs, which are part of a generation's name as well.
+    """
+    return name in ("_name_or_path", "id2label", "label2id", "problem_type") or "dropout" in name or "pdrop" in name

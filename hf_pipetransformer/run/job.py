@@ -118,6 +118,11 @@ class TrainingJob:
         return wanted and self.freeze_callback is not None and not self.args.slices_tokens
 
     @property
+    def shares_store(self) -> bool:
+        """Whether other trainings may read what this one stores: in a folder of the user's, or in a search."""
+        return self.args.activation_cache_dir is not None or self.trainer.hp_search_backend is not None
+
+    @property
     def not_in_keys(self) -> frozenset[str]:
         """Inputs that frozen layers do not read, judged by their names. The cache's probe verifies it."""
         return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())

@@ -291,6 +291,8 @@ class PipelineRun(TrainerCallback):
         self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
+        if self._checkpoint is None:
+            self.log.say_what_freezing_costs(pipeline.freezable)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:
             settled = kept["layout"]["microbatches"][pipeline.replica_index]
@@ -401,7 +403,7 @@ class PipelineRun(TrainerCallback):
         if (num_frozen, num_cached) != (plan.num_frozen_layers, self.planner.num_cached):
             self._transform(plan, num_frozen, num_cached)
             if cache is not None:
-                cache.freeze(num_frozen)
+                cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0)
             pipeline.offload_cached_layers()
         if proposal is not None:
             assert callback is not None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ..freezing.policies import policy_description
+from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
+from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
 from ..token_slices.slice_planning import RowSlices
@@ -73,6 +77,41 @@ class RunLog:
             logger.info("%s", plan)
         facts = facts_of_run(self._job.model, self._job.args)
         self.record("resume" if self._job.trainer.state.global_step else "start", plan, facts=facts)
+
+    def say_what_freezing_costs(self, freezable: FreezableLayers | None) -> None:
+        """Log how many epochs of plain training cost as much as this one, where the freeze policy tells beforehand.
+
+        Only the main process logs, a warning if freezing saves next to nothing.
+        """
+        callback, args = self._job.freeze_callback, self._job.args
+        if callback is None or freezable is None or not self._job.trainer.is_world_process_zero():
+            return
+        policy, epochs = callback.policy, math.ceil(args.num_train_epochs)
+        is_known = policy_description(policy) is not None and not policy.needs_gradient_norms
+        if not is_known or callback.freeze_strategy != "epoch" or args.max_steps > 0:
+            return
+        frozen = frozen_in_epochs(
+            policy, freezable.num_layers, freezable.max_frozen, epochs, 1, callback.max_frozen_layers
+        )
+        if not any(frozen):
+            return  # the arguments have warned of it
+        cost = plain_epochs(frozen, freezable.num_layers, self._job.may_cache)
+        if epochs < WORTH_FREEZING * cost and not self._job.shares_store:
+            logger.warning(
+                "Freezing saves only %.0f%% of the layers' operations in this training of %d epochs, because frozen"
+                " layers are read from the cache in the epochs after the one in which they freeze. Set"
+                " freeze_policy='none', freeze earlier, or train for more epochs (docs/when_it_pays.md).",
+                100 * (1 - cost / epochs),
+                epochs,
+            )
+        else:
+            logger.info(
+                "With this freeze policy the layers of %d epochs cost as much as those of %.1f epochs in which nothing"
+                " is frozen. Plain training with a learning rate tuned for so many epochs may reach more"
+                " (docs/when_it_pays.md).",
+                epochs,
+                cost,
+            )
 
     def record(self, event: str, plan: PipelinePlan, **measured: Any) -> None:
         """Write an event, and the usage under the layout before it. Collective over all processes."""

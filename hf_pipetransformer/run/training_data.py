@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
-from ..cache.sharing import ReadAhead, current_file, node_name, node_shares
+from ..cache.sharing import ReadAhead, current_file, node_name, node_shares, open_store, remove_store
 from ..data.numbered_batches import (
     GivenBatches,
     KeysApart,
@@ -162,6 +162,13 @@ def generations_file(job: TrainingJob) -> Path | None:
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
     folder = job.args.activation_cache_dir or os.path.join(output_dir, CACHE_FOLDER)
     return current_file(folder, output_dir, nodes)
+
+
+def remove_default_store(job: TrainingJob) -> None:
+    """Remove the store of trainings that were given no folder. Collective over all processes."""
+    path = generations_file(job)
+    if path is not None and job.args.activation_cache_dir is None:
+        remove_store(open_store(path.parent), path)
 
 
 def keying_collator(

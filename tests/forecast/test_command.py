@@ -50,6 +50,7 @@ def test_plan_prints_tables() -> None:
     assert re.search(r"^1 +0 +0 +1 × 4 +1 +12 ", out, re.MULTILINE)
     assert "8 epochs of 100 steps: " in out
     assert "plain DDP" in out and "static pipeline" in out and "counted FLOPs alone" in out
+    assert "Equal cost: plain training for " in out
     assert "\nAdvice\n- K = 1 throughout: " in out
     assert "\nAssumed\n- a100-80g: 312 TFLOP/s of which layers reach 45% (an estimate" in out
     assert max(map(len, out.split("\nAdvice")[0].splitlines())) < 160
@@ -74,7 +75,8 @@ def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
         "model", "profile", "devices", "batch_rows", "samples", "steps_per_epoch", "memory_budget_bytes",
-        "token_slices", "epochs", "seconds", "compared_with", "flop_bound", "cache", "advice", "assumed",
+        "token_slices", "epochs", "seconds", "compared_with", "flop_bound",
+        "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
     assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]

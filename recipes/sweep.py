@@ -1,0 +1,104 @@
+#!/usr/bin/env python
+"""Runs a recipe several times, with other learning rates, seeds or whatever else, over one store of frozen layers.
+
+    accelerate launch --config_file accelerate_configs/cpu_2.yaml recipes/sweep.py run_glue \
+        --try learning_rate=1e-4,2e-4,4e-4 --try seed=1,2 --metric eval_accuracy --output_dir outputs/sweep \
+        --task_name sst2 --model_name_or_path ... --do_train --do_eval \
+        --freeze_policy schedule --freeze_schedule '{"0": 4}'
+
+Layers that are frozen from the start have the same weights in each trial, so the first trial stores what they give for
+each sample, and the others read it from their first step. Without a freeze policy it is a plain sweep. What is not an
+argument of this script is passed to the recipe; the metrics of each trial are added to `output_dir/trials.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.elastic.multiprocessing.errors import record
+
+STORE = "_activation_cache"
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return this script's arguments, and the recipe's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("recipe", help="name of the recipe, such as run_glue")
+    parser.add_argument("--try", dest="values", action="append", default=[], metavar="NAME=VALUE,...")
+    parser.add_argument("--metric", default="eval_loss", help="by which the best trial is chosen")
+    parser.add_argument("--smaller_is_better", action="store_true", help="as for a loss, where it is the default")
+    parser.add_argument("--output_dir", type=Path, required=True, help="of the sweep; each trial has a folder in it")
+    parser.add_argument("--activation_cache_dir", type=Path, help=f"kept; by default output_dir/{STORE}, removed")
+    return parser.parse_known_args(arguments)
+
+
+def trials_of(values: list[str]) -> list[dict[str, str]]:
+    """Return all combinations of the values.
+
+    Raises:
+        ValueError: one of the arguments is not `name=value,...`.
+    """
+    names, choices = [], []
+    for text in values:
+        name, _, several = text.partition("=")
+        if not name or not several:
+            raise ValueError(f"--try {text!r} is invalid. Write a field and its values, such as seed=1,2,3.")
+        names.append(name)
+        choices.append(several.split(","))
+    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*choices)]
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run all trials. Every rank must call this. Returns the values, the seconds and the metrics of each."""
+    options, rest = parse(sys.argv[1:] if arguments is None else arguments)
+    recipe = importlib.import_module(options.recipe)
+    is_first = os.environ.get("RANK", "0") == "0"
+    store = options.activation_cache_dir or options.output_dir / STORE
+    done = []
+    for number, trial in enumerate(trials_of(options.values)):
+        fields = {**trial, "output_dir": options.output_dir / f"trial-{number}", "activation_cache_dir": store}
+        began = time.perf_counter()
+        metrics = recipe.main([*rest, *(part for name, value in fields.items() for part in (f"--{name}", str(value)))])
+        done.append({**trial, "seconds": time.perf_counter() - began, **metrics})
+        if is_first:
+            with (options.output_dir / "trials.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+    if options.activation_cache_dir is None and os.environ.get("LOCAL_RANK", "0") == "0":
+        shutil.rmtree(store, ignore_errors=True)
+    if is_first:
+        show(done, options.metric, options.smaller_is_better or options.metric.endswith("loss"))
+    return done
+
+
+def show(done: list[dict[str, Any]], metric: str, smaller_is_better: bool) -> None:
+    """Print the trials, the best one first.
+
+    Raises:
+        ValueError: the recipe gives no such metric.
+    """
+    if not all(metric in trial for trial in done):
+        raise ValueError(f"--metric {metric!r} is not among {', '.join(sorted(done[0]))}.")
+    done = sorted(done, key=lambda trial: trial[metric], reverse=not smaller_is_better)
+    shown = [name for name in done[0] if not name.startswith(("eval_", "train_"))]
+    table = Table(*shown, metric, title="Trials", title_justify="left")
+    for trial in done:
+        numbers = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in map(trial.get, shown)]
+        table.add_row(*numbers, f"{trial[metric]:.4f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    record(main)()  # a launcher then shows the error itself

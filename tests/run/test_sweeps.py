@@ -1,0 +1,145 @@
+"""Trainings that freeze the same weights from the start share a store: the second one reads from its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached_runs import trainer_of
+from distributed import run_ranks
+from torch.utils.data import Subset
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, when_it_ends
+from transformers import hyperparameter_search
+from transformers.trainer_utils import BestRun, HPSearchBackend
+
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache.activation_cache import CacheCounts
+from hf_pipetransformer.run.cache_control import AutoCache
+
+RUN = Run(epochs=1, samples=48)
+FROM_THE_START = {0: 2}
+
+
+def counted(trainer: PipeTransformerTrainer) -> list[tuple[CacheCounts, int]]:
+    """When the last step of each training is done: what this process's cache has counted, and the cached layers."""
+    found: list[tuple[CacheCounts, int]] = []
+
+    def look(cache: AutoCache | None) -> None:
+        assert trainer.pipeline is not None
+        if cache is not None:
+            found.append((cache.cache.counts, trainer.pipeline.current_plan.num_cached_layers))
+
+    when_it_ends(trainer, look)
+    return found
+
+
+def sharing(
+    rank: int, world_size: int, run: Run, stages: int, folder: str, rows: list[int] | None = None, **options: Any
+) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
+    trainer = trainer_of(run, {0: stages, 2: stages}, FROM_THE_START, folder, **options)
+    if rows is not None:
+        trainer.train_dataset = Subset(run.data(96), rows)
+    counts = counted(trainer)
+    return outcome_of(trainer), counts
+
+
+@pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 2)])
+def test_a_second_trial_reads_from_its_first_step(world: int, stages: int, tmp_path: Path) -> None:
+    """Though the first one had one epoch, of which nothing would be read again; seed, rate and dropout are others."""
+    shared = {"activation_cache_dir": str(tmp_path / "cache")}
+    other = RUN.with_options(seed=3, learning_rate=1e-3)
+    first = run_ranks(sharing, world, RUN, stages, str(tmp_path / "a"), **shared)
+    assert sum(counts.hits for _, [(counts, _)] in first) == 0
+    second = run_ranks(sharing, world, other, stages, str(tmp_path / "b"), **shared)
+    _, [(of_first_stage, cached)] = second[0]
+    assert of_first_stage.rows > 0 and of_first_stage.hits == of_first_stage.rows
+    assert sum(counts.stored for _, [(counts, _)] in second) == 0
+    assert cached == 2  # they count as cached, so that the stages are balanced without them
+    uncached = run_ranks(sharing, world, other, stages, str(tmp_path / "c"), activation_cache="off")
+    assert_same_training([outcome for outcome, _ in second], uncached[0][0])
+
+
+def test_folds_share_what_they_have_in_common(tmp_path: Path) -> None:
+    """The second fold has half of the first one's samples, and finds them although its data set is another."""
+    shared = {"activation_cache_dir": str(tmp_path / "cache")}
+    run_ranks(sharing, 1, RUN, 1, str(tmp_path / "a"), list(range(48)), **shared)
+    ((_, [(counts, cached)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "b"), list(range(24, 72)), **shared)
+    assert (counts.rows, counts.hits, counts.stored) == (48, 24, 24)
+    assert cached == 0  # not nearly all of them are there
+    ((_, [(counts, _)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "c"), list(range(72)), **shared)
+    assert counts.hits == 72
+
+
+def adapted(
+    rank: int, world_size: int, run: Run, folder: str, **options: Any
+) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
+    """LoRA on the upper two of four layers, over the lower two."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=4, lora_dropout=0.0, target_modules=["query", "value"], layers_to_transform=[2, 3]
+    )
+    torch.manual_seed(run.options.get("seed", 0))  # another trial's adapters
+    model = peft.get_peft_model(run.build_model(), config).train()
+    activation_cache.PENDING_BATCHES = 1000
+    freezing = {"freeze_policy": "schedule", "freeze_schedule": FROM_THE_START, **options}
+    trainer = pipeline_trainer(run, 1, folder, model=model, **freezing)
+    counts = counted(trainer)
+    return outcome_of(trainer), counts
+
+
+def test_adapters_of_upper_layers_train_over_a_cached_prefix(tmp_path: Path) -> None:
+    shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
+    run_ranks(adapted, 1, RUN, str(tmp_path / "a"), **shared)
+    other = RUN.with_options(seed=3)
+    ((outcome, [(counts, _)]),) = run_ranks(adapted, 1, other, str(tmp_path / "b"), **shared)
+    assert counts.hits == counts.rows == RUN.samples
+    ((uncached, _),) = run_ranks(adapted, 1, other, str(tmp_path / "c"), activation_cache="off")
+    assert_same_training([outcome], uncached)
+
+
+class Trials:
+    """A search that tries what it is given. It has the name of a backend whose trials are dictionaries."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, Any], float, int]] = []
+
+    def ensure_available(self) -> None:
+        """It is."""
+
+    def run(self, trainer: Any, n_trials: int, direction: str, trials: list[dict[str, Any]]) -> BestRun:
+        for number, trial in enumerate(trials):
+            trainer.train(trial=trial)
+            assert trainer.args.learning_rate == trial["learning_rate"]
+            self.seen.append((trial, trainer.state.log_history[-1]["train_loss"], number))
+        return BestRun("0", 0.0, trials[0])
+
+
+def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    activation_cache.PENDING_BATCHES = 1000
+    search = Trials()
+    hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.WANDB] = lambda: search
+    made = pipeline_trainer(RUN, 1, folder, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
+    trainer = PipeTransformerTrainer(
+        args=made.args,
+        train_dataset=made.train_dataset,
+        data_collator=made.data_collator,
+        model_init=RUN.build_model,
+    )
+    trainer.args.activation_cache = "on"
+    counts = counted(trainer)
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: trial, n_trials=len(trials), backend="wandb", compute_objective=sum, trials=trials
+    )
+    assert trainer.hp_search_backend is None and len(search.seen) == len(trials)
+    return [(count.rows, count.hits) for count, _ in counts]
+
+
+def test_the_trials_of_a_search_share_the_default_store(tmp_path: Path) -> None:
+    """The third one freezes other layers, as the trial says, so it computes its samples."""
+    trials = [{"learning_rate": 1e-3}, {"learning_rate": 2e-3}, {"learning_rate": 2e-3, "freeze_schedule": {0: 3}}]
+    (found,) = run_ranks(searched, 1, str(tmp_path / "out"), trials)
+    assert found == [(48, 0), (48, 48), (48, 0)]
+    assert not list(tmp_path.glob("out/_activation_cache"))
