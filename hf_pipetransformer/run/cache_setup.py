@@ -153,7 +153,7 @@ def make_cache(
         current=generations,
         is_shared=is_shared,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
-        spread=_keys_of(spread, collate, not_in_keys) if is_shared and slots else ((), None),
+        spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
     )
 
 
@@ -234,14 +234,17 @@ class LossCalls:
 
 
 def _keys_of(
-    samples: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], ignored: Collection[str]
+    samples: Sequence[Any],
+    collate: Callable[[Sequence[Any]], Batch],
+    ignored: Collection[str],
+    keeps_padding: bool,
 ) -> tuple[list[RowKey], int | None]:
     """Return the key of each sample, and the padded length of the longest; no keys if one of them has none."""
     keys: list[RowKey] = []
     lengths: list[int | None] = []
     for sample in samples:
         batch = collate([copy.copy(sample)])
-        of_batch = row_keys(batch, ignored)
+        of_batch = row_keys(batch, ignored, keeps_padding)
         if of_batch is None:
             return [], None
         keys += of_batch
