@@ -392,10 +392,11 @@ def _wrap_replicas(
 def time_model(
     job: TrainingJob, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None, checkpoint: Path | None
 ) -> ModelTimes | None:
-    """Measure the times of the model's units if a decision depends on them: K, M, or whether the cache is faster.
+    """Measure the times of the model's units: for predictions, and to decide whether the cache is faster.
 
-    Collective over all processes. Times differ from run to run and so may the decisions, so nothing is measured with
-    `full_determinism`. A resumed training keeps the times measured when it began, and therefore its plans.
+    With `plan_by="times"`, K and M depend on them as well. Collective over all processes. Times differ from run to run
+    and so may the decisions, so nothing is measured with `full_determinism`. A resumed training keeps the times
+    measured when it began, and therefore its plans.
 
     Args:
         job: the training job.
