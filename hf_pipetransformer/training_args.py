@@ -20,12 +20,14 @@ from transformers.training_args import OptimizerNames
 
 from .errors import refuse_wrong_order
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
+from .logs import follow_transformers
 from .planning.plan import PLAN_BY
 from .planning.schedules import SCHEDULES
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
 logger = logging.getLogger(__name__)
+follow_transformers()
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Optimizers that update parameters during the backward, before the gradients are complete."""
@@ -126,12 +128,12 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
             largest divisor up to twice the number of stages (see `plan_by`).
         plan_by (`str`, *optional*, defaults to `"counts"`):
-            What the automatic choices are based on: K if it is `"auto"`, the number of micro-batches if it is `"auto"`,
-            and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of samples,
-            which are the same in every run, so the same command and seed give the same training. `"times"` uses times
-            measured on this machine: it may use more stages if that is predicted to be at least 15% faster, and tries
-            the numbers of micro-batches that are predicted to be fast in the first training steps. That can be
-            faster, but two runs may choose differently, and their results then differ by rounding.
+            What the automatic choices are based on: K if it is `"auto"`, the number of micro-batches if it is
+            `"auto"`, and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of
+            samples, which are the same in every run, so the same command and seed give the same training. `"times"`
+            uses times measured on this machine: it may use more stages if that is predicted to be at least 15%
+            faster, and tries the numbers of micro-batches that are predicted to be fast in the first training steps.
+            That can be faster, but two runs may choose differently, and their results then differ by rounding.
         token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
             Whether to split the micro-batches of a causal language model along the sequence dimension as well, which
             keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets

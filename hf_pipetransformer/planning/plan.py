@@ -152,8 +152,8 @@ class PipelinePlan:
     def num_microbatches_for(self, rows: int) -> int:
         """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
-        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`); with
-        `plan_by="times"` it is the number with the shortest predicted step.
+        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`);
+        with `plan_by="times"` it is the number with the shortest predicted step.
         """
         return self.promising_microbatches(rows)[0]
 

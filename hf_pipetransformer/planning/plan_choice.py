@@ -113,8 +113,8 @@ def replan(
 ) -> PipelinePlan:
     """Make the plan that follows `plan` when more layers are frozen: pipeline compression, then the split.
 
-    K never grows. `"fit"` considers every shorter pipeline whose largest stage fits, and takes the shortest one, or, if
-    the plan goes by times, the shortest one that is predicted to be about as fast as the fastest; `"halve"` is the
+    K never grows. `"fit"` considers every shorter pipeline whose largest stage fits, and takes the shortest one, or,
+    if the plan goes by times, the shortest one that is predicted to be about as fast as the fastest; `"halve"` is the
     paper's rule: K / 2 as long as that fits.
 
     Args:

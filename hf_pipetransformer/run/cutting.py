@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cache.content_keys import KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
+from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
@@ -358,7 +359,9 @@ def _make_equal(stack: LayerStack, mesh: ProcessMesh) -> None:
     """Make weights and buffers equal to those of process 0, as DDP does. Collective over all processes."""
     different = synchronise_weights(stack.table, mesh) + synchronise_buffers(stack.model, mesh, lambda _: 0)
     if different:
-        logger.warning(
+        log_once(
+            logger,
+            logging.WARNING,
             "%d parameters and buffers differed between the processes and were set to those of process 0, as DDP"
             " does (%s%s)."
             " Call set_seed() before creating the model to avoid this.",
