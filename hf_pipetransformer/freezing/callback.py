@@ -223,12 +223,13 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             more = next_num_frozen(self.policy, decision, self.max_frozen_layers)
             if more > frozen:
                 when = f"after step {step}" if by_steps else f"after epoch {epoch:g}"
-                found.append(
-                    f"{more} {'layer freezes' if more == 1 else 'layers freeze'} {when if step else 'at once'}"
-                )
+                what = "1 layer" if more == 1 else f"{more} layers"
+                found.append(f"{what} {when if step else 'at once'}")
             frozen = more
         if found:
-            words = ", ".join(found[:MOST_TO_NAME]) + (", ..." if len(found) > MOST_TO_NAME else "")
+            words = "frozen will be " + ", ".join(
+                [*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])]
+            )
         return now + words
 
     def _moments(self, state: TrainerState) -> list[tuple[float, int]]:

@@ -25,10 +25,8 @@ class NotComputed:
     forward: int = 0
 
     def __str__(self) -> str:
-        passes = max(self.passes, 1)
-        return (
-            f"{self.backward / passes:.1%} of the layers' backward passes, {self.forward / passes:.1%} of the forward"
-        )
+        backward, forward = (count / max(self.passes, 1) for count in (self.backward, self.forward))
+        return f"{backward:.1%} of the layers' backward passes and {forward:.1%} of their forward passes"
 
 
 def describe_layout(plan: PipelinePlan) -> str:
