@@ -27,11 +27,7 @@ WIDTH = 1180
 TALLEST = 6000
 COLORS = 96
 """Of a palette; figures have few, and the files become a third as large."""
-PARTS = {
-    "step": ("#step",),
-    "overview": ("#layers", "#shape", "#speed", "#cache"),
-    "time_and_memory": ("#time", "#memory"),
-}
+PARTS = {"step": ("#step",)}
 """Image -> sections of the report."""
 
 
@@ -46,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = write_report(arguments.output_dir, Path(folder, "report.html"))
         text = page.read_text(encoding="utf-8")
-        for name, sections in {"report": (), **PARTS}.items():
+        for name, sections in PARTS.items():
             page.write_text(text.replace("</style>", style_for(sections) + "</style>", 1), encoding="utf-8")
             take(browser, page, IMAGES / f"{name}.png", Path(folder))
             print(f"{IMAGES / name}.png: {(IMAGES / f'{name}.png').stat().st_size / 1024:.0f} KiB")

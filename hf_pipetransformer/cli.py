@@ -118,6 +118,7 @@ def plan(
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
+    plan_by: Annotated[str, typer.Option(help="counts or times: what K and M go by where auto.")] = "counts",
     token_slices: Annotated[
         str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
     ] = "off",
@@ -150,6 +151,7 @@ def plan(
             caches=cache,
             is_elastic=elastic,
             token_slices=token_slices,
+            plan_by=plan_by,
         )
         answer = command.answer(model_or_config, task, request)
     except UnsupportedModelError as error:

@@ -44,6 +44,7 @@ from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
 from .run.metrics_file import RunRecorder
+from .run.model_card import add_to_card
 from .run.planner import Planner
 from .run.resuming import (
     checkpoint_to_resume,
@@ -91,6 +92,7 @@ class PipeTransformerTrainer(Trainer):
     _logs: LogsOfAllStages | None = None
     _given_policy: FreezePolicy | None = None
     _freezing: LayerFreezeCallback | None = None
+    _trained_by: str | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -201,6 +203,7 @@ class PipeTransformerTrainer(Trainer):
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
             folder = Path(checkpoint) if isinstance(checkpoint, str) else None
             with PipelineRun(self._job, self._find_units, folder, ignore_keys_for_eval) as self._pipeline_run:
+                self._trained_by = self._pipeline_run.log.recorder.run
                 return train(checkpoint)
         except UnsupportedModelError as error:
             if self.args.uses_pipeline:
@@ -461,6 +464,12 @@ class PipeTransformerTrainer(Trainer):
             self._checkpoint_write.upload_later()
         else:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *positional: Any, **keywords: Any) -> None:
+        """Write the stock model card, and add how the model was trained: layouts, freezes, cache and versions."""
+        super().create_model_card(*positional, **keywords)
+        if self._trained_by is not None and self.is_world_process_zero():
+            add_to_card(Path(self.args.output_dir or "."), self._trained_by)
 
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

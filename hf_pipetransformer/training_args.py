@@ -20,11 +20,14 @@ from transformers.training_args import OptimizerNames
 
 from .errors import refuse_wrong_order
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
+from .logs import follow_transformers
+from .planning.plan import PLAN_BY
 from .planning.schedules import SCHEDULES
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
 logger = logging.getLogger(__name__)
+follow_transformers()
 
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Optimizers that update parameters during the backward, before the gradients are complete."""
@@ -117,15 +120,20 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         pipeline_parallel_size (`int` or `"auto"`, *optional*, defaults to 1):
             Number of pipeline stages K that the model is split into, with one process per stage. It must divide the
             number of processes; the remaining factor, world size / K, is the number of data-parallel pipelines.
-            `"auto"` selects the smallest number of stages that fits the devices' memory, or a larger one if it is
-            predicted to be at least 15% faster.
+            `"auto"` selects the smallest number of stages that fits the devices' memory (see `plan_by`).
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
             Order in which the forwards and backwards of the micro-batches run: `"1f1b"` or `"gpipe"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
-            the largest divisor of the number of samples in the batch up to this value is used. `"auto"` times
-            the numbers that are predicted to be fast during the first training steps and keeps the fastest; with
-            `full_determinism` it uses a fixed rule instead.
+            the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
+            largest divisor up to twice the number of stages (see `plan_by`).
+        plan_by (`str`, *optional*, defaults to `"counts"`):
+            What the automatic choices are based on: K if it is `"auto"`, the number of micro-batches if it is
+            `"auto"`, and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of
+            samples, which are the same in every run, so the same command and seed give the same training. `"times"`
+            uses times measured on this machine: it may use more stages if that is predicted to be at least 15%
+            faster, and tries the numbers of micro-batches that are predicted to be fast in the first training steps.
+            That can be faster, but two runs may choose differently, and their results then differ by rounding.
         token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
             Whether to split the micro-batches of a causal language model along the sequence dimension as well, which
             keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets
@@ -209,6 +217,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="auto",
         metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
     )
+    plan_by: str = field(
+        default="counts",
+        metadata={
+            "help": "Automatic choices by 'counts', alike in every run, or by measured 'times'.",
+            "choices": list(PLAN_BY),
+        },
+    )
     token_slices: SlicesOrName = field(
         default="off",
         metadata={"help": "Slices along the tokens of a sequence: 'off', 'auto', a number, or lengths as JSON."},
@@ -279,6 +294,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.make_freeze_policy()  # raises if a value is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         self._check_slices()
+        self._check_plan_by()
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
             known = dist.is_available() and dist.is_initialized()
@@ -371,6 +387,17 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"{wanted} cannot be combined with activation_cache='on', because the cache stores whole samples. Set"
                 " activation_cache='off' or token_slices='off'."
+            )
+
+    def _check_plan_by(self) -> None:
+        if self.plan_by not in PLAN_BY:
+            raise ValueError(
+                f"plan_by={self.plan_by!r} is not supported. Set it to one of {', '.join(map(repr, PLAN_BY))}."
+            )
+        if self.plan_by == "times" and self.full_determinism:
+            raise ValueError(
+                "plan_by='times' cannot be combined with full_determinism=True, because measured times differ between"
+                " runs. Set plan_by='counts'."
             )
 
     def _check_cache(self) -> None:

@@ -16,6 +16,7 @@ os.environ.update(
 
 import gc
 import json
+import logging
 import random
 import socket
 import statistics
@@ -44,6 +45,21 @@ def _fixed_seed():
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _heard_warnings():
+    """`caplog` listens at the root logger, and transformers shows errors only (TRANSFORMERS_VERBOSITY)."""
+    import hf_pipetransformer.logs
+
+    hf_pipetransformer.logs.follow_transformers()
+    logger, parent = logging.getLogger("hf_pipetransformer"), logging.getLogger("transformers")
+    before = logger.level, parent.propagate
+    logger.setLevel(logging.WARNING)
+    parent.propagate = True
+    yield
+    logger.setLevel(before[0])
+    parent.propagate = before[1]
 
 
 @pytest.fixture(autouse=True)

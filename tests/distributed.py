@@ -25,6 +25,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -352,6 +353,8 @@ def _rank_main(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # transformers, which the package's logger follows, shows errors only (conftest)
+    logging.getLogger("hf_pipetransformer").setLevel(logging.WARNING)
     with open(log, "w", buffering=1) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

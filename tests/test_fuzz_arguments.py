@@ -60,6 +60,7 @@ FIELDS: dict[str, Values] = {
     "pipeline_parallel_size": Values((1, "1", 2, "2", "auto"), (*NO_SIZES, 7, HUGE)),
     "pipeline_schedule": Values(("1f1b", "gpipe"), (*NO_NAMES, "1F1B", "zigzag")),
     "num_microbatches": Values(("auto", 1, 2, "3", 64, HUGE), NO_SIZES),
+    "plan_by": Values(("counts", "times"), NO_NAMES),
     "token_slices": Values(
         ("off", "auto", 1, 2, "3", [4], [8, 8], (5, 9), "[6, 6]", 1000, [1000]),
         ("", "on", 0, -1, "0", 1.5, NAN, INF, True, None, [], [4, 0], [[4]], [NAN], {}, "{}", '"two"', "NaN", DIGITS),

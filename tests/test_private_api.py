@@ -58,6 +58,18 @@ TRAINER_METHODS: dict[str, list[str]] = {
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
     "save_model": ["self", "output_dir", "_internal_call"],
     "floating_point_ops": ["self", "inputs"],
+    "create_model_card": [
+        "self",
+        "language",
+        "license",
+        "tags",
+        "model_name",
+        "finetuned_from",
+        "tasks",
+        "dataset_tags",
+        "dataset",
+        "dataset_args",
+    ],
 }
 """The methods of the Trainer that are overridden or called, and their parameters."""
 

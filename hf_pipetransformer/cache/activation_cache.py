@@ -64,7 +64,14 @@ MOST_RETRIES = 8
 """Maximum number of retries for a batch whose generation was deleted, or for which the store was full."""
 
 PENDING_BATCHES = 2
-"""Maximum number of batches that wait to be written. Further batches are dropped, and are misses in the next epoch."""
+"""Maximum number of batches that wait to be written."""
+SECONDS_TO_WAIT = 5.0
+"""Seconds for which the training waits for the writer in any case, and `SHARE_TO_WAIT` of the time since it began.
+
+Then batches are dropped, and are misses in the next epoch: on a slow disk the cache must not slow down the training. A
+disk that is fast enough has bad moments as well, and what is stored should not depend on those.
+"""
+SHARE_TO_WAIT = 0.1
 
 
 @dataclass
@@ -83,9 +90,11 @@ class CacheCounts:
     present: int = 0
     """Number of samples that were not stored because they were in the store already."""
     dropped: int = 0
-    """Number of samples that were not stored because the writer was busy."""
+    """Number of samples that were not stored because the writer was too slow."""
     damaged: int = 0
     """Number of entries that were damaged in the store, and were therefore recomputed."""
+    layers_skipped: int = 0
+    """Number of layers that were not run, summed over the samples that were found."""
     load_seconds: float = 0.0
     """Time spent loading the samples that were found."""
 
@@ -165,8 +174,15 @@ class ActivationCache:
         self._writer = _Writer(self)
 
     # ------------------------------------------------------------------------------------ generations
-    def advance(self, num_frozen: int, fingerprint: str) -> None:
-        """Make the output of the first `num_frozen` units the current generation; older ones are still looked up."""
+    def advance(self, num_frozen: int, fingerprint: str, is_new: bool = False) -> None:
+        """Make the output of the first `num_frozen` units the current generation; older ones are still looked up.
+
+        Args:
+            num_frozen: number of units.
+            fingerprint: of their weights.
+            is_new: nothing has been stored in it, so it is not read before `read_all` is called. Whether a sample that
+                comes twice is found the second time would depend on how fast it was written.
+        """
         self.flush()
         counts = self.counts  # nothing has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
@@ -174,8 +190,14 @@ class ActivationCache:
         if (num_frozen, fingerprint) not in self.generations:
             newest = Generation(num_frozen, fingerprint, self._store.reader(num_frozen, fingerprint))
             self._reading.use([newest, *self._reading.generations])
+            if is_new:
+                self._reading.unread.add((num_frozen, fingerprint))
         self._writer.close_generation()
         self.resume_writing()
+
+    def read_all(self) -> None:
+        """Read all generations from now on, also those that were new in the epoch that has ended."""
+        self._reading.unread.clear()
 
     def forget(self, keep: int) -> list[tuple[int, str]]:
         """Keep only the newest `keep` generations; return the others, which may be deleted."""
@@ -282,6 +304,7 @@ class ActivationCache:
         if found.states:
             self.counts.load_seconds += found.seconds
         for num_frozen, (rows, _) in found.states.items():
+            self.counts.layers_skipped += num_frozen * len(rows)
             if num_frozen == self._reading.generations[0].num_frozen:
                 self.counts.hits += len(rows)
             else:
@@ -354,12 +377,13 @@ class ActivationCache:
             self.counts.rows += len(keys or ())
             return
         counts = self.counts  # the writer counts in this object, too
-        before = counts.hits, counts.older_hits, counts.load_seconds
+        before = counts.hits, counts.older_hits, counts.layers_skipped, counts.load_seconds
         for level, (rows, state) in self._find(inputs, keys, stop).items():
             if len(rows) == len(keys):
                 runner.begin_elsewhere(level, self._as_carry(level, state), self.observer(inputs, keys, level, stop))
                 return
-        counts.hits, counts.older_hits, counts.load_seconds = before  # of what was found, nothing is used
+        # of what was found, nothing is used
+        counts.hits, counts.older_hits, counts.layers_skipped, counts.load_seconds = before
         runner.begin_elsewhere(0, None, self.observer(inputs, keys, 0, stop))
 
     def _has_what_loss_changes(self, called: Mapping[str, Any]) -> bool:
@@ -422,7 +446,7 @@ class ActivationCache:
         spans = self._spans_of(keys)
         if spans is None:
             return
-        if self._writer.is_busy:
+        if not self._writer.wait_for_room():
             self.counts.dropped += len(keys)
             return
         copied = self._copies.to_host(state, self._storage_dtype or state.dtype)
@@ -513,16 +537,25 @@ class _Writer:
 
     def __init__(self, cache: ActivationCache) -> None:
         self._cache = cache
-        self._queue: queue.Queue[_Entries | None] = queue.Queue(PENDING_BATCHES)
+        self._queue: queue.Queue[_Entries | None] = queue.Queue()
+        self._room = threading.Semaphore(PENDING_BATCHES)
+        self._began, self._waited = time.monotonic(), 0.0
         self._thread: threading.Thread | None = None
         self._open: tuple[Generation, GenerationWriter] | None = None
         self.last: _Entries | None = None  # the last batch that was written
 
-    @property
-    def is_busy(self) -> bool:
-        return self._queue.full()
+    def wait_for_room(self) -> bool:
+        """Wait until one more batch may be put, but not for longer than the training can spare. Returns whether."""
+        if self._room.acquire(blocking=False):
+            return True
+        began = time.monotonic()
+        spare = SECONDS_TO_WAIT + SHARE_TO_WAIT * (began - self._began) - self._waited
+        has_room = self._room.acquire(timeout=max(spare, 0.0))
+        self._waited += time.monotonic() - began
+        return has_room
 
     def put(self, entries: _Entries) -> None:
+        """Hand over a batch. Call `wait_for_room` first."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="activation-cache-writer", daemon=True)
             self._thread.start()
@@ -556,6 +589,7 @@ class _Writer:
                 logger.exception("Writing to the activation cache failed.")
                 self._cache.stop_writing(OSError(str(error)))
             finally:
+                self._room.release()
                 self._queue.task_done()
         self._queue.task_done()
 

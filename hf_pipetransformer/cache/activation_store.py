@@ -90,6 +90,12 @@ class ActivationStore(Protocol):
     def why_refused(self) -> str | None:
         """Why the store must not be used, in words; None if it may."""
 
+    def why_unwritable(self) -> str | None:
+        """Try to write to the store; why that fails, in words, or None."""
+
+    def usable_bytes(self) -> int | None:
+        """Size that the disk allows for all generations together; None if that cannot be found out."""
+
     def limit(self, max_gib: float | None) -> None:
         """Bound the size of all generations together; None: by what there is space for."""
 

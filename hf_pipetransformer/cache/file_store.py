@@ -54,6 +54,8 @@ from .activation_files import (
 )
 from .activation_store import Row, StoreFull
 
+PROBED_BYTES = 4096
+"""Size of the file that shows whether the store can be written to."""
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill, where no limit is given."""
 
@@ -288,15 +290,37 @@ class FileStore:
         except OSError:
             return None  # a writer will get the error
 
-    def limit(self, max_gib: float | None) -> None:
-        """Bound its size: as given, and not more than the disk has, where that can be found out."""
+    def why_unwritable(self) -> str | None:
+        """Create the folder and a small file in it, and remove them again; why that fails, in words, or None."""
+        name, is_there = self._unique(".probe-"), self.folder.exists()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(open_private(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(bytes(PROBED_BYTES))
+        except OSError as error:
+            return str(error)
+        finally:
+            with suppress(OSError):
+                name.unlink()
+            if not is_there:
+                with suppress(OSError):
+                    self.folder.rmdir()
+        return None
+
+    def usable_bytes(self) -> int | None:
+        """What is stored, and most of what the disk has free; None if that cannot be found out."""
         try:
             folder = self.folder
             while not folder.exists():
                 folder = folder.parent
-            most = self.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
+            return self.nbytes() + int(shutil.disk_usage(folder).free * USABLE_DISK)
         except OSError:
-            most = sys.maxsize  # who writes will be told what is wrong with the folder
+            return None
+
+    def limit(self, max_gib: float | None) -> None:
+        """Bound its size: as given, and not more than the disk has, where that can be found out."""
+        usable = self.usable_bytes()
+        most = sys.maxsize if usable is None else usable  # who writes will be told what is wrong with the folder
         self.max_bytes = most if max_gib is None else int(min(max_gib * 2**30, most))
 
     def reader(self, num_frozen: int, fingerprint: str) -> FileReader:

@@ -102,6 +102,8 @@ class StoreReading:
     def __init__(self, copies: SideStream) -> None:
         self.generations: tuple[Generation, ...] = ()
         """Those that are looked up, newest first. Change them by `use`."""
+        self.unread: set[tuple[int, str]] = set()
+        """Number of units and fingerprint of those that are not looked up yet."""
         self._copies = copies
         self._requests: deque[_Request] = deque(maxlen=KEPT_BATCHES)
         self._thread = _Thread("activation-cache-reader")
@@ -169,18 +171,19 @@ class StoreReading:
 
     # ------------------------------------------------------------------------------------ inside
     def _request(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Request:
-        result = self._thread.run(lambda: self._read(keys, tokens, stop))
+        read = [g for g in self.generations if (g.num_frozen, g.fingerprint) not in self.unread]
+        result = self._thread.run(lambda: self._read(read, keys, tokens, stop))
         request = _Request(set(map(_identity, keys)), tokens, stop, result)
         self._requests.append(request)
         return request
 
-    def _read(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Read:
+    def _read(self, generations: Sequence[Generation], keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Read:
         """In the thread: look for the samples in one generation after another."""
         places: dict[tuple[Any, ...], tuple[int, int]] = {}
         states: dict[int, Copied] = {}
         damaged = 0
         missing = list(keys)
-        for generation in self.generations:
+        for generation in generations:
             layout = EntryFormat.from_facts(generation.reader.facts)
             if not missing or generation.num_frozen > stop:
                 continue

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
+from ..planning.plan import PLAN_BY
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
 from .device_table import GIB, CacheHost, device_named
@@ -61,10 +62,13 @@ class Request:
     caches: bool = True
     is_elastic: bool = True
     token_slices: str = "off"
+    plan_by: str = "counts"
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
+        if self.plan_by not in PLAN_BY:
+            raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(PLAN_BY)}.")
         if self.token_slices not in TOKEN_SLICES:
             raise ValueError(
                 f"token_slices is {self.token_slices!r}, but must be one of {', '.join(TOKEN_SLICES)}. Slices of given"
@@ -111,6 +115,7 @@ class Request:
             caches=self.caches,
             num_microbatches=_number_or_auto("num_microbatches", self.num_microbatches),
             token_slices="off" if self.token_slices == "off" else "auto",
+            plan_by=self.plan_by,
         )
 
 

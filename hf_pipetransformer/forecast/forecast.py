@@ -46,6 +46,7 @@ class Job:
         caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores
             whole samples.
         token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
+        plan_by: "counts", or "times" to choose K and M by predicted steps, as the training argument of this name.
 
     Raises:
         ValueError: a number is too small, or the batch cannot be divided equally.
@@ -63,6 +64,7 @@ class Job:
     schedule: str = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
     token_slices: Literal["off", "auto"] = "off"
+    plan_by: str = "counts"
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch_rows", "num_epochs", "num_samples"):
@@ -464,6 +466,7 @@ def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
         machine.memory_budget_bytes,
         job.schedule,
         job.num_microbatches,
+        job.plan_by,
     )
 
 

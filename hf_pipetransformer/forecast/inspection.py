@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from os.path import commonpath
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..model.batch_statistics import normalised_by_batch
 from ..model.dummy_inputs import dummy_batch
 from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable, placeholder
@@ -34,6 +35,13 @@ PLACEHOLDER_VALUE = 0.01
 
 LARGE_BYTES = 64 * MIB
 """Tensors of at least this size are parameters, not buffers."""
+
+SINGLE_MICRO_BATCH = (
+    "{}. With several stages, training is refused unless the batch is a single micro-batch of a single pipeline"
+    " (num_microbatches=1, gradient_accumulation_steps=1, pipeline_parallel_size = number of processes), in which the"
+    " stages work one after the other; with pipeline_parallel_size=1 it runs as under plain DDP."
+)
+"""Note about a model whose samples depend on one another, with the reason."""
 
 TASKS: Mapping[str, str] = {
     "causal-lm": "AutoModelForCausalLM",
@@ -228,6 +236,7 @@ def make_report(
     """
     number_of = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     needed_by: dict[str, list[int]] = {}
+    coupled = normalised_by_batch(model.train())
     for index, unit in enumerate(units):
         for name in unit.parameters:
             needed_by.setdefault(name, []).append(index)
@@ -248,6 +257,8 @@ def make_report(
             for unit in units
         ],
         "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
+        # with several stages, training refuses more than one micro-batch and more than one pipeline
+        "single_micro_batch": coupled,
         "stages": {
             str(k): [
                 {
@@ -258,7 +269,7 @@ def make_report(
                 }
                 for stage in range(k)
             ]
-            for k, plan in ((k, _plan(units, k)) for k in stages)
+            for k, plan in ((k, _plan(units, k, coupled is not None)) for k in stages)
         },
     }
 
@@ -270,13 +281,15 @@ def measure(model: PreTrainedModel) -> tuple[dict[str, Any], tuple[UnitCost, ...
         return batch, measure_costs(LayerStack.discover(model, batch), batch)
 
 
-def _plan(units: Sequence[UnitCost], k: int) -> PipelinePlan:
+def _plan(units: Sequence[UnitCost], k: int, in_one_micro_batch: bool) -> PipelinePlan:
     """Return the plan of one pipeline of K stages."""
-    return make_plan(units, k, k, rows_per_device=1, memory_budget_bytes=None)
+    m: int | Literal["auto"] = 1 if in_one_micro_batch else "auto"
+    return make_plan(units, k, k, num_microbatches=m, rows_per_device=1, memory_budget_bytes=None)
 
 
 def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
     """Return the report as tables."""
+    is_coupled = report["single_micro_batch"] is not None
     row = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["row"].items())
     header = ("unit", "name", "parameters", "MiB", "MFLOPs/row", "boundary KiB/row")
     table = [(index, name, *costs) for index, name, costs in _equal_units(report["units"])]
@@ -286,7 +299,8 @@ def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
         f"{len(units)} units; one row: {row}",
         "\n".join(align([header, *table], left=(1,))),
         "\n".join(align(shared, left=(0, 1))) if len(shared) > 1 else "no shared parameters",
-        *(str(_plan(units, int(k))) for k in report["stages"]),
+        *([SINGLE_MICRO_BATCH.format(report["single_micro_batch"])] if is_coupled else []),
+        *(str(_plan(units, int(k), is_coupled)) for k in report["stages"]),
     ]
     return "\n\n".join(parts)
 

@@ -20,6 +20,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ..logs import follow_transformers, log_once
 from ..resilience.exit import end_at_exit
 from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup, trained_module
 from .policies import (
@@ -37,7 +38,10 @@ from .policies import (
 )
 
 logger = logging.getLogger(__name__)
+follow_transformers()
 
+MOST_TO_NAME = 5
+"""Maximum number of freezes that are announced at the start."""
 OWN_POLICY = "(not in the checkpoint)"
 """Placeholder for a user's own policy object in a saved callback."""
 
@@ -194,6 +198,54 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
         self.num_frozen = num_frozen
 
+    def describe(self, state: TrainerState) -> str:
+        """What will freeze in this training, and when, in words. Call it once the number of layers is set.
+
+        Args:
+            state: the trainer's state, which has the number of steps and epochs.
+        """
+        assert self._num_layers is not None
+        now = f"{self.num_frozen} of {self._num_layers} layers are frozen; " if self.num_frozen else ""
+        by_steps = self.freeze_strategy == "steps"
+        known = policy_description(self.policy)
+        if known is None or self.policy.needs_gradient_norms:
+            name = repr(known["name"]) if known is not None else type(self.policy).__name__
+            every = "after each epoch"
+            if by_steps:
+                assert self.freeze_steps is not None
+                every = f"every {steps_between_decisions(self.freeze_steps, state.max_steps)} steps"
+            most = min(self._max_frozen, self.max_frozen_layers or self._max_frozen)
+            return f"{now}{name} decides {every} how many layers freeze, at most {most}"
+        moments = self._moments(state)
+        frozen, found, words = self.num_frozen, [], "nothing more freezes" if now else "nothing freezes"
+        for index, (epoch, step) in enumerate(moments, self._num_decisions):
+            decision = FreezeDecision(index, self._num_layers, frozen, epoch, step, None, self._max_frozen)
+            more = next_num_frozen(self.policy, decision, self.max_frozen_layers)
+            if more > frozen:
+                when = f"after step {step}" if by_steps else f"after epoch {epoch:g}"
+                what = "1 layer" if more == 1 else f"{more} layers"
+                found.append(f"{what} {when if step else 'at once'}")
+            frozen = more
+        if found:
+            words = "frozen will be " + ", ".join(
+                [*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])]
+            )
+        return now + words
+
+    def _moments(self, state: TrainerState) -> list[tuple[float, int]]:
+        """The decisions that are still to come: (epochs done, steps done)."""
+        per_epoch = state.max_steps / max(state.num_train_epochs, 1)
+        start = [(0.0, 0)] if state.global_step == 0 else []
+        if self.freeze_strategy == "steps":
+            assert self.freeze_steps is not None
+            every = steps_between_decisions(self.freeze_steps, state.max_steps)
+            first = (state.global_step // every + 1) * every
+            return start + [(step / per_epoch, step) for step in range(first, state.max_steps, every)]
+        first_epoch = max(math.ceil((state.epoch or 0.0) - 1e-6), 1)
+        if self._decided_at == state.global_step and state.global_step:
+            first_epoch += 1
+        return start + [(float(e), round(e * per_epoch)) for e in range(first_epoch, state.num_train_epochs)]
+
     # ------------------------------------------------------------------------------------ decisions
     def _begin(self, state: TrainerState) -> None:
         """Start with nothing frozen, or from the state in the checkpoint."""
@@ -210,7 +262,11 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         stored = saved.get(type(self).__name__)
         stored = stored[0] if isinstance(stored, list) else stored
         if stored is None:
-            logger.warning("The checkpoint contains no freezing state, so training continues with nothing frozen.")
+            log_once(
+                logger,
+                logging.WARNING,
+                "The checkpoint contains no freezing state, so training continues with nothing frozen.",
+            )
             saved[type(self).__name__] = self.state()  # the stock Trainer raises for a callback without a state
             return
         self.memory = stored["attributes"]["memory"]

@@ -29,6 +29,7 @@ class ElasticPolicy:
         memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
         schedule: name of the schedule.
         num_microbatches: micro-batches per step and pipeline, or "auto".
+        plan_by: "counts", or "times" to choose by predicted steps (`PipelinePlan.plan_by`).
     """
 
     pipeline_parallel_size: int | Literal["auto"]
@@ -37,6 +38,7 @@ class ElasticPolicy:
     memory_budget_bytes: int | None
     schedule: str = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
+    plan_by: str = "counts"
 
     def first(self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None) -> PipelinePlan:
         """Make the plan that the training begins with.
@@ -44,7 +46,7 @@ class ElasticPolicy:
         Args:
             unit_costs: costs of the model's units.
             world_size: number of devices.
-            times: times of the model's parts; None to plan by FLOPs.
+            times: times of the model's parts, from which steps are predicted; None if there are none.
 
         Raises:
             ValueError: under the same conditions as `make_plan`.
@@ -58,6 +60,7 @@ class ElasticPolicy:
             rows_per_device=self.rows_per_device,
             memory_budget_bytes=self.memory_budget_bytes,
             times=times,
+            plan_by=self.plan_by,
         )
 
     def next(self, plan: PipelinePlan, first: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:

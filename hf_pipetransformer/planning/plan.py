@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
+PLAN_BY = ("counts", "times")
+"""What choices may go by: counts, which are the same in every run, or measured times."""
+
 ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
 """Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 
@@ -49,6 +52,8 @@ class PipelinePlan:
             units cost nothing. The first stage holds them all, for samples that are not in the cache.
         rows_per_device: Samples of the global batch per rank; a pipeline's batch has K times as many.
         times: Measured times of the model's parts on a device, or None if nothing has been measured.
+        plan_by: `"counts"`: choices between plans and between numbers of micro-batches go by counts (FLOPs, bytes,
+            samples), which are the same in every run; `"times"`: by predictions from `times`.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -65,6 +70,7 @@ class PipelinePlan:
     num_cached_layers: int = 0
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
+    plan_by: str = "counts"
 
     def __post_init__(self) -> None:
         k, num_units = self.pipeline_parallel_size, len(self.unit_costs)
@@ -85,6 +91,8 @@ class PipelinePlan:
                 f"bounds from 0 to {num_units}. Use split_min_max(costs, {k})."
             )
         schedule_named(self.schedule)
+        if self.plan_by not in PLAN_BY:
+            raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(map(repr, PLAN_BY))}.")
         _check_num_microbatches(self.num_microbatches)
         if self.rows_per_device < 1:
             raise ValueError(
@@ -144,24 +152,31 @@ class PipelinePlan:
     def num_microbatches_for(self, rows: int) -> int:
         """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
-        It is the requested number if there is one, otherwise the predicted best one; without measured times it comes
-        from a fixed rule.
+        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`);
+        with `plan_by="times"` it is the number with the shortest predicted step.
         """
         return self.promising_microbatches(rows)[0]
 
     def promising_microbatches(self, rows: int, within: float = 0.0) -> tuple[int, ...]:
         """Return candidates for the number of micro-batches by predicted step time, the fastest first.
 
+        There is one candidate only, unless the plan goes by times.
+
         Args:
             rows: Number of samples of a pipeline's batch.
             within: Omit candidates that are predicted to take longer than the best by more than this fraction.
         """
         k = self.pipeline_parallel_size
-        if self.num_microbatches is not None or self.times is None or k == 1:
+        if self.num_microbatches is not None or not self.goes_by_times or k == 1:
             return (choose_num_microbatches(rows, k, self.num_microbatches, self.schedule),)
         seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k)}
         best = min(seconds.values())
         return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
+
+    @property
+    def goes_by_times(self) -> bool:
+        """Whether choices go by measured times, and may therefore differ between runs."""
+        return self.plan_by == "times" and self.times is not None
 
     # -- costs ---------------------------------------------------------------------------------------
 

@@ -41,14 +41,14 @@ def make_plan(
     num_frozen_layers: int = 0,
     num_cached_layers: int = 0,
     times: ModelTimes | None = None,
+    plan_by: str = "counts",
     split: str = "min-max",
 ) -> PipelinePlan:
     """Make the plan: choose K if that is requested, and split the units by their cost in a step.
 
     With `"auto"`, the planner considers the pipelines whose largest stage fits the memory of a device, and takes the
-    shortest one that is predicted to be about as fast as the fastest: a shorter pipeline idles less and leaves more
-    replicas. Without a known budget every pipeline is assumed to fit; without measured times the shortest one is
-    assumed to be the fastest.
+    shortest one: it idles least and leaves most replicas. With `plan_by="times"` it takes the shortest one that is
+    predicted to be about as fast as the fastest. Without a known budget every pipeline is assumed to fit.
 
     Args:
         unit_costs: Cost of each unit in execution order.
@@ -61,6 +61,7 @@ def make_plan(
         num_frozen_layers: f, the number of units at the bottom that are frozen.
         num_cached_layers: c <= f, the number of these whose outputs are cached.
         times: Times measured on this machine, used to predict steps.
+        plan_by: `"counts"`, or `"times"` to choose by predicted steps (`PipelinePlan.plan_by`).
         split: `"min-max"`: exact, by FLOPs, which are the same in every run; `"timed"`: exact, by `times`;
             `"greedy"`: the paper's algorithm 1.
 
@@ -83,6 +84,7 @@ def make_plan(
         num_cached_layers=num_cached_layers,
         rows_per_device=rows_per_device,
         times=times,
+        plan_by=plan_by,
     )
     if pipeline_parallel_size != "auto":
         return _with_stages(whole, pipeline_parallel_size, split)
@@ -111,8 +113,9 @@ def replan(
 ) -> PipelinePlan:
     """Make the plan that follows `plan` when more layers are frozen: pipeline compression, then the split.
 
-    K never grows. `"fit"` considers every shorter pipeline whose largest stage fits, and takes the shortest one that
-    is predicted to be about as fast as the fastest; `"halve"` is the paper's rule: K / 2 as long as that fits.
+    K never grows. `"fit"` considers every shorter pipeline whose largest stage fits, and takes the shortest one, or,
+    if the plan goes by times, the shortest one that is predicted to be about as fast as the fastest; `"halve"` is the
+    paper's rule: K / 2 as long as that fits.
 
     Args:
         plan: The plan in force.
@@ -242,8 +245,8 @@ def _lengths(plan: PipelinePlan, longest: int) -> Iterable[int]:
 
 
 def _shortest_fast(candidates: Sequence[PipelinePlan]) -> PipelinePlan:
-    """Return the first (shortest) plan that is predicted to be about as fast as the fastest."""
-    if candidates[0].times is None:
+    """Return the first (shortest) plan; if plans go by times, the first that is about as fast as the fastest."""
+    if not candidates[0].goes_by_times:
         return candidates[0]
     seconds = []
     for plan in candidates:

@@ -161,7 +161,10 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
     if not layouts:
         return []
     head = ("event", "steps", "K × R", "stages from layer", "frozen", "cached", "M", "samples/s", "ms a step")
-    more = ("ms predicted", "MiB measured", "MiB predicted", "change, s", "MiB moved")
+    # on a CPU the whole process is measured, with which the prediction for the stage's tensors does not compare
+    on_cpu = any(layout.usage and not layout.usage.get("device_peak_bytes") for layout in layouts)
+    of_memory = ("MiB of the process",) if on_cpu else ("MiB measured", "MiB predicted")
+    more = ("ms predicted", *of_memory, "change, s", "MiB moved")
     rows: list[tuple[str, ...]] = [(*head, *more)]
     for layout in layouts:
         event, prediction, usage = layout.event, layout.prediction, layout.usage
@@ -182,7 +185,7 @@ def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
                 f"{1e3 * layout.seconds / layout.steps:,.1f}" if layout.steps else "",
                 f"{1e3 * prediction['seconds']:,.1f}" if prediction is not None else "",
                 f"{max(peaks) / MIB:,.0f}" if peaks else "",
-                f"{max(predicted) / MIB:,.1f}" if predicted else "",
+                *([] if on_cpu else [f"{max(predicted) / MIB:,.1f}" if predicted else ""]),
                 f"{event['seconds']:.3f}" if is_change else "",
                 f"{event['bytes_moved'] / MIB:,.1f}" if is_change else "",
             )

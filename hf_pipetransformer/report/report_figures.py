@@ -319,19 +319,22 @@ def draw_memory(training: Training) -> Drawing:
     is_on_device = any(layout.usage and layout.usage.get("device_peak_bytes") for layout in layouts)
     key = "device_peak_bytes" if is_on_device else "resident_bytes"
     what = "allocated on the device, peak so far" if is_on_device else "resident, after a step"
-    figure = make_subplots(cols=2, subplot_titles=("predicted for the stage", f"measured: {what}"))
-    _style(figure, "MiB")
     labels = [_label(layout).replace(", ", "<br>") for layout in layouts]
     predicted = [_predicted_by_rank(layout) for layout in layouts]
     measured = [list(layout.usage[key]) if layout.usage else [] for layout in layouts]
-    for column, values in ((1, predicted), (2, measured)):
+    columns = [("predicted for the stage", predicted), (f"measured: {what}", measured)]
+    if any(measured) and not is_on_device:
+        del columns[0]  # the stage's tensors, which cannot be compared with a whole process
+    figure = make_subplots(cols=len(columns), subplot_titles=[head for head, _ in columns])
+    _style(figure, "MiB")
+    for column, (_, values) in enumerate(columns, 1):
         for label, color, bars in _bars(values):
             figure.add_bar(
                 x=labels,
                 y=[value / MIB if value is not None else None for value in bars],
                 name=label,
                 legendgroup=label,
-                showlegend=column == (1 if any(predicted) else 2),
+                showlegend=column == (1 if len(columns) == 1 or any(predicted) else 2),
                 marker_color=color,
                 row=1,
                 col=column,
@@ -339,17 +342,21 @@ def draw_memory(training: Training) -> Drawing:
     figure.update_layout(barmode="group", height=330, margin={"t": 64})
     figure.update_annotations(font={"size": 13})
     figure.update_xaxes(type="category", tickangle=0)
-    figure.update_yaxes(title_text="MiB", row=1, col=2)
-    words = [
-        "Predicted: parameters, gradients, Adam's state, activations, messages.",
-        "Measured by torch, without its own workspaces; peaks of one layout hide lower ones of later layouts."
-        if is_on_device
-        else "Measured: all that the process holds, Python and libraries included; memory that was freed may stay with"
-        " the process.",
-    ]
+    figure.update_yaxes(title_text="MiB", row=1, col=len(columns))
+    of_prediction = "Predicted: parameters, gradients, Adam's state, activations, messages. "
     if not any(measured):
-        words[1] = "Not measured: the training was interrupted before a layout ended."
-    return Drawing(name, title, " ".join(words), figure, is_wide=True)
+        words = of_prediction + "Not measured: the training was interrupted before a layout ended."
+    elif is_on_device:
+        words = (
+            of_prediction
+            + "Measured by torch, without its own workspaces; peaks of one layout hide lower ones of later layouts."
+        )
+    else:
+        words = (
+            "All that the process holds, Python and libraries included; memory that was freed may stay with the"
+            " process. A prediction, which is of the stage's tensors alone, would not compare with it."
+        )
+    return Drawing(name, title, words, figure, is_wide=True)
 
 
 def _predicted_by_rank(layout: Layout) -> list[float]:

@@ -37,6 +37,7 @@ from ..cache.content_keys import RowKey
 from ..cache.sharing import node_name, publish, remove_store
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
+from ..planning.plan import MIB
 from .frozen_function import FrozenFunction
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,10 @@ class AutoCache:
         self.cache = cache
         self.num_cached = 0
         """Number of layers that count as cached."""
+        self.calls_per_sample = 1
+        """Number of inputs for each sample in the loss's calls of the model."""
+        self.layers_skipped = 0
+        """Number of layers that were not run in this training, summed over the samples, on all processes."""
         self.reason_off: str | None = None
         """Why nothing is cached; None if the cache is in use."""
         self._state = CacheState.ON
@@ -173,6 +178,13 @@ class AutoCache:
     def is_on(self) -> bool:
         return self._state in (CacheState.ON, CacheState.FIRST_READ)
 
+    def describe(self) -> str:
+        """Whether frozen layers will be cached, and why or where, in words."""
+        if not self._allowed:
+            return f"off ({next(filter(None, self._reasons.values()), 'this model has no layer that may be cached')})"
+        when = "" if self._is_forced else " where loading is measured to be faster than computing"
+        return f"on{when}, in {self._current.parent}"
+
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int, is_start: bool = False) -> None:
         """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen.
@@ -199,7 +211,9 @@ class AutoCache:
             self._epoch.writes |= self._serves_others and self._repeats
             self.cache.write(self._epoch.writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
-            self.cache.advance(boundary, fingerprint)
+            # gathering is a barrier as well: nobody writes before all have looked
+            exists = all(self._mesh.gather_objects((boundary, fingerprint) in self._store.generations()))
+            self.cache.advance(boundary, fingerprint, is_new=not exists)
             self._mark_used()  # an earlier training may have created the generation
             self._publish()
             self._pipeline.use_cache(self.cache)
@@ -259,6 +273,7 @@ class AutoCache:
         if self._state is CacheState.FIRST_READ:
             self._state = CacheState.ON
         self.cache.write(writes)
+        self.cache.read_all()
         self.check_weights()
         if not self.is_on or not self._boundary:
             return None
@@ -315,6 +330,14 @@ class AutoCache:
                 failure,
             )
         counts = reduce(add, (counts for counts, *_ in everyone))
+        self.layers_skipped += counts.layers_skipped
+        if counts.dropped:
+            self._warn_once(
+                "%d samples of an epoch were not stored in the activation cache, because writing is slower than"
+                " training; they are recomputed. Which ones depends on the disk's speed, so another run may differ by"
+                " rounding. activation_cache='off' avoids this.",
+                counts.dropped,
+            )
         if counts.damaged:
             self._warn_once(
                 "%d samples in the activation cache are damaged (its files were changed or truncated); they are"
@@ -399,7 +422,8 @@ class AutoCache:
     def _turn_off_as_slow(self, loading: float) -> None:
         self._turn_off(
             f"loading a sample takes {1e3 * loading:.3g} ms, but computing the {self._boundary} frozen layers takes"
-            f" only {1e3 * self._seconds_of_computing:.3g} ms",
+            f" only {1e3 * self._seconds_of_computing:.3g} ms (measured: another run may decide otherwise, and then"
+            " differ by rounding; activation_cache='on' or 'off' settles it)",
             may_pay_later=True,
         )
 
@@ -459,7 +483,8 @@ class AutoCache:
         self.cache.write(False)
         self.cache.flush()
         generations = self.cache.forget(keep=0)
-        self._mesh.gather_objects(None)  # a barrier: all processes have closed their files
+        # a barrier as well: all processes have closed their files
+        self.layers_skipped += sum(self._mesh.gather_objects(self.cache.take_counts().layers_skipped))
         self._publish()
         self._release_generations(generations, are_wrong)
         self._pipeline.use_cache(None)
@@ -504,6 +529,25 @@ class AutoCache:
         if self._is_first_here:
             with suppress(OSError):  # without the file the workers just do not read ahead
                 publish(self._current, self.cache.generations)
+
+    def abandon(self, is_resumable: bool) -> str:
+        """Store nothing more, and remove a store that nobody can use again. Not collective; any thread may call it.
+
+        Args:
+            is_resumable: whether this training can be resumed, with what the store holds.
+
+        Returns:
+            What has become of the store, for a message.
+        """
+        self.cache.stop_writing(OSError("the training was interrupted"))
+        folder = self._current.parent
+        if not folder.is_dir():
+            return ""
+        if is_resumable or self._is_shared:
+            return f" The activation cache is kept in {folder} ({self._store.nbytes() / MIB:.1f} MiB)."
+        if self._is_first_here:
+            remove_store(self._store, self._current)
+        return f" The activation cache in {folder} was removed."
 
     def close(self, has_ended: bool) -> None:
         """End the use of the cache. Not collective.

@@ -15,10 +15,11 @@ import transformers
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
+from ..cache.activation_store import ActivationStore
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
 from ..cache.shared_samples import agreed_samples
-from ..cache.sharing import open_store
+from ..cache.sharing import node_name, open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
@@ -26,10 +27,12 @@ from ..model.micro_batch import Batch, batch_rows
 from ..model.nested import on_device, tensors_of
 from ..model.placeholders import evaluation_mode
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..planning.costs import UnitCost
+from ..planning.plan import MIB
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
-from .cache_control import AutoCache
+from .cache_control import HARDLY_ANY, AutoCache
 from .cutting import calls_of_loss
 from .job import TrainingJob
 
@@ -47,6 +50,51 @@ LEAST_CAPACITY = 4096
 In a smaller one several processes would more often write to the same bucket at once, and one of them would lose its
 entry.
 """
+
+
+class UnusableFolderError(ValueError):
+    """Raised if the folder of the cache cannot be written to, or its disk is full."""
+
+
+def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[UnitCost], generations: Path) -> None:
+    """Check that the cache's folder can be written to, and has space. Collective over all processes.
+
+    Args:
+        job: the training job.
+        data: the training batches.
+        unit_costs: costs of the model's units, for samples as long as the longest of a few.
+        generations: a file in the folder.
+
+    Raises:
+        UnusableFolderError: it cannot, or has not. Every process raises it.
+    """
+    store, mesh = open_store(generations.parent, user=generations.stem), job.mesh
+    nodes: list[str] = mesh.gather_objects(node_name())
+    needed: int | None = None
+    if isinstance(data.dataset, Sized):
+        dtype = CACHE_DTYPES[job.args.activation_cache_dtype]
+        half = 2 if dtype == torch.bfloat16 and job.mixed_precision == "no" else 1
+        largest = max((unit.boundary_bytes for unit in unit_costs[:-1]), default=0)
+        needed = len(data.dataset) * largest // half // len(set(nodes))
+    found = _trouble_with(store, generations.parent, needed) if nodes.index(node_name()) == mesh.rank else None
+    trouble = next(filter(None, mesh.gather_objects(found)), None)
+    if trouble is not None:
+        raise UnusableFolderError(
+            f"activation_cache_dir: {trouble}. Set activation_cache_dir to a folder that can be written to, on a disk"
+            " with enough space, or set activation_cache='off'."
+        )
+
+
+def _trouble_with(store: ActivationStore, folder: Path, needed: int | None) -> str | None:
+    """Why a store is of no use, or None."""
+    unwritable = store.why_unwritable()
+    if unwritable is not None:
+        return f"the folder {folder} of the activation cache cannot be written to ({unwritable})"
+    usable = store.usable_bytes()
+    if usable is None or usable > HARDLY_ANY * (needed or 1):
+        return None
+    wanted = f"; frozen layers' outputs for all samples need up to {needed / MIB:,.1f} MiB" if needed else ""
+    return f"the disk of the activation cache's folder {folder} is full ({usable / MIB:,.1f} MiB may be used{wanted})"
 
 
 def make_cache(
@@ -80,6 +128,7 @@ def make_cache(
 
     capacity = _expected_samples(job, data)
     why_not: str | None = None
+    calls_per_sample = 1
     loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
     if not runner.takes_batch:
         of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
@@ -141,7 +190,7 @@ def make_cache(
     is_shared = job.shares_store
     if is_shared and slots and mesh.rank == 0:
         rows = agreed_samples(generations.parent, description, rows, not_in_keys)
-    return AutoCache(
+    auto_cache = AutoCache(
         pipeline,
         cache,
         store,
@@ -155,6 +204,8 @@ def make_cache(
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
         spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
     )
+    auto_cache.calls_per_sample = calls_per_sample
+    return auto_cache
 
 
 class LossCalls:

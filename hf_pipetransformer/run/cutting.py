@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
+from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack, refuse_weights_with_state
@@ -382,7 +383,9 @@ def _make_equal(stack: LayerStack, mesh: ProcessMesh) -> None:
     """Make weights and buffers equal to those of process 0, as DDP does. Collective over all processes."""
     different = synchronise_weights(stack.table, mesh) + synchronise_buffers(stack.model, mesh, lambda _: 0)
     if different:
-        logger.warning(
+        log_once(
+            logger,
+            logging.WARNING,
             "%d parameters and buffers differed between the processes and were set to those of process 0, as DDP"
             " does (%s%s)."
             " Call set_seed() before creating the model to avoid this.",
@@ -416,10 +419,11 @@ def _wrap_replicas(
 def time_model(
     job: TrainingJob, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None, checkpoint: Path | None
 ) -> ModelTimes | None:
-    """Measure the times of the model's units if a decision depends on them: K, M, or whether the cache is faster.
+    """Measure the times of the model's units: for predictions, and to decide whether the cache is faster.
 
-    Collective over all processes. Times differ from run to run and so may the decisions, so nothing is measured with
-    `full_determinism`. A resumed training keeps the times measured when it began, and therefore its plans.
+    With `plan_by="times"`, K and M depend on them as well. Collective over all processes. Times differ from run to run
+    and so may the decisions, so nothing is measured with `full_determinism`. A resumed training keeps the times
+    measured when it began, and therefore its plans.
 
     Args:
         job: the training job.

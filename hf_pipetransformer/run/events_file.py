@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.activation_cache import CacheCounts
-from ..pipeline.elastic_pipeline import Transformation
 from ..pipeline.microbatch_trials import WORTH_A_TRIAL
 from ..planning.plan import PipelinePlan
 from ..token_slices.slice_choice import StepSeconds
@@ -152,15 +151,18 @@ def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:
     return f"Batches of {sum(part.rows for part in parts)} rows x {sum(parts[0].lengths)} tokens: {cut}{predicted}"
 
 
-def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
+def cache_metrics(counts: CacheCounts, nbytes: int, num_layers: int) -> dict[str, float]:
     """Return the use of the activation cache in an epoch, as metrics to log.
 
     Args:
         counts: counts of samples, summed over all processes.
         nbytes: size of the store, in bytes.
+        num_layers: number of the model's layers.
     """
     rows = max(counts.rows, 1)
     return {
+        # share of the layers' forward passes: a sample found behind f of L layers counts f / L
+        "cache_layers_skipped": round(counts.layers_skipped / (rows * num_layers), 4),
         "cache_hit_rate": round(counts.hits / rows, 4),
         "cache_older_hit_rate": round(counts.older_hits / rows, 4),
         "cache_rows_stored": counts.stored + counts.older_stored,
@@ -168,16 +170,3 @@ def cache_metrics(counts: CacheCounts, nbytes: int) -> dict[str, float]:
         "cache_load_seconds": round(counts.load_seconds, 3),
         "cache_bytes": nbytes,
     }
-
-
-def describe(change: Transformation, seconds: float, bytes_moved: int) -> str:
-    """Describe a transformation, in one line for the log."""
-
-    def layout(plan: PipelinePlan) -> str:
-        return f"{plan.pipeline_parallel_size} x {plan.data_parallel_size}"
-
-    frozen = f"{change.after.num_frozen_layers} of {change.after.num_units} layers frozen"
-    return (
-        f"{frozen}: pipelines {layout(change.before)} -> {layout(change.after)} (stages x replicas), stages"
-        f" {list(change.after.stage_bounds)}, {bytes_moved / 2**20:.1f} MiB moved in {seconds:.3f} s"
-    )

@@ -123,6 +123,15 @@ class TrainingJob:
         return self.args.activation_cache_dir is not None or self.trainer.hp_search_backend is not None
 
     @property
+    def why_not_cached(self) -> str | None:
+        """Which argument excludes the cache of frozen layers' outputs; None if they allow one."""
+        if self.may_cache:
+            return None
+        if self.args.slices_tokens:
+            return "it stores whole samples, and token_slices splits them"
+        return "activation_cache='off'" if self.args.activation_cache == "off" else "full_determinism=True"
+
+    @property
     def not_in_keys(self) -> frozenset[str]:
         """Inputs that frozen layers do not read, judged by their names. The cache's probe verifies it."""
         return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,20 @@ RECORDED_ARGUMENTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
     *("learning_rate", "lr_scheduler_type", "optim", "weight_decay", "max_grad_norm", "warmup_steps"),
     *("seed", "mixed_precision", "gradient_checkpointing", "full_determinism"),
-    *("pipeline_parallel_size", "pipeline_schedule", "num_microbatches", "token_slices"),
+    *("pipeline_parallel_size", "pipeline_schedule", "num_microbatches", "plan_by", "token_slices"),
     *("freeze_policy", "freeze_alpha", "freeze_strategy", "freeze_steps", "freeze_schedule", "max_frozen_layers"),
     *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib"),
 )
 """Training arguments that are recorded. Others are omitted because some of them hold tokens and paths."""
+
+
+@dataclass
+class StepsDone:
+    """Optimizer steps, the samples of their global batches, and the seconds that they took, without loading."""
+
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
 
 
 class RunRecorder(TrainerCallback):
@@ -63,6 +73,8 @@ class RunRecorder(TrainerCallback):
     def __init__(self, args: TrainingArguments) -> None:
         self.run: str | None = None
         """Name of this `train()` in all records: the time at which it began."""
+        self.total_seconds: dict[str, float] = {}
+        """Seconds of this process since `train()` was called, by activity."""
         self._args = args
         self._writes = False
         self._is_training = False
@@ -73,6 +85,7 @@ class RunRecorder(TrainerCallback):
         self._steps = self._rows = 0
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
+        self._under_layout = StepsDone()
         self._process = psutil.Process()
         self._has_warned = False
 
@@ -81,6 +94,7 @@ class RunRecorder(TrainerCallback):
         """Begin the record, when `train()` has been called."""
         self._writes = is_main_process
         self._is_training = True
+        self.total_seconds.clear()
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
         self._forget()
@@ -104,8 +118,14 @@ class RunRecorder(TrainerCallback):
             micro_batches: M on the last stage; 0 on the other stages, which do not know it.
         """
         self._rows += global_rows
+        self._under_layout.rows += global_rows
         if micro_batches:
             self._micro_batches[micro_batches] += 1
+
+    def take_steps(self) -> StepsDone:
+        """Return the steps under the layout that ends."""
+        done, self._under_layout = self._under_layout, StepsDone()
+        return done
 
     def take_usage(self) -> dict[str, Any] | None:
         """Return the usage of this process under the layout that ends; None if no step was run under it."""
@@ -167,7 +187,8 @@ class RunRecorder(TrainerCallback):
         self._is_evaluating = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._lap("steps")
+        self._under_layout.seconds += self._lap("steps")
+        self._under_layout.steps += 1
         self._steps += 1
         self._most_resident = max(self._most_resident, self._process.memory_info().rss)
 
@@ -206,12 +227,14 @@ class RunRecorder(TrainerCallback):
         self._lap("ending")
 
     # ------------------------------------------------------------------------------------ inside
-    def _lap(self, what: str) -> None:
-        """Count the time since the last call as spent on `what`."""
+    def _lap(self, what: str) -> float:
+        """Count the time since the last call as spent on `what`. Returns it in seconds."""
         now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
         if self._is_training:
-            self._seconds[what] = self._seconds.get(what, 0.0) + now - self._mark
-        self._mark = now
+            self._seconds[what] = self._seconds.get(what, 0.0) + seconds
+            self.total_seconds[what] = self.total_seconds.get(what, 0.0) + seconds
+        return seconds
 
     def _forget(self) -> None:
         self._seconds.clear()

@@ -22,7 +22,7 @@ class Planner:
     Args:
         args: the training arguments.
         unit_costs: the costs of the model's units.
-        times: measured times, the same on every process; None to use FLOPs.
+        times: measured times, the same on every process; None if nothing was measured.
         mesh: the processes.
         may_replicate: whether freed devices may become replicas; False if the samples of a batch depend on one
             another.
@@ -46,6 +46,7 @@ class Planner:
             self._budget,
             args.pipeline_schedule,
             args.num_microbatches,
+            args.plan_by,
         )
         self.first = self._policy.first(unit_costs, mesh.world_size, times)
         """The plan with which training begins."""
@@ -71,6 +72,7 @@ class Planner:
                 args.num_microbatches,
                 args.per_device_train_batch_size,
                 args.elastic,
+                args.plan_by,
             ],
             "bounds": list(plan.stage_bounds),
             "num_frozen": plan.num_frozen_layers,

@@ -24,15 +24,17 @@ from transformers import TrainerCallback, TrainerState
 from ..data.numbered_batches import NumberedLoader, TrainingBatches
 from ..freezing.callback import refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
+from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
 from ..resilience.exit import finishes, note_training
+from ..resilience.interruption import Interruption
 from ..resilience.watchdog import PROGRESS, watching
 from ..token_slices.token_schedule import Slicing
 from .cache_control import OTHER_INPUTS, AutoCache
-from .cache_setup import make_cache
+from .cache_setup import UnusableFolderError, check_folder, make_cache
 from .checkpointing import exporting_state
 from .consistency import check_same_size
 from .cutting import CutModel, time_model
@@ -90,6 +92,8 @@ class PipelineRun(TrainerCallback):
         self.generations: Path | None = None
         """The file that names the cache generations being read, for the workers of all loaders."""
         self.cache: AutoCache | None = None
+        self.why_not_cached: str | None = None
+        """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
         self._loss = TrainersLoss(job)
@@ -106,6 +110,7 @@ class PipelineRun(TrainerCallback):
             entered.enter_context(exporting_state(job.trainer))
             entered.enter_context(self.log.recording(before=[self]))
             entered.enter_context(self._naming_writes_to_placeholders())
+            interruption = entered.enter_context(Interruption(job.mesh.world_size > 1, self._tell_of_interruption))
             entered.enter_context(self.preemption.signal)
             entered.enter_context(
                 watching(
@@ -116,6 +121,7 @@ class PipelineRun(TrainerCallback):
                     job.args.watchdog_timeout,
                     limit=job.args.ddp_timeout,
                     has_accelerator=job.device.type != "cpu",
+                    is_interrupted=lambda: interruption.is_asked,
                 )
             )
             self._entered = entered.pop_all()
@@ -129,15 +135,37 @@ class PipelineRun(TrainerCallback):
     def _close(self, kind: type[BaseException] | None, *_: Any) -> None:
         has_failed = kind is not None and issubclass(kind, Exception)
         note_training(has_failed)
+        if kind is None:
+            self.log.conclude()
         if self.cache is not None:
             # after a complete run, remove what no other run can use; an interrupted run is resumed with its cache
-            close = partial(self.cache.close, has_ended=kind is None)
+            has_ended = kind is None or (issubclass(kind, KeyboardInterrupt) and self._newest_checkpoint is None)
+            close = partial(self.cache.close, has_ended=has_ended)
             if has_failed and self._job.device.type != "cpu":
                 finishes(close)  # its writer waits for the device, where a kernel may wait for other processes
             else:
                 close()
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
+
+    @property
+    def _newest_checkpoint(self) -> Path | None:
+        """The checkpoint from which this training would be resumed, if there is one."""
+        return self.preemption.last_saved or self._checkpoint
+
+    def _tell_of_interruption(self) -> None:
+        """Say what is left of a training that was interrupted; another thread than the main one may call it.
+
+        Without a checkpoint the training cannot be resumed, and its cache is removed.
+        """
+        job, newest = self._job, self._newest_checkpoint
+        of_cache = self.cache.abandon(is_resumable=newest is not None) if self.cache is not None else ""
+        if job.trainer.is_world_process_zero():
+            state = job.trainer.state
+            resumed = f"Resume from {newest}" if newest is not None else "No checkpoint was saved"
+            logger.warning(
+                "Interrupted at step %d of %d. %s.%s", state.global_step, state.max_steps, resumed, of_cache
+            )
 
     @contextmanager
     def _naming_writes_to_placeholders(self) -> Iterator[None]:
@@ -274,8 +302,10 @@ class PipelineRun(TrainerCallback):
         # 3
         if job.may_cache:
             assert self.generations is not None
-            with generators_kept(trainer, job.model):
-                self.cache = make_cache(job, pipeline, data, setup.times, self.generations)
+            self.why_not_cached = self._trouble_with_folder()
+            if self.why_not_cached is None:
+                with generators_kept(trainer, job.model):
+                    self.cache = make_cache(job, pipeline, data, setup.times, self.generations)
         # 4
         num_frozen = self._attach_freezing(pipeline.freezable)
         again = self._plan_of_interrupted_job(kept, num_frozen)
@@ -304,6 +334,22 @@ class PipelineRun(TrainerCallback):
                 self.cache.resume(planner.num_cached)
             self.cache.freeze(plan.num_frozen_layers)
         return pipeline
+
+    def _trouble_with_folder(self) -> str | None:
+        """Why nothing can be written to the cache's folder, or None. Collective over all processes.
+
+        Raises:
+            ValueError: nothing can, with `activation_cache="on"`. Every process raises it.
+        """
+        assert self.data is not None and self._cut is not None and self.generations is not None
+        try:
+            check_folder(self._job, self.data, self._cut.unit_costs, self.generations)
+        except UnusableFolderError as error:
+            if self._job.args.activation_cache == "on":
+                raise
+            log_once(logger, logging.WARNING, "The activation cache is off: %s", error)
+            return str(error)
+        return None
 
     def _set_up(self, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None) -> Setup:
         job, pipeline, data = self._job, cut.pipeline, self.data
@@ -353,7 +399,9 @@ class PipelineRun(TrainerCallback):
         callback.attach(freezable.num_layers, freezable.max_frozen, self._job.trainer.state)
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
         if len(with_the_first) > 1:
-            logger.warning(
+            log_once(
+                logger,
+                logging.WARNING,
                 "Layers %s of %s share parameters with its first layer and are frozen together with it.",
                 ", ".join(map(str, with_the_first[1:])),
                 type(self._job.model).__name__,
@@ -415,7 +463,7 @@ class PipelineRun(TrainerCallback):
         new = self.planner.next(plan, num_frozen, num_cached)
         if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
             pipeline.replace_plan(new)  # nothing moves: the cached units are run or skipped in place
-            self.log.record("cache", new)
+            self.log.cached(new)
             return
         change = pipeline.transform(new)
         data.reslice(pipeline.num_replicas, pipeline.replica_index)
@@ -483,12 +531,14 @@ class PipelineRun(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, with no epoch left
             self.preemption.evaluate_what_is_owed()
+        self.log.announce(self.cache, self.why_not_cached)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.num_epochs_begun += 1
         self.steps.doubts |= Doubt.FLAGS
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.log.show_layout()
         self.preemption.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
         self.preemption.moment = Moment.WITHIN_EPOCH
 

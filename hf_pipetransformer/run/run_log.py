@@ -20,7 +20,8 @@ from . import events_file
 from .cache_control import AutoCache, EpochReport
 from .collectives import LogsOfAllStages
 from .job import TrainingJob
-from .metrics_file import RunRecorder, facts_of_run
+from .metrics_file import RunRecorder, StepsDone, facts_of_run
+from .sentences import NotComputed, describe_change, describe_end, describe_frozen, describe_start
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +67,24 @@ class RunLog:
         self._job = job
         self._num_shapes = 0  # number of shapes logged under the plan in force
         self._plan: PipelinePlan | None = None
+        self._spared = NotComputed()
+        self._num_changes = 0
+        self._owes_layout = False
+        self._why_not_cached: str | None = None
+        self._first_step = 0
+        self._passes_per_sample = 1
 
     def recording(self, before: Sequence[TrainerCallback]) -> AbstractContextManager[None]:
         """Return the context manager `recording` for this job's trainer and recorder."""
         return recording(self._job.trainer, self.recorder, before)
 
     def begin(self, plan: PipelinePlan) -> None:
-        """Log and record the first plan, after the model has been placed. Collective over all processes."""
+        """Record the first plan, after the model has been placed. Collective over all processes."""
+        self._first_step = self._job.trainer.state.global_step
         if self._job.trainer.is_world_process_zero():
-            logger.info("%s", plan)
+            logger.debug("%s", plan)
         facts = facts_of_run(self._job.model, self._job.args)
-        self.record("resume" if self._job.trainer.state.global_step else "start", plan, facts=facts)
+        self._record("resume" if self._first_step else "start", plan, facts=facts)
 
     def say_what_freezing_costs(self, freezable: FreezableLayers | None) -> None:
         """Log how many epochs of plain training cost as much as this one, where the freeze policy tells beforehand.
@@ -113,11 +121,69 @@ class RunLog:
                 cost,
             )
 
-    def record(self, event: str, plan: PipelinePlan, **measured: Any) -> None:
-        """Write an event, and the usage under the layout before it. Collective over all processes."""
+    def announce(self, cache: AutoCache | None, why_not_cached: str | None) -> None:
+        """Log the line about the training that begins, once the trainer knows its steps and epochs.
+
+        Args:
+            cache: the cache of frozen layers' outputs, if there is one.
+            why_not_cached: why there is none although the arguments allow one.
+        """
+        trainer, args, callback = self._job.trainer, self._job.args, self._job.freeze_callback
+        assert self._plan is not None
+        self._why_not_cached = why_not_cached
+        self._passes_per_sample = cache.calls_per_sample if cache is not None else 1
+        self._owes_layout = callback is not None or args.uses_pipeline
+        if not trainer.is_world_process_zero():
+            return
+        freezing = None if callback is None else callback.describe(trainer.state)
+        of_cache = None
+        if callback is not None:
+            why = f"off ({why_not_cached or self._job.why_not_cached})"
+            of_cache = cache.describe() if cache is not None else why
+        timed = [
+            *(["layout and micro-batches are chosen"] if self._plan.goes_by_times else []),
+            *(["token slices are chosen"] if args.token_slices == "auto" else []),
+        ]
+        model = type(self._job.model).__name__
+        logger.info("%s", describe_start(model, self._plan, freezing, of_cache, " and ".join(timed)))
+
+    def show_layout(self) -> None:
+        """Log the first plan as metrics, before the first step. Collective over all processes."""
+        if self._owes_layout:
+            self._owes_layout = False
+            assert self._plan is not None
+            self._job.trainer.log(self._numbers_of(self._plan))
+
+    def _record(self, event: str, plan: PipelinePlan, **measured: Any) -> dict[str, float]:
+        """Write an event, and the usage under the layout before it. Collective over all processes.
+
+        Returns:
+            Metrics of the layout before, if steps were run under it.
+        """
         self._record_usage()
+        before, done = self._plan, self.recorder.take_steps()
+        if before is not None:
+            self._count_spared(before, done)
         self._plan = plan
         self._write(event, plan, **measured)
+        return {"step_seconds": done.seconds / done.steps} if done.steps else {}
+
+    def _count_spared(self, plan: PipelinePlan, done: StepsDone) -> None:
+        samples = done.rows * self._passes_per_sample
+        self._spared.passes += samples * plan.num_units
+        self._spared.backward += samples * plan.num_frozen_layers
+
+    def _numbers_of(self, plan: PipelinePlan) -> dict[str, float]:
+        layout = events_file.layout_of(plan)
+        return {key: value for key, value in layout.items() if isinstance(value, int)}
+
+    def cached(self, plan: PipelinePlan) -> None:
+        """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
+        numbers = self._record("cache", plan)
+        step = self._job.trainer.state.global_step
+        if self._job.trainer.is_world_process_zero():
+            logger.info("Step %d: %s; nothing moves.", step, describe_frozen(plan))
+        self._job.trainer.log({**self._numbers_of(plan), **numbers})
 
     def transformed(self, change: Transformation) -> None:
         """Write a transformation to the log, the run's file and the metrics. Collective over all processes."""
@@ -127,24 +193,24 @@ class RunLog:
         total = max(sum(seconds.values()) for seconds, _ in everyone)
         moved = sum(count for _, count in everyone)
         if self._job.trainer.is_world_process_zero():
-            logger.info("%s", events_file.describe(change, total, moved))
-        self.record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
-        layout = events_file.layout_of(change.after)
-        numbers = {key: value for key, value in layout.items() if isinstance(value, int)}
-        self._job.trainer.log({**numbers, "transform_seconds": total, "transform_bytes": moved})
+            logger.info("%s", describe_change(change, self._job.trainer.state.global_step, total, moved))
+        self._num_changes += 1
+        before = self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
+        numbers = self._numbers_of(change.after)
+        self._job.trainer.log({**numbers, **before, "transform_seconds": total, "transform_bytes": moved})
 
     def sliced(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
         """Log and record how a batch of a new shape is split, for the first shapes. Only the main process writes."""
         if not self._job.trainer.is_world_process_zero() or self._num_shapes == MOST_SHAPES_TO_LOG:
             return
         self._num_shapes += 1
-        logger.info("%s", events_file.describe_slices(parts, seconds))
+        logger.debug("%s", events_file.describe_slices(parts, seconds))
         assert self._plan is not None
         self._write(events_file.SLICES, self._plan, slices=events_file.slices_of(parts, seconds))
 
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended, as metrics."""
-        self._job.trainer.log(events_file.cache_metrics(report.counts, report.nbytes))
+        self._job.trainer.log(self._cache_metrics(report))
 
     def end(self, cache: AutoCache | None) -> None:
         """Record what is only known after the last step. Collective over all processes."""
@@ -152,10 +218,29 @@ class RunLog:
         self._record_usage()
         if cache is not None and cache.reason_off is not None:
             self.recorder.record_cache_off(cache.reason_off, state.global_step)
+        elif self._why_not_cached is not None:
+            self.recorder.record_cache_off(self._why_not_cached, state.global_step)
         elif cache is not None:
             report = cache.epoch_report()
             if report.counts.rows:
-                self.recorder.record_log(events_file.cache_metrics(report.counts, report.nbytes), state)
+                self.recorder.record_log(self._cache_metrics(report), state)
+        if self._plan is not None:
+            self._count_spared(self._plan, self.recorder.take_steps())
+        self._spared.forward = cache.layers_skipped if cache is not None else 0
+
+    def conclude(self) -> None:
+        """Log the line about the training that has ended."""
+        job = self._job
+        if self._plan is None or not job.trainer.is_world_process_zero():
+            return
+        steps = job.trainer.state.global_step - self._first_step
+        spared = self._spared if job.freeze_callback is not None else None
+        folder = job.args.output_dir or "."
+        logger.info("%s", describe_end(steps, self.recorder.total_seconds, spared, self._num_changes, folder))
+
+    def _cache_metrics(self, report: EpochReport) -> dict[str, float]:
+        assert self._plan is not None
+        return events_file.cache_metrics(report.counts, report.nbytes, self._plan.num_units)
 
     def _record_usage(self) -> None:
         everyone = self._job.mesh.gather_objects(self.recorder.take_usage())

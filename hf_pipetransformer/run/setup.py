@@ -20,6 +20,7 @@ import torch
 
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError, is_out_of_memory
+from ..logs import log_once
 from ..model.layer_stack import LayerStack, has_router_loss
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import probe_loss
@@ -121,7 +122,7 @@ def find_reduction(
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
     stack.rows_per_sample = reduction.blocks
     if reduction.kind != "whole" and reduction.reason:
-        logger.warning("The loss of %s: %s.", type(job.model).__name__, reduction.reason)
+        log_once(logger, logging.WARNING, "The loss of %s: %s.", type(job.model).__name__, reduction.reason)
     return reduction, found[0].is_random
 
 
@@ -279,14 +280,18 @@ def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
 def _refuse_other_padding(job: TrainingJob, plan: PipelinePlan) -> None:
     name = type(job.model).__name__
     if plan.data_parallel_size == 1 and job.args.gradient_accumulation_steps == 1:
-        logger.info(
+        log_once(
+            logger,
+            logging.INFO,
             "The loss of %s depends on the length to which samples are padded. The processes of frozen layers will"
             " therefore not become replicas, because replicas pad their samples to different lengths. Pad all"
             " samples to the same length to allow it.",
             name,
         )
     elif not job.args.uses_pipeline or plan.data_parallel_size == 1:
-        logger.warning(
+        log_once(
+            logger,
+            logging.WARNING,
             "The loss of %s depends on the length to which samples are padded. As with plain DDP or gradient"
             " accumulation, each process and micro-batch pads its own samples, so the result differs from that of"
             " one process with the whole batch. Pad all samples to the same length to avoid this.",
@@ -307,7 +312,9 @@ def _refuse_coupled_rows(job: TrainingJob, reduction: LossReduction, plan: Pipel
     if is_one_batch and (plan.num_microbatches == 1 or not job.args.uses_pipeline):
         return
     if not job.args.uses_pipeline:
-        logger.warning(
+        log_once(
+            logger,
+            logging.WARNING,
             "The loss of %s is not a sum or mean over the samples of a batch. As with plain DDP or gradient"
             " accumulation, it is computed separately for each of the %d parts of a batch (%s).",
             type(job.model).__name__,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import is_out_of_memory
+from ..logs import log_once
 from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..pipeline.devices import synchronise
@@ -203,7 +204,9 @@ class SliceChooser:
             )
             if not all(fit.has_time for fit in everyone):
                 break
-        logger.warning(
+        log_once(
+            logger,
+            logging.WARNING,
             "token_slices='auto' has no effect: the time of token slices could not be measured (%s), so batches are"
             " split only by samples.",
             why,

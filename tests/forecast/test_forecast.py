@@ -421,7 +421,7 @@ def test_rows_are_cut_as_asked_for() -> None:
 
 def test_many_rows_in_more_parts_are_what_the_trainer_runs() -> None:
     """Of whole rows the planner tries 4 K micro-batches at most; no sequence is cut."""
-    epoch = cut(2, batch_rows=64).epochs[0]
+    epoch = cut(2, batch_rows=64, plan_by="times").epochs[0]
     assert epoch.prediction.num_microbatches == 8
     assert epoch.sliced is not None and {part.lengths for part in epoch.sliced.parts} == {(TOKENS,)}
     assert len(epoch.sliced.parts) > 8 and epoch.step_seconds < 0.98 * epoch.uncut_step_seconds

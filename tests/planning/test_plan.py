@@ -208,9 +208,9 @@ def test_frozen_units_have_no_backward_in_the_prediction() -> None:
 
 def test_fixed_costs_make_few_micro_batches_best() -> None:
     cheap_calls, costly_calls = times_of(8), times_of(8, fixed=10.0)
-    assert plan_of(2, times=cheap_calls).num_microbatches_for(12) == 12
-    assert plan_of(2, times=costly_calls).num_microbatches_for(12) == 2
-    assert plan_of(2, times=costly_calls, num_microbatches=6).num_microbatches_for(12) == 6
-    assert plan_of(2).num_microbatches_for(12) == 4  # the rule: at most 2 K
-    candidates = plan_of(2, times=cheap_calls).promising_microbatches(12, within=0.25)
+    assert plan_of(2, times=cheap_calls, plan_by="times").num_microbatches_for(12) == 12
+    assert plan_of(2, times=costly_calls, plan_by="times").num_microbatches_for(12) == 2
+    assert plan_of(2, times=costly_calls, plan_by="times", num_microbatches=6).num_microbatches_for(12) == 6
+    assert plan_of(2, times=cheap_calls).promising_microbatches(12, within=0.25) == (4,)  # the rule: at most 2 K
+    candidates = plan_of(2, times=cheap_calls, plan_by="times").promising_microbatches(12, within=0.25)
     assert candidates == (12, 6, 4, 3)  # 156, 168, 180 and 192 s; 2 would take 216

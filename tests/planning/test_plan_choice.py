@@ -142,9 +142,10 @@ def test_auto_prefers_what_is_predicted_to_be_faster() -> None:
     slow = dataclasses.replace(times_of(8), reduce_seconds_per_byte=100.0)
 
     def k(times: ModelTimes) -> int:
-        return plan_of("auto", times=times).pipeline_parallel_size
+        return plan_of("auto", times=times, plan_by="times").pipeline_parallel_size
 
     assert (k(free), k(slow)) == (1, 8)
+    assert plan_of("auto", times=slow).pipeline_parallel_size == 1  # by counts
 
 
 def test_a_little_faster_is_not_worth_a_longer_pipeline() -> None:
@@ -152,7 +153,7 @@ def test_a_little_faster_is_not_worth_a_longer_pipeline() -> None:
     times = dataclasses.replace(times_of(8), update_seconds_per_byte=0.05)
     seconds = [plan_of(k, times=times).predict(4 * k, 4 if k == 2 else 1).seconds for k in (1, 2)]
     assert seconds[1] > seconds[0] / 1.15
-    assert plan_of("auto", times=times).pipeline_parallel_size == 1
+    assert plan_of("auto", times=times, plan_by="times").pipeline_parallel_size == 1
 
 
 # ------------------------------------------------------------------------------------------ with cached layers

@@ -7,7 +7,6 @@ import json
 import pytest
 from test_plan import times_of, unit
 
-from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
 from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.run import events_file
@@ -18,7 +17,14 @@ UNITS = tuple(unit(k) for k in range(6))
 
 def plan(stages: int, frozen: int = 0, times=None):
     return make_plan(
-        UNITS, 4, stages, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=frozen, times=times
+        UNITS,
+        4,
+        stages,
+        rows_per_device=4,
+        memory_budget_bytes=None,
+        num_frozen_layers=frozen,
+        times=times,
+        plan_by="times",
     )
 
 
@@ -57,12 +63,6 @@ def test_what_a_plan_predicts_draws_its_timeline():
 
 def test_nothing_is_predicted_that_was_not_timed():
     assert events_file.prediction_of(plan(2))["steps"] == []
-
-
-def test_the_line_for_the_log():
-    change = Transformation(plan(4), plan(2, 2), {"move": 0.1}, 0)
-    line = events_file.describe(change, 0.5, 2**21)
-    assert "2 of 6 layers frozen" in line and "4 x 1 -> 2 x 2" in line and "2.0 MiB moved in 0.500 s" in line
 
 
 def test_slices_in_words() -> None:

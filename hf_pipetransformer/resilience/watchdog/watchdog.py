@@ -55,6 +55,8 @@ respond takes five seconds for each."""
 SECONDS_FOR_A_VERDICT = 5.0
 """Seconds to wait for a verdict that explains a lost connection."""
 VERDICT = "verdict"
+INTERRUPTED = "was interrupted"
+"""Words of a verdict about a process that has received SIGINT."""
 PUBLISH = "publish"
 """Phase in which a checkpoint, all of whose files are written, is renamed to its final name."""
 LEAVING = "leaving"
@@ -86,6 +88,7 @@ class Watchdog:
         timeout: seconds after which a process that is stopped, or stuck in the training loop, ends the job.
         limit: seconds after which a process that is stuck anywhere ends the job.
         has_accelerator: whether there is an accelerator, in which case any operation on a device may wait for others.
+        is_interrupted: whether this process has received SIGINT itself, so that it ends without a word about others.
     """
 
     def __init__(
@@ -96,10 +99,11 @@ class Watchdog:
         timeout: float,
         limit: float,
         has_accelerator: bool = False,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank, self._local_rank, self._gather, self._timeout = rank, local_rank, gather, timeout
         self._limit = max(limit, timeout)
-        self._has_accelerator = has_accelerator
+        self._has_accelerator, self._is_interrupted = has_accelerator, is_interrupted
         self._main = 0  # identifier of the thread that trains
         self._is_leaving = False  # the main thread has an error and is about to exit
         self._is_given_up = False
@@ -177,7 +181,11 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and error.code == PREEMPTED):
-            return self._explain(error)
+            try:
+                return self._explain(error)
+            except KeyboardInterrupt:  # the signal came while the main thread was blocked
+                self._end()
+                raise
         try:
             self._gather(None)  # afterwards no process takes the exit of another one for a failure
         except RuntimeError as lost:
@@ -196,6 +204,8 @@ class Watchdog:
         """
         self._is_leaving = True
         own = f"rank {self._rank} failed {doing_when(error)}: {type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            own = f"rank {self._rank} {INTERRUPTED} {doing_when(error)}"
         PROGRESS.enter(LEAVING)
         is_lost = isinstance(error, Exception) and _is_lost_connection(error)
         if is_lost:
@@ -438,6 +448,11 @@ class Watchdog:
             if self._is_given_up or self._done.is_set():
                 return
             self._is_given_up = True
+        if INTERRUPTED in (self._verdict or ""):
+            self._done.wait(BEAT)  # most likely this process is interrupted as well
+        if self._is_interrupted():
+            self._has_told = True
+            return
         logger.error("[rank %d] %s.", self._rank, (self._verdict or "").rstrip("."))
         self._has_told = True
         if finding.victim is not None:
@@ -512,6 +527,7 @@ def watching(
     timeout: float,
     limit: float,
     has_accelerator: bool,
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Inside, the death or hang of one process ends all of them. Collective over all processes.
 
@@ -526,11 +542,12 @@ def watching(
         timeout: in seconds; 0 disables the watchdog.
         limit: bound on any wait, in seconds.
         has_accelerator: whether the process computes on one.
+        is_interrupted: whether this process has received SIGINT.
     """
     before, step = PROGRESS.phase, PROGRESS.read().step
     watch: Any = nullcontext()
     if timeout and before == LEFT and world_size > 1:
-        watch = Watchdog(rank, local_rank, gather, timeout, limit=limit, has_accelerator=has_accelerator)
+        watch = Watchdog(rank, local_rank, gather, timeout, limit, has_accelerator, is_interrupted)
     try:
         with watch:
             PROGRESS.enter("start", 0)

@@ -1,0 +1,144 @@
+"""Ctrl-C: one line on the first process, and all processes of the job gone within a few seconds.
+
+A terminal sends SIGINT to the launcher, which passes it on to every process. Python raises `KeyboardInterrupt` in the
+main thread, but only when that runs Python code. A process that is inside a long operation, or waits for another one
+in a collective, would notice nothing. Therefore the C-level handler also wakes a thread (`signal.set_wakeup_fd`):
+
+    main thread runs Python     KeyboardInterrupt leaves train() as always; the thread watches that it does
+    main thread does not        after `SECONDS_TO_NOTICE`, in which the others may leave, the thread ends the process
+
+In a single process Python's own behaviour is kept: the script may catch `KeyboardInterrupt`, and take its time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from .exit import end_at_exit
+
+EXIT_CODE = 130
+"""Exit code of a process that was interrupted while it was blocked, as a shell reports SIGINT."""
+SECONDS_TO_NOTICE = 1.2
+"""Seconds that the main thread has to notice the signal."""
+SECONDS_TO_LEAVE = 2.4
+"""Seconds after the signal in which the main thread must have left the training."""
+
+
+class Interruption:
+    """Context manager around a training, which makes SIGINT end all of its processes.
+
+    It does nothing outside the main thread, or if the program has a SIGINT handler or a wakeup descriptor of its own.
+
+    Args:
+        has_peers: whether there are other processes, so that this one must not stay.
+        tell: says what is left of the training. It is called once, possibly by another thread than the main one.
+
+    Attributes:
+        is_asked: whether SIGINT was received.
+    """
+
+    def __init__(self, has_peers: bool, tell: Callable[[], None]) -> None:
+        self.is_asked = False
+        self._has_peers, self._tell = has_peers, tell
+        self._is_installed = self._is_noticed = self._is_told = False
+        self._lock = threading.Lock()
+        self._has_left = threading.Event()
+        self._pid = 0
+        self._fd_before = -1
+        self._wake: tuple[socket.socket, socket.socket] | None = None
+
+    def __enter__(self) -> Interruption:
+        self._pid = os.getpid()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._notice)
+            self._is_installed = True
+            if self._has_peers:
+                self._watch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if not self._is_installed:
+            return
+        is_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if is_interrupted:
+            self._tell_once()
+            if self._has_peers:
+                _silence_traceback()
+        self._has_left.set()
+        if self._wake is not None:
+            signal.set_wakeup_fd(self._fd_before)
+            for end in reversed(self._wake):  # the writing end first, so that the thread reads the end of the stream
+                end.close()
+        if signal.getsignal(signal.SIGINT) == self._notice:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._is_installed = False
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second signal is Python's own
+        if os.getpid() == self._pid:  # not in a forked process that has inherited the handler
+            self.is_asked = self._is_noticed = True
+        raise KeyboardInterrupt
+
+    def _tell_once(self) -> None:
+        with self._lock:
+            is_told, self._is_told = self._is_told, True
+        if not is_told:
+            self._tell()
+
+    # ------------------------------------------------------------------------------------ a blocked main thread
+    def _watch(self) -> None:
+        reading, writing = self._wake = socket.socketpair()
+        writing.setblocking(False)
+        self._fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        if self._fd_before != -1:  # an event loop's
+            signal.set_wakeup_fd(self._fd_before)
+            reading.close()
+            writing.close()
+            self._wake = None
+            return
+        thread = threading.Thread(target=self._end_if_blocked, args=(reading,), name="interruption", daemon=True)
+        end_at_exit(thread)
+        thread.start()
+
+    def _end_if_blocked(self, reading: socket.socket) -> None:
+        with suppress(OSError):
+            while signal.SIGINT not in (numbers := reading.recv(64)):
+                if not numbers:  # the training has ended
+                    return
+            self.is_asked = True
+            asked = time.monotonic()
+            if not self._has_left.wait(SECONDS_TO_NOTICE) and not self._is_noticed:
+                self._end()
+            if not self._has_left.wait(max(asked + SECONDS_TO_LEAVE - time.monotonic(), 0)):
+                self._end()
+
+    def _end(self) -> None:
+        try:
+            self._tell_once()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def _silence_traceback() -> None:
+    """Print no traceback for this `KeyboardInterrupt`: the launcher has many processes, and one line was logged."""
+    before: Any = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            before(kind, error, tb)
+
+    sys.excepthook = hook

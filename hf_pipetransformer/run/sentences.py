@@ -1,0 +1,97 @@
+"""The lines that a training logs: one at its start, one at each change of the layout, one at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..pipeline.elastic_pipeline import Transformation
+from ..planning.plan import PipelinePlan
+
+
+@dataclass
+class NotComputed:
+    """What freezing and the cache have spared, counted in passes of single layers over single samples.
+
+    Attributes:
+        passes: forward passes that a training with nothing frozen would have run; as many backward passes.
+        backward: backward passes of frozen layers, which were not run.
+        forward: forward passes of cached layers, which were not run.
+    """
+
+    passes: int = 0
+    backward: int = 0
+    forward: int = 0
+
+    def __str__(self) -> str:
+        backward, forward = (count / max(self.passes, 1) for count in (self.backward, self.forward))
+        return f"{backward:.1%} of the layers' backward passes and {forward:.1%} of their forward passes"
+
+
+def describe_layout(plan: PipelinePlan) -> str:
+    """K x R in words: "2 stages (2+4 layers) x 1 replica"."""
+    k, r = plan.pipeline_parallel_size, plan.data_parallel_size
+    sizes = "+".join(str(stop - start) for start, stop in pairwise(plan.stage_bounds))
+    return f"{_many(k, 'stage')} ({sizes} {'layer' if sizes == '1' else 'layers'}) x {_many(r, 'replica')}"
+
+
+def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: str | None, by_times: str) -> str:
+    """Describe the training that begins.
+
+    Args:
+        model: name of the model's class.
+        plan: the first plan.
+        freezing: what will freeze and when; None if nothing can.
+        cache: whether frozen layers are cached, and why; None if nothing can freeze.
+        by_times: which choices go by measured times; empty if none does.
+    """
+    rows = plan.rows_per_pipeline
+    parts = [f"{model} in {describe_layout(plan)}"]
+    if plan.pipeline_parallel_size > 1:
+        m = plan.num_microbatches_for(rows)
+        parts.append(f"{_many(m, 'micro-batch', 'es')} of {_many(rows // m, 'sample')}, schedule {plan.schedule}")
+    parts += [f"freezing: {freezing}"] if freezing is not None else []
+    parts += [f"activation cache: {cache}"] if cache is not None else []
+    parts += [f"{by_times} by measured times, so another run may differ by rounding"] if by_times else []
+    return "; ".join(parts) + "."
+
+
+def describe_change(change: Transformation, step: int, seconds: float, bytes_moved: int) -> str:
+    """Describe a transformation."""
+    before, after = (describe_layout(plan) for plan in (change.before, change.after))
+    return (
+        f"Step {step}: {describe_frozen(change.after)}; {before} -> {after}, {bytes_moved / 2**20:.1f} MiB moved in"
+        f" {seconds:.3f} s."
+    )
+
+
+def describe_frozen(plan: PipelinePlan) -> str:
+    """How many layers are frozen, and cached, in words."""
+    cached = f", {plan.num_cached_layers} of them cached" if plan.num_cached_layers else ""
+    return f"{plan.num_frozen_layers} of {plan.num_units} layers frozen{cached}"
+
+
+def describe_end(
+    steps: int, seconds: Mapping[str, float], spared: NotComputed | None, changes: int, folder: str
+) -> str:
+    """Describe a training that has ended.
+
+    Args:
+        steps: number of optimizer steps done by this `train()`.
+        seconds: of the main process, by activity.
+        spared: what was not computed; None if nothing was frozen.
+        changes: number of changes of the layout.
+        folder: of the records.
+    """
+    longest = sorted(seconds, key=lambda what: -seconds[what])
+    parts = ", ".join(f"{what} {seconds[what]:.1f} s" for what in longest if seconds[what] >= 0.05)
+    saved = f" Not computed: {spared}, with {_many(changes, 'change')} of the layout." if spared else ""
+    return (
+        f"Trained {_many(steps, 'step')} in {sum(seconds.values()):.1f} s ({parts}).{saved} Events:"
+        f" {folder}/pipeline_events.jsonl; report: hf-pipetransformer report {folder}"
+    )
+
+
+def _many(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"

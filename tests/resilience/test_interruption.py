@@ -1,0 +1,103 @@
+"""Ctrl-C, as a terminal sends it to a launcher: one line, all gone within three seconds, no cache left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from test_restarts import ROOT, TESTS, environment
+
+MOST_SECONDS = 3.0
+PROCESSES = 2
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    jobs: list[subprocess.Popen[str]] = []
+    yield jobs
+    for job in jobs:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def launch(launcher: str, port: int, folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    config = ROOT / "accelerate_configs/cpu_2.yaml"
+    command = {
+        "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={PROCESSES}", f"--master_port={port}"],
+        "accelerate": ["-m", "accelerate.commands.launch", f"--config_file={config}", f"--main_process_port={port}"],
+    }[launcher]
+    return subprocess.Popen(
+        [sys.executable, *command, str(TESTS / "interrupted_job.py"), str(folder), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        cwd=folder,
+        start_new_session=True,  # the process group of a terminal's foreground job
+    )
+
+
+def steps_of(folder: Path) -> int:
+    file = folder / "steps"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def interrupt(job: subprocess.Popen[str], folder: Path, after: int) -> tuple[str, float]:
+    """Press Ctrl-C after so many steps. Returns what was printed, and the seconds until all ranks were gone."""
+    deadline = time.monotonic() + 120
+    while steps_of(folder) < after:
+        assert time.monotonic() < deadline and job.poll() is None, job.stdout and job.stdout.read()
+        time.sleep(0.02)
+    ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if "interrupted_job" in " ".join(p.cmdline())]
+    assert len(ranks) >= PROCESSES
+    began = time.monotonic()
+    os.killpg(job.pid, signal.SIGINT)
+    _, left = psutil.wait_procs(ranks, timeout=30)
+    seconds = time.monotonic() - began
+    assert not left
+    output, _ = job.communicate(timeout=60)
+    print(output)
+    assert job.returncode != 0
+    return output, seconds
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.slow
+def test_one_line_and_everybody_is_gone(
+    launcher: str, saves: bool, tmp_path: Path, free_port: int, started: list[subprocess.Popen[str]]
+) -> None:
+    job = launch(launcher, free_port, tmp_path, 5 if saves else 0, 0)
+    started.append(job)
+    output, seconds = interrupt(job, tmp_path, after=12)
+    (line,) = re.findall(r".*Interrupted at step .*", output)
+    cache = tmp_path / "_activation_cache"
+    if saves:
+        saved = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*")]
+        assert f"Resume from {tmp_path}/checkpoint-{max(saved)}." in line
+        assert f"The activation cache is kept in {cache}" in line and cache.is_dir()
+    else:
+        assert f"No checkpoint was saved. The activation cache in {cache} was removed." in line
+        assert not cache.exists()
+    assert "hf_pipetransformer/" not in output, "a process has printed a traceback"
+    assert seconds < MOST_SECONDS
+
+
+@pytest.mark.slow
+def test_a_process_that_is_blocked_goes_as_well(
+    tmp_path: Path, free_port: int, started: list[subprocess.Popen[str]]
+) -> None:
+    job = launch("torchrun", free_port, tmp_path, 0, 1)
+    started.append(job)
+    output, seconds = interrupt(job, tmp_path, after=6)
+    assert output.count("Interrupted at step") == 1 and not (tmp_path / "_activation_cache").exists()
+    assert seconds < MOST_SECONDS
