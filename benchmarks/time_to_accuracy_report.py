@@ -14,9 +14,7 @@ def report(entries: list[Entry]) -> None:
     for task in dict.fromkeys(entry["task"] for entry in entries):
         points = best_points([entry for entry in entries if entry["task"] == task])
         print(f"\n## {task}\n")
-        print(
-            "| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain |"
-        )
+        print("| recipe | budget | rate | epochs | cost | CPU s | seeds | validation | test | over plain |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for (recipe, budget), runs in sorted(points.items(), key=lambda point: (point[0][1], point[0][0] != "plain")):
             rival = points.get(("plain", budget), [])

@@ -29,7 +29,7 @@ class _Named(logging.Handler):
 def follow_transformers() -> None:
     """Make this package's logger a child of that of transformers. It may be called any number of times."""
     logger = logging.getLogger(NAME)
-    parent: logging.Logger = transformers_logging.get_logger()
+    parent = logging.getLogger(transformers_logging.get_logger().name)
     if logger.parent is parent:
         return
     logger.parent = parent

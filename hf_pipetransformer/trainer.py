@@ -32,8 +32,8 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.numbered_batches import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, refuse_wrong_order
-from .freezing.callback import LayerFreezeCallback
-from .freezing.policies import FreezePolicy, NeverFreeze
+from .freezing.by_arguments import FreezingByArguments
+from .freezing.policies import FreezePolicy
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .resilience.watchdog import PROGRESS, phase
@@ -90,8 +90,7 @@ class PipeTransformerTrainer(Trainer):
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: KeysApart | None = None
     _logs: LogsOfAllStages | None = None
-    _given_policy: FreezePolicy | None = None
-    _freezing: LayerFreezeCallback | None = None
+    _freezing: FreezingByArguments | None = None
     _trained_by: str | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -121,8 +120,8 @@ class PipeTransformerTrainer(Trainer):
         make = super().__init__
         with naming_lost_arguments(args):
             make(model, args, *positional, **keywords) if positional else make(model=model, args=args, **keywords)
-        self._given_policy = freeze_policy
-        self._add_freezing()
+        self._freezing = FreezingByArguments(freeze_policy)
+        self._freezing.add_to(self)
         if args.uses_pipeline:
             self._logs = LogsOfAllStages(
                 type(self), lambda: self._job.mesh, is_training=lambda: self._pipeline_run is not None
@@ -163,22 +162,12 @@ class PipeTransformerTrainer(Trainer):
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
 
-    def _add_freezing(self) -> None:
-        """Add the callback that freezes layers as the arguments say."""
-        args = self.args
-        policy = self._given_policy if self._given_policy is not None else args.make_freeze_policy()
-        if not isinstance(policy, NeverFreeze):
-            strategy: Any = args.freeze_strategy
-            self._freezing = LayerFreezeCallback(policy, strategy, args.freeze_steps, args.max_frozen_layers)
-            self.add_callback(self._freezing)
-
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self._pipeline_run is not None:  # a trial of a hyperparameter search has set other arguments
-            if self._freezing is not None:
-                self.remove_callback(self._freezing)
-            self._add_freezing()
+            assert self._freezing is not None
+            self._freezing.add_to(self)
         if not self._is_stock:
             if self.args.world_size > 1:
                 self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
