@@ -321,8 +321,6 @@ class PipelineRun(TrainerCallback):
         self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
-        if self._checkpoint is None:
-            self.log.say_what_freezing_costs(pipeline.freezable)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
         if plan is again:
             settled = kept["layout"]["microbatches"][pipeline.replica_index]
@@ -532,6 +530,8 @@ class PipelineRun(TrainerCallback):
         if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, with no epoch left
             self.preemption.evaluate_what_is_owed()
         self.log.announce(self.cache, self.why_not_cached)
+        if self._checkpoint is None:
+            self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.num_epochs_begun += 1

@@ -86,10 +86,14 @@ class RunLog:
         facts = facts_of_run(self._job.model, self._job.args)
         self._record("resume" if self._first_step else "start", plan, facts=facts)
 
-    def say_what_freezing_costs(self, freezable: FreezableLayers | None) -> None:
+    def say_what_freezing_costs(self, freezable: FreezableLayers | None, caches: bool) -> None:
         """Log how many epochs of plain training cost as much as this one, where the freeze policy tells beforehand.
 
         Only the main process logs, a warning if freezing saves next to nothing.
+
+        Args:
+            freezable: the model's layers that can be frozen; None if there are none.
+            caches: whether frozen layers' outputs are cached.
         """
         callback, args = self._job.freeze_callback, self._job.args
         if callback is None or freezable is None or not self._job.trainer.is_world_process_zero():
@@ -103,7 +107,7 @@ class RunLog:
         )
         if not any(frozen):
             return  # the arguments have warned of it
-        cost = plain_epochs(frozen, freezable.num_layers, self._job.may_cache)
+        cost = plain_epochs(frozen, freezable.num_layers, caches)
         if epochs < WORTH_FREEZING * cost and not self._job.shares_store:
             logger.warning(
                 "Freezing saves only %.0f%% of the layers' operations in this training of %d epochs, because frozen"
