@@ -122,6 +122,9 @@ def plan(
     token_slices: Annotated[
         str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
     ] = "off",
+    replica_sharding: Annotated[
+        str, typer.Option(help="What the replicas of a stage divide among them: none, or the optimizer state.")
+    ] = "none",
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -152,6 +155,7 @@ def plan(
             is_elastic=elastic,
             token_slices=token_slices,
             plan_by=plan_by,
+            replica_sharding=replica_sharding,
         )
         answer = command.answer(model_or_config, task, request)
     except UnsupportedModelError as error:

@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames
 from .errors import refuse_wrong_order
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
-from .planning.plan import PLAN_BY
+from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
@@ -32,6 +32,9 @@ follow_transformers()
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Optimizers that update parameters during the backward, before the gradients are complete."""
 
+
+DISTRIBUTED_BY_OTHERS = (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"))
+"""Environment variables of Accelerate's launcher, and what distributes the model if one of them is set."""
 
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -140,6 +143,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             the number of equal slices. A list sets the lengths of the slices; the rest of a sequence forms one more
             slice. `"auto"` chooses slices and micro-batches with a dynamic program over the measured times of slices
             of different lengths. Sequences are not split while there is only one stage.
+        replica_sharding (`str`, *optional*, defaults to `"none"`):
+            What the data-parallel replicas of a stage divide among them. `"none"`: each replica holds everything.
+            `"optimizer"`: each replica holds the optimizer state of its part of the stage's parameters, updates these,
+            and receives the others from the other replicas after each step (ZeRO-1). The results are the same. It also
+            works with a single stage.
 
     > Parameters that control layer freezing
 
@@ -228,6 +236,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="off",
         metadata={"help": "Slices along the tokens of a sequence: 'off', 'auto', a number, or lengths as JSON."},
     )
+    replica_sharding: str = field(
+        default="none",
+        metadata={
+            "help": "What the replicas of a stage divide among them: 'none', or the 'optimizer' state (ZeRO-1).",
+            "choices": list(REPLICA_SHARDINGS),
+        },
+    )
 
     freeze_policy: str = field(
         default="none",
@@ -287,6 +302,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, SCHEDULES))}."
             )
+        self._check_sharding()
         if not isinstance(self.elastic, bool):
             raise ValueError(f"elastic={self.elastic!r} is invalid. Set it to True or False.")
         if isinstance(self.freeze_schedule, str):
@@ -318,13 +334,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                     " different step. Unset it: PipeTransformerTrainer already handles SIGTERM by saving a checkpoint"
                     " at the same step on all processes and exiting."
                 )
-        if self.uses_pipeline:
-            try:
+        try:
+            self._refuse_sharding_by_others()
+            if self.uses_pipeline:
                 self._refuse_what_only_now_is_known()
-            except ValueError:
-                if dist.is_initialized():
-                    dist.barrier()  # if a process exited now, others would wait for it to connect
-                raise
+        except ValueError:
+            if dist.is_initialized():
+                dist.barrier()  # if a process exited now, others would wait for it to connect
+            raise
 
     def _warn_of_unused(self) -> None:
         """Warn about fields without effect. They are no error, as a configuration file may hold them for later."""
@@ -398,6 +415,35 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise ValueError(
                 "plan_by='times' cannot be combined with full_determinism=True, because measured times differ between"
                 " runs. Set plan_by='counts'."
+            )
+
+    def _check_sharding(self) -> None:
+        """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
+        if self.replica_sharding not in REPLICA_SHARDINGS:
+            why = ""
+            if self.replica_sharding == "full":
+                why = " Dividing parameters and gradients as well is not implemented (with one stage, use fsdp)."
+            raise ValueError(
+                f"replica_sharding={self.replica_sharding!r} is not supported. Set it to one of"
+                f" {', '.join(map(repr, REPLICA_SHARDINGS))}.{why}"
+            )
+
+    def _refuse_sharding_by_others(self) -> None:
+        """Refuse `replica_sharding` where the stock Trainer runs, which may distribute the model in another way."""
+        if self.replica_sharding == "none":
+            return
+        for variable, name in DISTRIBUTED_BY_OTHERS:
+            if os.environ.get(variable, "false").lower() in ("true", "1"):
+                raise ValueError(
+                    f"replica_sharding={self.replica_sharding!r} cannot be combined with {name}, which Accelerate's"
+                    f" configuration asks for ({variable}). Set replica_sharding='none', or remove it there."
+                )
+        if self.leaves_model_to_trainer:
+            raise ValueError(
+                f"replica_sharding={self.replica_sharding!r} cannot be combined with a setting for which the stock"
+                " Trainer runs (fsdp, deepspeed, torch_compile, several devices in one process, auto_find_batch_size,"
+                " parallelism_config, fp16_full_eval, bf16_full_eval, split_batches, an optim that updates during the"
+                " backward). Set replica_sharding='none', or unset it."
             )
 
     def _check_cache(self) -> None:
@@ -492,7 +538,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                     f"{name}={value!r} cannot be combined with {wanted}: {why}. Unset {name}, or set"
                     " pipeline_parallel_size=1."
                 )
-        for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        for variable, name in DISTRIBUTED_BY_OTHERS:
             if os.environ.get(variable, "false").lower() in ("true", "1"):
                 raise ValueError(
                     f"{name} is enabled by the launcher ({variable}) and cannot be combined with {wanted}. Launch with"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
-from ..planning.plan import PLAN_BY
+from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
 from .device_table import GIB, CacheHost, device_named
@@ -63,12 +63,17 @@ class Request:
     is_elastic: bool = True
     token_slices: str = "off"
     plan_by: str = "counts"
+    replica_sharding: str = "none"
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
         if self.plan_by not in PLAN_BY:
             raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(PLAN_BY)}.")
+        if self.replica_sharding not in REPLICA_SHARDINGS:
+            raise ValueError(
+                f"replica_sharding is {self.replica_sharding!r}, but must be one of {', '.join(REPLICA_SHARDINGS)}."
+            )
         if self.token_slices not in TOKEN_SLICES:
             raise ValueError(
                 f"token_slices is {self.token_slices!r}, but must be one of {', '.join(TOKEN_SLICES)}. Slices of given"
@@ -116,6 +121,7 @@ class Request:
             num_microbatches=_number_or_auto("num_microbatches", self.num_microbatches),
             token_slices="off" if self.token_slices == "off" else "auto",
             plan_by=self.plan_by,
+            replica_sharding=self.replica_sharding,
         )
 
 
@@ -154,6 +160,9 @@ def answer(name: str, task: str, request: Request) -> Answer:
     assumed = (*assumed, _assumed_of_precision(model))
     if job.token_slices != "off":
         assumed = (*assumed, *_assumed_of_slices(machine))
+    if job.replica_sharding != "none":
+        words = "the replicas of a stage divide the optimizer state, and exchange updated weights after each step"
+        assumed = (*assumed, words)
     if request.samples is None:
         assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
     if not workload.tokens_matter and request.seq is not None:

@@ -47,6 +47,7 @@ class Job:
             whole samples.
         token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
         plan_by: "counts", or "times" to choose K and M by predicted steps, as the training argument of this name.
+        replica_sharding: what the replicas of a stage divide among them; nothing in the comparison with plain DDP.
 
     Raises:
         ValueError: a number is too small, or the batch cannot be divided equally.
@@ -65,6 +66,7 @@ class Job:
     num_microbatches: int | Literal["auto"] = "auto"
     token_slices: Literal["off", "auto"] = "off"
     plan_by: str = "counts"
+    replica_sharding: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch_rows", "num_epochs", "num_samples"):
@@ -341,7 +343,7 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
         workload,
         machine,
         tuple(epochs),
-        statics[1],
+        _static_run(replace(job, replica_sharding="none"), workload, machine, 1),
         min(statics.values(), key=lambda static: (not static.fits, static.seconds)),
         statics[longer] if longer > 1 else None,
         without / with_freezing if with_freezing else 1.0,
@@ -467,6 +469,7 @@ def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
         job.schedule,
         job.num_microbatches,
         job.plan_by,
+        job.replica_sharding,
     )
 
 

@@ -315,6 +315,7 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "steps_per_epoch": job.steps_per_epoch,
         "memory_budget_bytes": budget,
         "token_slices": job.token_slices,
+        "replica_sharding": job.replica_sharding,
         "epochs": [_epoch_values(epoch) for epoch in result.epochs],
         "seconds": result.seconds,
         "compared_with": {

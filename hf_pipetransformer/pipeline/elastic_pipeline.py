@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
 from .holders import holders_under, source_of_buffers
 from .mesh import ProcessMesh
-from .moves import exchange
+from .moves import exchange, undivided
+from .optimizer_state import OptimizerState
 from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
+from .shards import Shards, joined, shards_under
 from .stage import LossFunction, StageModule
-from .state import Holders, OptimizerState, WeightState, WholeParameter, synchronise_buffers
+from .state import Holders, WeightState, WholeParameter, synchronise_buffers
 
 
 @dataclass(frozen=True)
@@ -158,19 +161,36 @@ class ElasticPipeline(nn.Module):
         self.weights.read_flags()
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
-        elif self._optimizer is not None:
-            self._bring_optimizer_state(self._optimizer, holders_under(plan, self.stack))
         self._freeze(plan)
+        if self._optimizer is not None and not keep_weights_aside:
+            self._bring_optimizer_state(self._optimizer, plan)
         self.plan, self._loss_of = plan, loss_of
         self.weights.keep_only(self._names_here(), self.device)
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
-    def _bring_optimizer_state(self, optimizer: OptimizerState, holders: Holders) -> None:
+    def _bring_optimizer_state(self, optimizer: OptimizerState, plan: PipelinePlan) -> None:
         """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
-        before = optimizer.holders()
+        before, holders = optimizer.holders(), holders_under(plan, self.stack)
         after = {name: holders[name] for name in before}
-        exchange(before, after, self.stack.table, self.weights, optimizer, self.mesh, self.device)
+        shards = undivided(before, self.stack.table), self._shards_under(plan)
+        exchange(before, after, self.stack.table, self.weights, optimizer, self.mesh, self.device, shards)
+
+    def _shards_under(self, plan: PipelinePlan) -> Shards:
+        """Who has which part of the optimizer's state under a plan."""
+        optimizer = self.optimizer_state
+        return shards_under(plan, self.stack, optimizer.names, optimizer.is_elementwise)
+
+    def _divide_optimizer_state(self, shards: Shards | None = None) -> None:
+        """Divide the optimizer's state, which the holders of the parameters have. Collective over all processes.
+
+        Args:
+            shards: who will have which part; None for the division under the plan in force.
+        """
+        if self._optimizer is not None and self.plan is not None:
+            here, after = self.holders(), shards if shards is not None else self._shards_under(self.plan)
+            between = self._optimizer.shards(here), after
+            exchange(here, here, self.stack.table, self.weights, self._optimizer, self.mesh, self.device, between)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
         """Change to another plan, between two optimizer steps. Collective over all processes.
@@ -202,7 +222,12 @@ class ElasticPipeline(nn.Module):
             self._close()
         with _timed_phase("move", seconds):
             after, table = holders_under(plan, self.stack), self.stack.table
-            moved = exchange(self.holders(), after, table, self.weights, self._optimizer, self.mesh, self.device)
+            shards = None
+            if self._optimizer is not None:
+                shards = self._optimizer.shards(self.holders()), self._shards_under(plan)
+            moved = exchange(
+                self.holders(), after, table, self.weights, self._optimizer, self.mesh, self.device, shards
+            )
         self.plan = plan
         with _timed_phase("drop", seconds):
             self.weights.keep_only(self._names_here(), self.device)
@@ -234,6 +259,8 @@ class ElasticPipeline(nn.Module):
         shared_are_summed = self._current.gradients.shared_are_summed
         self._close()
         self.weights.keep_only(self._names_here(), self.device)
+        if self.current_plan.shards_optimizer:
+            self._divide_optimizer_state()  # a callback may have added parameters to the optimizer
         # gradients may still be accumulating: remember whether those of shared parameters are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
@@ -259,6 +286,7 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.freeze(plan.num_frozen_layers)
         if self._optimizer is not None and takes_optimizer:
             self._optimizer.keep_what_is_here()
+            self._share_updates(self._optimizer)
         stage = StageModule(self.stack, start, stop, self._loss_of, self.device)
         stage.cache = self.cache
         placed = PlacedPipeline(
@@ -268,6 +296,11 @@ class ElasticPipeline(nn.Module):
         self.train(self.training)
         self.offload_cached_layers()
         return placed
+
+    def _share_updates(self, optimizer: OptimizerState) -> None:
+        plan = self.current_plan
+        group = self.mesh.groups(plan.pipeline_parallel_size).replicas if plan.shards_optimizer else None
+        optimizer.share_updates(group, plan.ranks_of_stage(self.stage_index))
 
     def _close(self) -> None:
         if self.placed is not None:
@@ -295,6 +328,10 @@ class ElasticPipeline(nn.Module):
         """
         self.synchronise_buffers()
         holders = self.holders()
+        if self._optimizer is not None and self.current_plan.shards_optimizer:
+            sizes = {name: self.stack.table[name].numel() for name in holders}
+            self._divide_optimizer_state(joined(self._optimizer.shards(holders), sizes))
+            self._optimizer.share_updates(None, ())
         self._leave_plan()
         self.weights.restore(holders, device)
 
@@ -470,6 +507,8 @@ class ElasticPipeline(nn.Module):
     ) -> torch.Tensor:
         """Clip by the norm of the whole model's gradient: `StageGradients.clip`. Collective over the pipeline."""
         stand_in = self._optimizer.stand_in if self._optimizer is not None else None
+        if unscale is not None and self._optimizer is not None and self.current_plan.shards_optimizer:
+            unscale = partial(self._optimizer.over_whole_gradients, unscale)
         return self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in)
 
     def squared_gradient_norms(self, loss_scale: float = 1.0) -> torch.Tensor:
@@ -481,9 +520,21 @@ class ElasticPipeline(nn.Module):
         return self._current.gradients.squared_norms(self.freezable.inside, loss_scale)
 
     # ------------------------------------------------------------------------------------ the optimizer
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of the whole model's parameters update those that are here, now and after `place`."""
-        self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, is_elementwise: bool = False) -> None:
+        """Let an optimizer of the whole model's parameters update those that are here, now and after `place`.
+
+        Collective over all processes.
+
+        Args:
+            optimizer: the optimizer.
+            is_elementwise: whether it may be given a part of a parameter (`OptimizerState`).
+        """
+        self._optimizer = OptimizerState(
+            unwrapped(optimizer), self.stack.table, self.weights, self.mesh, is_elementwise
+        )
+        if self.plan is not None and self.plan.shards_optimizer:
+            self._divide_optimizer_state()
+            self._share_updates(self._optimizer)
 
     def detach_optimizer(self) -> None:
         """Release the attached optimizer, so that another pipeline of the model can attach it. Not collective."""

@@ -10,15 +10,16 @@ A process needs at no time more memory for weights and optimizer state than
     + for each flow from or to it, its largest parameter with its optimizer state
 
 A flow is all parameters that go from the same ranks to the same ranks; a process has a few, one for each stage of
-the other plan that overlaps its own.
+the other plan that overlaps its own. Where replicas divide the optimizer state (`shards`), weights and states have
+flows of their own, and a parameter that is cut counts as one that stays and one that arrives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,20 @@ from ..model.placeholders import ParameterTable, values_of
 from ..resilience.watchdog import PROGRESS
 from . import chunks
 from .mesh import ProcessMesh
-from .state import Holders, OptimizerState, WeightState
+from .optimizer_state import OptimizerState, put_part
+from .shards import Shards, Span, segments_of
+from .state import Holders, WeightState
+
+K = TypeVar("K", bound=Hashable)
+"""What names a thing that travels."""
+
+
+class Item(NamedTuple):
+    """What travels as one: the values of a parameter, or the optimizer state of some of its elements."""
+
+    name: str
+    span: Span | None = None
+    """The elements; None for the values."""
 
 
 class Route(NamedTuple):
@@ -38,19 +52,21 @@ class Route(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The bytes [start, stop) of a parameter with its optimizer state."""
+    """The bytes [start, stop) of what travels under a name."""
 
-    name: str
+    name: Any
     start: int
     stop: int
 
 
-def routes_between(before: Holders, after: Holders) -> dict[str, tuple[Route, ...]]:
+def routes_between(
+    before: Mapping[K, tuple[int, ...]], after: Mapping[K, tuple[int, ...]]
+) -> dict[K, tuple[Route, ...]]:
     """How the parameters travel that some rank of `after` lacks. Pure function with the same result on every process.
 
     The ranks that hold a parameter take turns in sending it.
     """
-    routes: dict[str, tuple[Route, ...]] = {}
+    routes: dict[K, tuple[Route, ...]] = {}
     for name, ranks in after.items():
         destinations: dict[int, list[int]] = {}
         for turn, rank in enumerate(rank for rank in ranks if rank not in before[name]):
@@ -60,7 +76,9 @@ def routes_between(before: Holders, after: Holders) -> dict[str, tuple[Route, ..
     return routes
 
 
-def in_proportion(before: Holders, after: Holders, sizes: Mapping[str, int]) -> list[str]:
+def in_proportion(
+    before: Mapping[K, tuple[int, ...]], after: Mapping[K, tuple[int, ...]], sizes: Mapping[K, int]
+) -> list[K]:
     """The names in `sizes` in an order in which at any time the same fraction of each flow's bytes has been sent.
 
     Within a flow they keep their order. So no process receives all that it will hold before it has sent, and freed,
@@ -79,7 +97,7 @@ def in_proportion(before: Holders, after: Holders, sizes: Mapping[str, int]) -> 
 
 
 def rounds_of(
-    order: Sequence[str], routes: Mapping[str, Sequence[Route]], sizes: Mapping[str, int]
+    order: Sequence[K], routes: Mapping[K, Sequence[Route]], sizes: Mapping[K, int]
 ) -> Iterator[list[Piece]]:
     """Divide the parameters into rounds in which no process sends and receives more than `CHUNK_BYTES` together."""
     pieces: list[Piece] = []
@@ -108,6 +126,7 @@ def exchange(
     optimizer: OptimizerState | None,
     mesh: ProcessMesh,
     device: torch.device,
+    shards: tuple[Shards, Shards] | None = None,
 ) -> int:
     """Move parameters with their optimizer state, in bounded memory: see above. Collective over all processes.
 
@@ -121,64 +140,149 @@ def exchange(
         after: who will hold it.
         table: the model's parameters.
         weights: the weights; those of a whole model, which every process has, stay where they are.
-        optimizer: the optimizer's state; None if there is none.
+        optimizer: the optimizer's state; None if there is none. It updates what this process has afterwards.
         mesh: all processes of the run.
         device: the device of this process.
+        shards: who has which part of the optimizer state now, and who will have it; None if the holders of a parameter
+            have the state of all its elements.
 
     Returns:
         Number of bytes that this process received.
     """
     rank = mesh.rank
-    routes = routes_between(before, after)
-    sends_weights = not weights.is_whole
+    holders: dict[Item, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    states = None
+    if optimizer is not None:
+        if shards is None:
+            shards = undivided(before, table), undivided(after, table)
+        states = _StatesOnTheMove(optimizer, table, weights, *shards, rank, device)
+    everyone = tuple(range(mesh.world_size))
+    for name in after:
+        holders[Item(name)] = everyone if weights.is_whole else before[name], after[name]
+        if states is not None:
+            holders.update(states.items_of(name))
+    now, then = ({item: both[i] for item, both in holders.items()} for i in (0, 1))
+    routes = routes_between(now, then)
 
-    def what_moves(name: str) -> _Values:
-        state = optimizer.state_of(name) if optimizer is not None and not weights.is_frozen(name) else {}
-        own: _Values = {f"{WEIGHT}{i}": v for i, v in enumerate(values_of(table[name]))} if sends_weights else {}
-        return own | {key: _Small.of(value) for key, value in state.items()}
+    def what_moves(item: Item) -> _Values:
+        if item.span is None:
+            return dict(enumerate(values_of(table[item.name])))
+        assert states is not None
+        return {key: _Small.of(value) for key, value in states.part(item.name, item.span).items()}
 
-    def leave(name: str) -> None:
-        if rank in before[name] and rank not in after[name]:
-            weights.drop(name, device)
-            if optimizer is not None:
-                optimizer.drop(name)
+    def leave(item: Item) -> None:
+        if item.span is not None:
+            assert states is not None
+            states.leave(item.name, item.span)
+        elif rank in now[item] and rank not in then[item]:
+            weights.drop(item.name, device)
 
-    def store(name: str, values: _Values) -> None:
-        if sends_weights:
-            weights.put(name, [values.pop(key) for key in list(values) if key.startswith(WEIGHT)])
-        if optimizer is not None:
-            optimizer.put(name, {k: v.value if isinstance(v, _Small) else v for k, v in values.items()})
+    def store(item: Item, values: _Values) -> None:
+        if item.span is None:
+            weights.put(item.name, list(values.values()))
+        else:
+            assert states is not None
+            states.store(item.name, item.span, values)
 
-    outgoing = {name for name, theirs in routes.items() if any(rank == route.source for route in theirs)}
-    incoming = {name for name, theirs in routes.items() if any(rank in route.destinations for route in theirs)}
-    for name in after.keys() - outgoing:  # 1
-        leave(name)
-    announced = mesh.gather_objects({name: _as_meta(what_moves(name)) for name in outgoing})  # 2
-    described = {name: values for theirs in announced for name, values in theirs.items()}
-    sizes = {name: chunks.total_bytes(_tensors_in(described[name])) for name in routes}
-    under_way: dict[str, _Values] = {}
+    outgoing = {item for item, theirs in routes.items() if any(rank == route.source for route in theirs)}
+    incoming = {item for item, theirs in routes.items() if any(rank in route.destinations for route in theirs)}
+    for item in holders.keys() - outgoing:  # 1
+        leave(item)
+    announced = mesh.gather_objects({item: _as_meta(what_moves(item)) for item in outgoing})  # 2
+    described = {item: values for theirs in announced for item, values in theirs.items()}
+    sizes = {item: chunks.total_bytes(_tensors_in(described[item])) for item in routes}
+    under_way: dict[Item, _Values] = {}
     received = 0
-    for pieces in rounds_of(in_proportion(before, after, sizes), routes, sizes):  # 3
-        for name, start, _ in pieces:
-            if start == 0 and name in outgoing:
-                under_way[name] = what_moves(name)
-            elif start == 0 and name in incoming:
-                under_way[name] = _empty(described[name], device)
+    for pieces in rounds_of(in_proportion(now, then, sizes), routes, sizes):  # 3
+        for item, start, _ in pieces:
+            if start == 0 and item in outgoing:
+                under_way[item] = what_moves(item)
+            elif start == 0 and item in incoming:
+                under_way[item] = _empty(described[item], device)
         received += _run_round(pieces, routes, {n: _tensors_in(v) for n, v in under_way.items()}, rank, device)
-        for name in (piece.name for piece in pieces if piece.stop == sizes[piece.name]):
-            if name in incoming:
-                store(name, under_way.pop(name))
-            elif name in outgoing:
-                del under_way[name]
-                leave(name)
+        for item in (piece.name for piece in pieces if piece.stop == sizes[piece.name]):
+            if item in incoming:
+                store(item, under_way.pop(item))
+            elif item in outgoing:
+                del under_way[item]
+                leave(item)
         PROGRESS.tick()
+    if states is not None:
+        states.arrive()
     return received
+
+
+def undivided(holders: Holders, table: ParameterTable) -> Shards:
+    """Who has which part of the optimizer state if all holders of a parameter have that of all its elements."""
+    return {name: dict.fromkeys(ranks, (0, table[name].numel())) for name, ranks in holders.items()}
+
+
+class _StatesOnTheMove:
+    """Optimizer states on the way from one division among the processes to another.
+
+    A process keeps the state of the elements that it has now until it has sent those that others need, and puts
+    together the state of those that it will have from what it has and what arrives.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerState,
+        table: ParameterTable,
+        weights: WeightState,
+        before: Shards,
+        after: Shards,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._optimizer, self._table, self._weights = optimizer, table, weights
+        self._before, self._after = before, after
+        self._rank, self._device = rank, device
+        self._to_leave: dict[str, set[Span]] = {}  # the elements whose state is here and not free yet
+        self._arrived: dict[str, dict[str, Any]] = {}
+
+    def items_of(self, name: str) -> dict[Item, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What travels separately of a parameter's state, and who has it now and then."""
+        if name not in self._before or name not in self._after or self._weights.is_frozen(name):
+            return {}
+        items = {}
+        own, new = self._before[name].get(self._rank), self._after[name].get(self._rank)
+        for span, (now, then) in segments_of(self._before[name], self._after[name]):
+            items[Item(name, span)] = now, then
+            if own != new and self._rank in now:
+                self._to_leave.setdefault(name, set()).add(span)
+                if self._rank in then:
+                    self.store(name, span, self.part(name, span))
+        return items
+
+    def part(self, name: str, span: Span) -> dict[str, Any]:
+        """The state of some of the elements that are here."""
+        return self._optimizer.part_of_state(name, span)
+
+    def leave(self, name: str, span: Span) -> None:
+        """Note that nobody needs the state of these elements from here any more."""
+        left = self._to_leave.get(name, set())
+        if span in left:
+            left.remove(span)
+            if not left:
+                self._optimizer.drop(name)
+
+    def store(self, name: str, span: Span, values: Mapping[str, Any]) -> None:
+        """Keep the state of some elements for `arrive`."""
+        shape, whole = self._table[name].shape, (0, self._table[name].numel())
+        new = self._after[name][self._rank]
+        shape = shape if new == whole else torch.Size([new[1] - new[0]])
+        plain = {key: v.value if isinstance(v, _Small) else v for key, v in values.items()}
+        put_part(self._arrived.setdefault(name, {}), plain, shape, new, span)
+
+    def arrive(self) -> None:
+        """Let the optimizer update what this process has now."""
+        self._optimizer.assign(self._after, self._arrived)
 
 
 def _run_round(
     pieces: Sequence[Piece],
-    routes: Mapping[str, Sequence[Route]],
-    tensors: Mapping[str, Sequence[torch.Tensor]],
+    routes: Mapping[Item, Sequence[Route]],
+    tensors: Mapping[Item, Sequence[torch.Tensor]],
     rank: int,
     device: torch.device,
 ) -> int:
@@ -209,10 +313,6 @@ def _run_round(
     return sum(buffer.nbytes for buffer in incoming.values())
 
 
-WEIGHT = "weight "
-"""How the keys of a parameter's values begin, beside the keys of its optimizer state."""
-
-
 @dataclass(frozen=True)
 class _Small:
     """A value on the CPU that is sent with the announcement and not in a buffer, such as AdamW's step."""
@@ -226,8 +326,8 @@ class _Small:
         return value if in_buffer else cls(value)
 
 
-_Values = dict[str, Any]
-"""Key -> tensor or `_Small`: a parameter's weight and optimizer state."""
+_Values = dict[Any, Any]
+"""Key -> tensor or `_Small`: a parameter's values, or optimizer state."""
 
 
 def _tensors_in(values: _Values) -> list[torch.Tensor]:

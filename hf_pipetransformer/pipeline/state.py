@@ -1,4 +1,4 @@
-"""Weights and optimizer state that are distributed over stages: drop, gather, save and load them by name.
+"""Weights that are distributed over stages: drop, gather, save and load them by name.
 
 Files keep the stock formats. Rank 0 writes a checkpoint as a single process would write it; every rank reads it and
 takes the parts that it holds. So a checkpoint fits any number of stages and replicas, and the stock Trainer.
@@ -17,15 +17,11 @@ from torch import nn
 
 from ..cache.side_stream import is_apart
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
-from .chunks import as_bytes, on_cpu
+from .chunks import as_bytes
 from .mesh import ProcessMesh
 
 Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
-
-
-Member = str | nn.Parameter
-"""A parameter in an optimizer's group: the model's by its name, any other one itself."""
 
 
 @dataclass(frozen=True)
@@ -362,241 +358,6 @@ class WeightState:
                 state_dict[prefix + alias] = tensor
 
 
-class OptimizerState:
-    """An optimizer that was created for the whole model and updates only the parameters that are here.
-
-    The optimizer object and its groups (learning rate, weight decay) stay, and with them the scheduler; only the
-    groups' lists of parameters change. Its `state_dict` is that of a single process: it is complete inside `gathered`,
-    and loading it keeps this process's part.
-
-    In a single process it may also update parameters outside of the model, such as a loss's own. They stay in their
-    groups, at their places among the model's.
-
-    Args:
-        optimizer: created by the rules of `torch.optim` from the parameters of the table.
-        table: the model's parameters, in the state in which the optimizer was created.
-        weights: says which of the parameters are here.
-        mesh: all processes of the run.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, table: ParameterTable, weights: WeightState, mesh: ProcessMesh
-    ) -> None:
-        self.optimizer = optimizer
-        self._table = table
-        self._weights = weights
-        self._mesh = mesh
-        self._name_of = {id(table[name]): name for name in table.names}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
-        if foreign and (mesh.world_size > 1 or len(foreign) == len(parameters)):
-            raise ValueError(
-                f"{len(foreign)} of the optimizer's {len(parameters)} parameters do not belong to the model (one has"
-                f" shape {foreign[0]}). Create the optimizer from the parameters of the model that is passed to the"
-                " trainer. (A loss with parameters of its own can be trained in one process: their gradients would"
-                " not be reduced over several.)"
-            )
-        self._members: list[list[Member]] = []
-        self._gathered: dict[str, Any] | None = None
-        # stands in for the parameters of a stage that trains nothing
-        self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
-            optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
-        ]
-        self.keep_what_is_here()
-
-    @property
-    def _group_members(self) -> list[list[Member]]:
-        """The parameters of each group of the optimizer for the whole model, in the order of the user's lists.
-
-        Includes groups that a callback has appended, and parameters outside of the model that it has added to a group.
-        """
-        groups = self.optimizer.param_groups
-        self._members += [[] for _ in groups[len(self._members) :]]
-        for group, members in zip(groups, self._members, strict=True):
-            is_new = not members
-            known = {id(member) for member in members}
-            for parameter in group["params"]:
-                name = self._name_of.get(id(parameter))
-                if name is None and id(parameter) not in known and parameter is not self._idle_parameter:
-                    members.append(parameter)
-                elif name is not None and is_new:
-                    members.append(name)
-        return self._members
-
-    @property
-    def _group_names(self) -> list[list[str]]:
-        """The names of the model's parameters in each group."""
-        return [[member for member in members if isinstance(member, str)] for members in self._group_members]
-
-    def release(self) -> None:
-        """Restore the optimizer's parameter lists over the whole model and remove the hooks. Not collective.
-
-        The state stays on the processes where it is.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-            group["params"] = [self._parameter(member) for member in members]
-        self.optimizer.state.pop(self._idle_parameter, None)
-
-    def holders(self) -> Holders:
-        """The ranks that have optimizer state of each parameter that has any. Collective over all processes."""
-        everyone = self._mesh.gather_objects(
-            [name for names in self._group_names for name in names if self.state_of(name)]
-        )
-        names = dict.fromkeys(name for theirs in everyone for name in theirs)
-        having = [frozenset(theirs) for theirs in everyone]
-        return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
-
-    def keep_what_is_here(self) -> None:
-        """Remove parameters, and their state, that this process does not hold or that are permanently frozen.
-
-        Parameters that the user has frozen temporarily stay, with their state and without a gradient.
-        """
-        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-            group["params"] = [self._parameter(member) for member in members if self._updates(member)]
-        if self._is_idle:
-            self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
-        kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
-            del self.optimizer.state[parameter]
-
-    def refuse_added(self) -> None:
-        """Check that the optimizer updates parameters of the model only.
-
-        Raises:
-            ValueError: if foreign parameters were added to the optimizer after it was attached.
-        """
-        known = {id(p) for p in self._table.model.parameters()} | {id(self._idle_parameter)}
-        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
-        if added:
-            raise ValueError(
-                f"{len(added)} parameters of the optimizer do not belong to the model (one has shape"
-                f" {tuple(added[0].shape)}), so their gradients would not be reduced over the processes. Register"
-                " them in the model, or train in one process."
-            )
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether none of the parameters here is trained (a stage of frozen layers)."""
-        return not any(
-            self._updates(name) and self._table[name].requires_grad for names in self._group_names for name in names
-        )
-
-    def stand_in(self, value: float) -> None:
-        """If nothing is trained here, give an unused parameter a gradient, so that a gradient scaler finds one.
-
-        Args:
-            value: 0, or infinity if the other stages' gradients are infinite.
-        """
-        if self._is_idle:
-            self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
-
-    @contextmanager
-    def gathered(self, holders: Holders) -> Iterator[None]:
-        """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
-
-        Collective over all processes.
-        """
-        state = self._gather(holders)
-        if self._mesh.rank == 0:
-            groups: list[dict[str, Any]] = []
-            states: list[dict[str, Any]] = []  # of each parameter, in the order of their numbers
-            for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-                first = len(states)
-                for member in members:
-                    states.append(state.get(member, {}) if isinstance(member, str) else self._copied_state(member))
-                groups.append({**group, "params": list(range(first, len(states)))})
-            self._gathered = {
-                "state": {number: values for number, values in enumerate(states) if values},
-                "param_groups": groups,
-            }
-        try:
-            yield
-        finally:
-            self._gathered = None
-
-    def state_of(self, name: str) -> dict[str, Any]:
-        """The optimizer's state for one parameter, empty before its first step."""
-        return dict(self.optimizer.state.get(self._table[name], {}))
-
-    def put(self, name: str, state: dict[str, Any]) -> None:
-        """Store the optimizer state of a parameter that has arrived from another process."""
-        if state:
-            self.optimizer.state[self._table[name]] = state
-
-    def drop(self, name: str) -> None:
-        """Free the optimizer state of a parameter."""
-        self.optimizer.state.pop(self._table[name], None)
-
-    # ------------------------------------------------------------------------------------ inside
-    def _parameter(self, member: Member) -> nn.Parameter:
-        return self._table[member] if isinstance(member, str) else member
-
-    def _copied_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state for a parameter, with its tensors on the CPU."""
-        state = self.optimizer.state.get(parameter, {})
-        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-    def _updates(self, member: Member) -> bool:
-        """Whether this process updates a parameter; those outside of the model are here and never frozen."""
-        if not isinstance(member, str):
-            return True
-        return self._weights.is_here(member) and not self._weights.is_frozen(member)
-
-    def _gather(self, holders: Holders) -> dict[str, dict[str, Any]]:
-        """On rank 0: parameter name -> its optimizer state, on the CPU."""
-        names = [name for names in self._group_names for name in names]
-        mine = {n: s for n in names if holders[n][0] == self._mesh.rank and (s := self.state_of(n))}
-        layouts = self._mesh.gather_objects(
-            {n: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in s.items()} for n, s in mine.items()}
-        )
-        gathered = {n: dict(s) for n, s in mine.items()}
-        own = [(n, k) for n, s in mine.items() for k, v in s.items() if isinstance(v, torch.Tensor)]
-        if self._mesh.rank == 0:
-            for (n, k), tensor in zip(own, on_cpu([mine[n][k] for n, k in own]), strict=True):
-                gathered[n][k] = tensor
-        for source in range(1, self._mesh.world_size):
-            slots = [
-                (n, k, v) for n, s in layouts[source].items() for k, v in s.items() if isinstance(v, torch.Tensor)
-            ]
-            if self._mesh.rank == source:
-                self._mesh.send_to([mine[n][k] for n, k, _ in slots], destination=0)
-            elif self._mesh.rank == 0:
-                gathered.update({n: dict(s) for n, s in layouts[source].items()})
-                for (n, k, _), tensor in zip(
-                    slots, self._mesh.receive_from([v for *_, v in slots], source), strict=True
-                ):
-                    gathered[n][k] = tensor
-        return gathered
-
-    def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
-        saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        if [len(numbers) for numbers in saved] != [len(members) for members in self._group_members]:
-            return None
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        position = 0
-        for group, numbers, members in zip(state_dict["param_groups"], saved, self._group_members, strict=True):
-            here = []
-            for number, member in zip(numbers, members, strict=True):
-                if self._updates(member):
-                    if number in state_dict["state"]:
-                        values = state_dict["state"][number]
-                        # copied, because a memory-mapped file may be damaged or deleted later
-                        state[position] = {k: _own(v) for k, v in values.items()}
-                    here.append(position)
-                    position += 1
-            if not groups and self._is_idle:
-                here.append(position)
-                position += 1
-            groups.append({**group, "params": here})
-        return {"state": state, "param_groups": groups}
-
-
 def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
     """Give every process rank 0's weights, as DDP does. Collective over all processes.
 
@@ -663,7 +424,3 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
     set_values(parameter, [value.to(device) for value in values_of(parameter)])
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(device)
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

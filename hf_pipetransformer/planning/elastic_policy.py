@@ -30,6 +30,7 @@ class ElasticPolicy:
         schedule: name of the schedule.
         num_microbatches: micro-batches per step and pipeline, or "auto".
         plan_by: "counts", or "times" to choose by predicted steps (`PipelinePlan.plan_by`).
+        replica_sharding: what the replicas of a stage divide among them.
     """
 
     pipeline_parallel_size: int | Literal["auto"]
@@ -39,6 +40,7 @@ class ElasticPolicy:
     schedule: str = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
     plan_by: str = "counts"
+    replica_sharding: str = "none"
 
     def first(self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None) -> PipelinePlan:
         """Make the plan that the training begins with.
@@ -61,6 +63,7 @@ class ElasticPolicy:
             memory_budget_bytes=self.memory_budget_bytes,
             times=times,
             plan_by=self.plan_by,
+            replica_sharding=self.replica_sharding,
         )
 
     def next(self, plan: PipelinePlan, first: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:

@@ -33,6 +33,10 @@ ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
 """Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 
 
+REPLICA_SHARDINGS = ("none", "optimizer")
+"""What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """How a model runs on the ranks: K stages × R replicas, and which units each stage holds.
@@ -54,6 +58,7 @@ class PipelinePlan:
         times: Measured times of the model's parts on a device, or None if nothing has been measured.
         plan_by: `"counts"`: choices between plans and between numbers of micro-batches go by counts (FLOPs, bytes,
             samples), which are the same in every run; `"times"`: by predictions from `times`.
+        replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -71,8 +76,14 @@ class PipelinePlan:
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
     plan_by: str = "counts"
+    replica_sharding: str = "none"
 
     def __post_init__(self) -> None:
+        if self.replica_sharding not in REPLICA_SHARDINGS:
+            raise ValueError(
+                f"replica_sharding is {self.replica_sharding!r}, but must be one of"
+                f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
+            )
         k, num_units = self.pipeline_parallel_size, len(self.unit_costs)
         check_pipeline_size(self.world_size, k, num_units)
         if self.data_parallel_size != self.world_size // k:
@@ -136,6 +147,11 @@ class PipelinePlan:
         self._checked("replica", replica, self.data_parallel_size)
         first = replica * self.pipeline_parallel_size
         return tuple(range(first, first + self.pipeline_parallel_size))
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the replicas of a stage divide the optimizer's state among them."""
+        return self.replica_sharding != "none" and self.data_parallel_size > 1
 
     def units_of(self, stage: int) -> range:
         """Return the units that a stage holds."""
@@ -222,7 +238,11 @@ class PipelinePlan:
         r, world = self.data_parallel_size, self.world_size
         # a ring of n ranks sends 2 (n - 1) / n of the bytes; the measured ring had all ranks
         share = (r - 1) / r * world / (world - 1) if world > 1 else 0.0
-        return self._trainable_bytes(stage) * (times.update_seconds_per_byte + share * times.reduce_seconds_per_byte)
+        update = times.update_seconds_per_byte
+        if self.shards_optimizer:
+            # each replica updates its part and sends it to the others: a ring of n ranks sends (n - 1) / n of it
+            update, share = update / r, share * 1.5
+        return self._trainable_bytes(stage) * (update + share * times.reduce_seconds_per_byte)
 
     def _trainable_bytes(self, stage: int) -> int:
         # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
@@ -261,8 +281,9 @@ class PipelinePlan:
     ) -> int:
         """Predict the bytes that training a stage takes on its device.
 
-        The sum of parameters, gradients, optimizer state, activations of the micro-batches in flight, and the tensors
-        received from neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not include
+        The sum of parameters, gradients, optimizer state (of a replica's part, if replicas divide it), activations of
+        the micro-batches in flight, and the tensors received from neighbouring stages (PyTorch allocates these for all
+        micro-batches at once). It does not include
         the allocator's fragmentation, workspaces and communication buffers.
 
         Args:
@@ -293,7 +314,8 @@ class PipelinePlan:
             received += self.unit_costs[self.stage_bounds[stage] - 1].boundary_bytes * rows
         if stage < self.pipeline_parallel_size - 1:
             received += self.unit_costs[self.stage_bounds[stage + 1] - 1].boundary_bytes * rows
-        state = round(trainable * (1 + optimizer_bytes_per_parameter_byte))
+        replicas = self.data_parallel_size if self.shards_optimizer else 1
+        state = round(trainable * (1 + optimizer_bytes_per_parameter_byte / replicas))
         return self.parameter_bytes_of(stage) + state + activations + received
 
     def __str__(self) -> str:
@@ -320,6 +342,7 @@ class PipelinePlan:
             f"{self.num_units} unit{_s(self.num_units)}"
             + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
             + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
+            + (f", replicas divide the {self.replica_sharding} state" if self.shards_optimizer else "")
         )
         return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 

@@ -43,6 +43,7 @@ def make_plan(
     times: ModelTimes | None = None,
     plan_by: str = "counts",
     split: str = "min-max",
+    replica_sharding: str = "none",
 ) -> PipelinePlan:
     """Make the plan: choose K if that is requested, and split the units by their cost in a step.
 
@@ -64,6 +65,7 @@ def make_plan(
         plan_by: `"counts"`, or `"times"` to choose by predicted steps (`PipelinePlan.plan_by`).
         split: `"min-max"`: exact, by FLOPs, which are the same in every run; `"timed"`: exact, by `times`;
             `"greedy"`: the paper's algorithm 1.
+        replica_sharding: what the replicas of a stage divide among them.
 
     Raises:
         ValueError: If K does not divide the world size or exceeds the number of units, a number is too small, a name
@@ -85,6 +87,7 @@ def make_plan(
         rows_per_device=rows_per_device,
         times=times,
         plan_by=plan_by,
+        replica_sharding=replica_sharding,
     )
     if pipeline_parallel_size != "auto":
         return _with_stages(whole, pipeline_parallel_size, split)

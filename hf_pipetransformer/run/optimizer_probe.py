@@ -1,5 +1,7 @@
 """Probe whether an optimizer updates each parameter by that parameter's own gradient only, as stages require.
 
+And, for replicas that divide the optimizer state, whether it updates each element by that element's own gradient only.
+
 Prodigy, D-Adaptation, SAM and optimizers that clip by the norm over all parameters compute one value from all
 gradients, and each stage of a pipeline would compute a different one. An optimizer does not say which kind it is, so
 copies of it are stepped on tiny parameters; the real optimizer does not change.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,16 +62,51 @@ def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int])
 def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int) -> bool:
     """Whether parameters or state of the other half change if only the gradients of this half do."""
     first, second = (_Twin(optimizer) for _ in range(2))
+    factors = [torch.tensor(3.0 if its_half == half else 1.0) for its_half in half_of]
+    _step_together(first, second, factors)
+    others = [index for index, its_half in enumerate(half_of) if its_half != half]
+    return not all(_equal(first.values_of(index), second.values_of(index)) for index in others)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer may be given a part of a parameter in the place of the parameter. Not collective.
+
+    It may if it updates each element by that element's own gradient alone, and if each tensor of its state has either
+    one value for each element or one value. Adafactor, which keeps sums over rows and columns, may not.
+    """
+    try:
+        with seeded(0):
+            first, second = (_Twin(optimizer) for _ in range(2))
+            every_second = [torch.ones(p.numel()) for p in first.parameters]
+            for factors in every_second:
+                factors[::2] = 3.0
+            shaped = [f.view(p.shape) for f, p in zip(every_second, first.parameters, strict=True)]
+            _step_together(first, second, shaped)
+    except Exception:
+        return False
+    for index, factors in enumerate(every_second):
+        shape = first.parameters[index].shape
+        for a, b in zip(first.values_of(index), second.values_of(index), strict=True):
+            if not isinstance(a, torch.Tensor):
+                continue
+            if a.shape != shape:
+                if a.dim():
+                    return False
+            elif not torch.equal(a.flatten()[factors == 1.0], b.flatten()[factors == 1.0]):
+                return False
+    return True
+
+
+def _step_together(first: _Twin, second: _Twin, factors: Sequence[torch.Tensor]) -> None:
+    """Step two twins, of which the second one's gradients are the first one's times a factor for each parameter."""
     for step, scale in enumerate(GRADIENT_SCALES):
         for index, (a, b) in enumerate(zip(first.parameters, second.parameters, strict=True)):
             gradient = torch.rand(a.shape, generator=torch.Generator().manual_seed(index), dtype=a.dtype)
             a.grad = gradient * scale
-            b.grad = a.grad * 3 if half_of[index] == half else a.grad.clone()
+            b.grad = a.grad * factors[index].to(a.dtype)
         for twin in (first, second):
             torch.manual_seed(step)
             twin.optimizer.step()
-    others = [index for index, its_half in enumerate(half_of) if its_half != half]
-    return not all(_equal(first.values_of(index), second.values_of(index)) for index in others)
 
 
 class _Twin:

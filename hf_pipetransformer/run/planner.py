@@ -47,6 +47,7 @@ class Planner:
             args.pipeline_schedule,
             args.num_microbatches,
             args.plan_by,
+            args.replica_sharding,
         )
         self.first = self._policy.first(unit_costs, mesh.world_size, times)
         """The plan with which training begins."""

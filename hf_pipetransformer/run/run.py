@@ -41,7 +41,7 @@ from .cutting import CutModel, time_model
 from .evaluation import refuse_generation_that_does_not_fit
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .loss import TrainersLoss
-from .optimizer_probe import probe_coupling
+from .optimizer_probe import is_elementwise, probe_coupling
 from .planner import Planner
 from .preemption import Moment, Preemption
 from .resuming import recall, refuse_best_model_that_some_lack
@@ -226,9 +226,9 @@ class PipelineRun(TrainerCallback):
         if trainer.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 optimizer = make_optimizer()
-            if pipeline.num_stages > 1:
+            if _divides_optimizer(pipeline.current_plan):
                 self._refuse_coupling(self._coupling_of(optimizer))
-            pipeline.attach_optimizer(optimizer)
+            self._attach(optimizer)
         assert trainer.optimizer is not None
         return trainer.optimizer
 
@@ -255,7 +255,9 @@ class PipelineRun(TrainerCallback):
                     " for the pipeline stages. Create your optimizer over the whole model without calling super(), or"
                     " pass it as optimizers=(optimizer, None)."
                 )
-            pipeline.attach_optimizer(optimizer)
+            if _divides_optimizer(pipeline.current_plan):
+                self._refuse_coupling(self._coupling_of(optimizer))
+            self._attach(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
             pipeline.optimizer_state.refuse_added()
         return pipeline
@@ -287,7 +289,7 @@ class PipelineRun(TrainerCallback):
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
             coupling = self._coupling_of(trainer.optimizer)
-            pipeline.attach_optimizer(trainer.optimizer)
+            self._attach(trainer.optimizer)
         # 2
         self._planner = planner = Planner(
             job.args,
@@ -316,7 +318,7 @@ class PipelineRun(TrainerCallback):
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         pipeline.offloads = job.device.type != "cpu" and not watches_steps
-        if plan.pipeline_parallel_size > 1:
+        if _divides_optimizer(plan):
             self._refuse_coupling(coupling)
         self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
         pipeline.place(plan, self._steps.loss_of)
@@ -362,17 +364,29 @@ class PipelineRun(TrainerCallback):
         return Setup(reduction, is_random, times)
 
     def _coupling_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Return why an optimizer cannot be divided among stages, or None. Collective over all processes."""
+        """Return why an optimizer cannot be divided among stages or replicas, or None.
+
+        Collective over all processes.
+        """
         why = None
-        if self._job.args.uses_pipeline:
-            stack = self.pipeline.stack
+        args, stack = self._job.args, self.pipeline.stack
+        if args.replica_sharding != "none":
+            why = _why_not_to_shard(unwrapped(optimizer))
+            units = {id(stack.table[name]): number for number, name in enumerate(stack.table.names)}
+        else:
             units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
+        if why is None and (args.uses_pipeline or args.replica_sharding != "none"):
             why = probe_coupling(unwrapped(optimizer), units)
         found = next((theirs for theirs in self._job.mesh.gather_objects(why) if theirs is not None), None)
         return None if found is None else f"{type(optimizer).__name__}: {found}"
 
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer update what the plan gives to this process. Collective over all processes."""
+        may_cut = self._job.args.replica_sharding != "none" and is_elementwise(unwrapped(optimizer))
+        self.pipeline.attach_optimizer(optimizer, all(self._job.mesh.gather_objects(may_cut)))
+
     def _refuse_coupling(self, coupling: str | None) -> None:
-        """Refuse an optimizer that cannot be divided among stages.
+        """Refuse an optimizer that cannot be divided among stages or replicas.
 
         Raises:
             ValueError: `coupling` is not None. Every process raises it.
@@ -382,6 +396,13 @@ class PipelineRun(TrainerCallback):
         assert self._cut is not None
         self._cut.make_whole()
         self._job.trainer.optimizer = None
+        sharding = self._job.args.replica_sharding
+        if sharding != "none":
+            raise ValueError(
+                f"{coupling}, but with replica_sharding={sharding!r} each replica updates only its own part of the"
+                " parameters. Use an optimizer that updates each parameter from its own gradient alone, such as"
+                " optim='adamw_torch', or set replica_sharding='none'."
+            )
         raise ValueError(
             f"{coupling}, but each stage of a pipeline holds only its own parameters. Use an optimizer that"
             " updates each parameter from its own gradient alone, or set pipeline_parallel_size=1."
@@ -582,3 +603,15 @@ def watch_steps(callbacks: Sequence[Any]) -> bool:
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in callbacks for n, method in stock.items()
     )
+
+
+def _divides_optimizer(plan: PipelinePlan) -> bool:
+    """Whether each process updates only a part of the model."""
+    return plan.pipeline_parallel_size > 1 or plan.shards_optimizer
+
+
+def _why_not_to_shard(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why the replicas cannot divide an optimizer's state, whatever its updates depend on; None if they can."""
+    if callable(getattr(optimizer, "eval", None)):  # a schedule-free optimizer
+        return "it changes all weights before and after each evaluation (its eval method)"
+    return None

@@ -75,7 +75,7 @@ def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
         "model", "profile", "devices", "batch_rows", "samples", "steps_per_epoch", "memory_budget_bytes",
-        "token_slices", "epochs", "seconds", "compared_with", "flop_bound",
+        "token_slices", "replica_sharding", "epochs", "seconds", "compared_with", "flop_bound",
         "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
@@ -100,6 +100,31 @@ def test_memory_decides_the_stages() -> None:
     assert 1.6 < ddp["largest_stage_bytes"] / GIB < 1.8
     assert "Plain DDP does not fit: K = 1 needs 1.6 GiB" in small["advice"][0]
     assert large["compared_with"]["plain_DDP"]["fits"]
+
+
+def test_sharding_lowers_the_memory_of_each_layout() -> None:
+    """At K = 1 three quarters of the optimizer state, 8 bytes a parameter, are on the other three devices."""
+    bert = (
+        "bert",
+        "--devices",
+        "4",
+        "--batch",
+        "4",
+        "--seq",
+        "16",
+        "--epochs",
+        "2",
+        "--no-freeze",
+        "--memory-gib",
+        "1.2",
+    )
+    whole, divided = values(*bert), values(*bert, "--replica-sharding", "optimizer")
+    assert (whole["replica_sharding"], divided["replica_sharding"]) == ("none", "optimizer")
+    assert whole["compared_with"]["plain_DDP"] == divided["compared_with"]["plain_DDP"] | {"speed_up": None}
+    assert whole["epochs"][0]["stages"] > divided["epochs"][0]["stages"] == 1
+    saved = whole["compared_with"]["plain_DDP"]["largest_stage_bytes"] - divided["epochs"][0]["stage_bytes"][0]
+    assert saved == pytest.approx(3 / 4 * 8 * 109_483_778, rel=1e-6)
+    assert any("divide the optimizer state" in line for line in divided["assumed"])
 
 
 def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:

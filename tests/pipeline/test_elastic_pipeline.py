@@ -91,13 +91,20 @@ def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> 
             memory_budget_bytes=None,
             num_frozen_layers=num_frozen,
             num_cached_layers=num_cached,
+            replica_sharding=plan.replica_sharding,
         )
 
     with_plans(trainer, plan_after_freezing)
 
 
 def elastic(
-    rank: int, world_size: int, run: Run, schedule: dict[int, int], stages: dict[int, int], folder: str = "elastic"
+    rank: int,
+    world_size: int,
+    run: Run,
+    schedule: dict[int, int],
+    stages: dict[int, int],
+    folder: str = "elastic",
+    **options: Any,
 ) -> tuple[Outcome, list[list[int]], list[dict[str, Any]]]:
     trainer = pipeline_trainer(
         run,
@@ -108,6 +115,7 @@ def elastic(
         freeze_steps=1,
         freeze_schedule=schedule,
         activation_cache="off",  # whether it pays, and changes the plan, depends on the machine's load
+        **options,
     )
     stages_by_frozen(trainer, stages)
     seen: list[list[int]] = []

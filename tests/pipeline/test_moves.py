@@ -19,8 +19,10 @@ from torch import nn
 from hf_pipetransformer.model.placeholders import ParameterTable
 from hf_pipetransformer.pipeline import chunks
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.moves import Route, exchange, in_proportion, rounds_of, routes_between
-from hf_pipetransformer.pipeline.state import Holders, OptimizerState, WeightState
+from hf_pipetransformer.pipeline.moves import Route, exchange, in_proportion, rounds_of, routes_between, undivided
+from hf_pipetransformer.pipeline.optimizer_state import OptimizerState
+from hf_pipetransformer.pipeline.shards import Shards
+from hf_pipetransformer.pipeline.state import Holders, WeightState
 
 CPU = torch.device("cpu")
 
@@ -229,3 +231,64 @@ def optimizer_only(rank: int, world_size: int) -> int:
 
 def test_weights_that_all_have_are_not_sent_with_the_optimizers_state():
     assert any(run_ranks(optimizer_only, 3))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# States that are divided
+# ---------------------------------------------------------------------------------------------------------
+def divided_at(*cuts: int) -> Shards:
+    """All elements in a row, cut at these places among the ranks."""
+    shards: dict[str, dict[int, tuple[int, int]]] = {}
+    position = 0
+    for name, parameter in Layers().named_parameters():
+        size = parameter.numel()
+        shards[name] = {0: (0, 0)} if not size else {}
+        for rank, (start, stop) in enumerate(itertools.pairwise((0, *cuts, 1_000))):
+            span = max(start - position, 0), min(stop - position, size)
+            if span[1] > span[0]:
+                shards[name][rank] = span
+        position += size
+    return shards
+
+
+SHARES = (divided_at(30, 31), divided_at(100, 300), divided_at(0, 400), divided_at(36, 368))
+
+
+def divide_and_join(rank: int, world_size: int, limit: int) -> None:
+    chunks.CHUNK_BYTES = limit
+    dist.init_process_group("gloo")
+    model, mesh = Layers(), ProcessMesh(timedelta(seconds=60))
+    table = ParameterTable(model)
+    weights = WeightState(table, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
+    optimizer.step()
+    state = OptimizerState(optimizer, table, weights, mesh, is_elementwise=True)
+    expected = {name: state.state_of(name) for name in table.names}
+    everywhere = holders_of(*[(0, 1, 2)] * 8)
+    for shards in (*SHARES, undivided(everywhere, table)):
+        between = state.shards(everywhere), shards
+        exchange(everywhere, everywhere, table, weights, state, mesh, CPU, between)
+        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert in_groups - {id(state._idle_parameter)} == {id(key) for key in optimizer.state}
+        for name, values in expected.items():
+            span = shards[name].get(rank)
+            found = state.state_of(name)
+            assert (span is None) == (not found)
+            for key, value in found.items():
+                whole = values[key]
+                if span is not None and whole.dim() and span != (0, whole.numel()):
+                    whole = whole.flatten()[slice(*span)]
+                assert torch.equal(value, whole) and value.untyped_storage().nbytes() == value.nbytes
+        with state.gathered(everywhere):
+            saved = optimizer.state_dict()
+        if rank == 0:
+            for number, name in enumerate(table.names):
+                assert all(torch.equal(saved["state"][number][key], expected[name][key]) for key in expected[name])
+
+
+@pytest.mark.parametrize("limit", [50, *slow(2**26, 7)])
+def test_states_are_divided_anew_and_saved_whole(limit):
+    run_ranks(divide_and_join, 3, limit)

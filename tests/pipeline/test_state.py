@@ -18,7 +18,8 @@ from transformers.optimization import Adafactor
 
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.state import OptimizerState, WeightState, synchronise_weights
+from hf_pipetransformer.pipeline.optimizer_state import OptimizerState
+from hf_pipetransformer.pipeline.state import WeightState, synchronise_weights
 
 CPU = torch.device("cpu")
 NAME = "llama-tied"  # embedding and head are one parameter, needed by the first and the last stage

@@ -66,6 +66,9 @@ FAULTS = [
     Fault("kill", 1, "build", 8, caches=True),
     Fault("kill", 0, "evaluation", 14, caches=True),
     Fault("stop", 3, "step", 7, caches=True),
+    Fault("kill", 2, "update", 4, entry=2, shards=True),  # while replicas exchange what they have updated
+    Fault("stop", 1, "update", 4, entry=2, shards=True),
+    Fault("kill", 1, "move", 5, shards=True),
 ]
 WHO = (2, EVERYONE, 0)
 TERMS = [
@@ -89,6 +92,8 @@ FEW = {
     Fault("hang", 3, "step", 4),
     Fault("raise", 2, "build", 5),
     Fault("terms", EVERYONE, "move", 5),
+    Fault("kill", 2, "update", 4, entry=2, shards=True),
+    Fault("stop", 1, "update", 4, entry=2, shards=True),
 }
 assert {*FAULTS, *TERMS} >= FEW
 IN_AN_EPOCH = 8
@@ -150,7 +155,7 @@ def seconds_to_notice(fault: Fault) -> float:
 def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
     happened_at, _ = when(folder)
     row: dict[str, Any] = {
-        "fault": f"{fault.kind}, cached" if fault.caches else fault.kind,
+        "fault": fault.kind + ", cached" * fault.caches + ", sharded" * fault.shards,
         "phase": fault.phase,
         "rank": "all" if fault.rank == EVERYONE else fault.rank,
         "steps_lost": lost,
@@ -171,8 +176,8 @@ def mark(fault: Fault) -> Any:
     marks = [] if fault in FEWEST else [pytest.mark.slow] if fault in FEW else [pytest.mark.faults]
     who = "all" if fault.rank == EVERYONE else f"rank{fault.rank}"
     again = f"-{fault.entry}" if fault.entry > 1 else ""
-    cached = "-cached" if fault.caches else ""
-    return pytest.param(fault, marks=marks, id=f"{fault.kind}-{who}-{fault.phase}{again}{cached}")
+    more = "-cached" if fault.caches else "-sharded" if fault.shards else ""
+    return pytest.param(fault, marks=marks, id=f"{fault.kind}-{who}-{fault.phase}{again}{more}")
 
 
 def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
@@ -192,10 +197,11 @@ def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", [mark(fault) for fault in FAULTS])
 def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
-    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, caches=fault.caches)
+    options = {"caches": fault.caches, "shards": fault.shards}
+    outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, **options)
     ended_at = time.time()
     assert_told(outcomes, fault)
-    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90, caches=fault.caches)
+    reports = run_ranks(train, WORLD, str(tmp_path), None, timeout=90, **options)
     assert_nothing_lost(reports, wanted_of(fault))
     if fault.caches:
         assert_cached(tmp_path, reports)

@@ -10,8 +10,9 @@ import torch
 from distributed import run_ranks_expecting_error
 from torch import nn
 from training_runs import Run, pipeline_trainer
+from transformers.optimization import Adafactor
 
-from hf_pipetransformer.run.optimizer_probe import probe_coupling
+from hf_pipetransformer.run.optimizer_probe import is_elementwise, probe_coupling
 
 
 class Sgd(torch.optim.Optimizer):
@@ -130,3 +131,31 @@ def test_coupled_optimizers_are_refused_by_name_on_all_stages(is_users: bool) ->
     for error in run_ranks_expecting_error(coupled, 2, is_users, timeout=60):
         assert isinstance(error, ValueError)
         assert "ClipsInside" in str(error) and "pipeline_parallel_size=1" in str(error)
+
+
+class NormalisesRows(Sgd):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad /= p.grad.norm(dim=-1, keepdim=True)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.optim.AdamW, True),
+        (lambda params: torch.optim.AdamW(params, fused=True), True),
+        (lambda params: torch.optim.SGD(params, momentum=0.9), True),
+        (Adafactor, False),
+        (torch.optim.Adafactor, False),
+        (NormalisesRows, False),
+        (NeedsClosure, False),
+    ],
+)
+def test_what_may_be_given_a_part_of_a_parameter(make: Callable[[Any], torch.optim.Optimizer], expected: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7))
+    optimizer = make(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    assert is_elementwise(optimizer) == expected
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and not optimizer.state

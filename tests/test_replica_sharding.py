@@ -1,0 +1,312 @@
+"""Replicas that divide the optimizer state train as one process does, and hold no more than their part of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached_runs import EPOCH_START, SHRINK, cached, expected_of
+from cached_runs import RUNS as CACHED_RUNS
+from distributed import run_ranks, run_ranks_expecting_error
+from selection import few, slow
+from test_elastic_pipeline import CHANGES, MID_EPOCH, RUNS, elastic
+from test_elastic_pipeline import expected as expected_of_elastic
+from test_trainer import StopAfter, resume_plainly
+from training_runs import (
+    WORLD,
+    Outcome,
+    Run,
+    assert_same_training,
+    outcome_of,
+    pipeline,
+    pipeline_trainer,
+    reference,
+    reference_trainer,
+)
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerTrainingArguments
+
+MODELS = {
+    "bert": Run("text-classification"),
+    "llama-tied": Run("causal-lm"),
+    "gpt2-tied": Run("causal-lm", model="gpt2"),
+    "vit": Run("image-classification"),
+    "t5": Run("seq2seq"),
+    "sgd": Run().with_options(optim="sgd", optim_args="momentum=0.9", learning_rate=0.05),
+    "adafactor": Run("causal-lm").with_options(optim="adafactor"),  # needs whole matrices
+    "deberta": Run(model="deberta-v2"),  # embeddings that all stages share
+    "no-accumulation-no-clipping": Run(accumulation=1).with_options(max_grad_norm=0.0),
+}
+
+
+@cache
+def expected(name: str) -> Outcome:
+    return run_ranks(reference, 1, MODELS[name])[0]
+
+
+# ------------------------------------------------------------------------------------------ as one process
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    few([(name, k) for name in MODELS for k in (1, 2)], ("bert", 1), ("llama-tied", 2), ("adafactor", 1)),
+)
+def test_equals_one_process(name: str, stages: int) -> None:
+    """Six steps with accumulation and clipping on 1 x 4 and on 2 x 2."""
+    outcomes = run_ranks(pipeline, WORLD, MODELS[name], stages, replica_sharding="optimizer")
+    assert_same_training(outcomes, expected(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    few([(name, change) for name in RUNS for change in CHANGES], ("bert", "shrink")),
+)
+def test_elastic_training_equals_one_process(name: str, change: str) -> None:
+    """(4,1) -> (2,2) -> (1,4) and back up: the states of frozen layers go, the others are divided anew."""
+    results = run_ranks(
+        elastic, WORLD, RUNS[name], MID_EPOCH, CHANGES[change], replica_sharding="optimizer", timeout=240
+    )
+    assert_same_training([outcome for outcome, *_ in results], expected_of_elastic(name, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gpt2-tied"])
+def test_equals_one_process_with_cached_layers(name: str) -> None:
+    """Layers freeze at epochs' beginnings, are cached from the next one on, and four stages become one."""
+    run = CACHED_RUNS[name]
+    results = run_ranks(
+        cached, WORLD, run, SHRINK, EPOCH_START, activation_cache="on", replica_sharding="optimizer", timeout=240
+    )
+    assert_same_training([outcome for outcome, _ in results], expected_of(run, EPOCH_START))
+    for _, epochs in results:
+        assert name != "bert" or epochs[-1]["cache_hit_rate"] + epochs[-1]["cache_older_hit_rate"] > 0.9
+
+
+def with_slices(rank: int, world_size: int, run: Run) -> Outcome:
+    return outcome_of(pipeline_trainer(run, 2, replica_sharding="optimizer", token_slices=2))
+
+
+@pytest.mark.slow
+def test_equals_one_process_with_token_slices() -> None:
+    """There is no DDP: gradients are averaged after the step."""
+    assert_same_training(run_ranks(with_slices, WORLD, MODELS["llama-tied"]), expected("llama-tied"))
+
+
+def own_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.05},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=3e-3, eps=1e-4, fused=True)
+
+
+class Unfreeze(TrainerCallback):
+    """Trains one more layer from the fourth step on, by a group of its own."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step != 3:
+            return
+        layer = [p for name, p in self.trainer.model.named_parameters() if "layer.1." in name]
+        optimizer, scheduler = self.trainer.optimizer, self.trainer.lr_scheduler
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        scheduler = getattr(scheduler, "scheduler", scheduler)
+        for parameter in layer:
+            parameter.requires_grad_(True)
+        optimizer.add_param_group({"params": layer, "lr": 3e-3, "initial_lr": 3e-3, "weight_decay": 0.0})
+        scheduler.base_lrs.append(3e-3)  # schedulers do not know of groups that are added later
+        scheduler.lr_lambdas.append(scheduler.lr_lambdas[0])
+
+
+def train_as_the_user_wants(rank: int, world_size: int, run: Run, stages: int, how: str) -> Outcome:
+    trainer = pipeline_trainer(run, stages, replica_sharding="optimizer") if stages else reference_trainer(run)
+    if how == "own-optimizer":
+        trainer.optimizer = own_optimizer(trainer.model)
+    else:
+        for name, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_("layer.1." not in name)
+        trainer.add_callback(Unfreeze(trainer))
+    return outcome_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "stages"), [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1)])
+def test_equals_one_process_with_the_users_own(how: str, stages: int) -> None:
+    run = Run(epochs=3).with_options(lr_scheduler_type="constant", warmup_steps=0)
+    wanted = run_ranks(train_as_the_user_wants, 1, run, 0, how)[0]
+    assert_same_training(run_ranks(train_as_the_user_wants, WORLD, run, stages, how), wanted)
+
+
+def train_twice(rank: int, world_size: int, run: Run) -> Outcome:
+    """Two trainings with one optimizer: in between the model is whole, and the states stay where they are."""
+    trainer = pipeline_trainer(run, 1, replica_sharding="optimizer", max_steps=2)
+    trainer.train()
+    trainer.args.pipeline_parallel_size = 2
+    trainer.evaluate()
+    trainer.lr_scheduler = None
+    return outcome_of(trainer)
+
+
+def train_twice_plainly(rank: int, world_size: int, run: Run) -> Outcome:
+    trainer = reference_trainer(run.with_options(max_steps=2))
+    trainer.train()
+    trainer.lr_scheduler = None
+    return outcome_of(trainer)
+
+
+@pytest.mark.slow
+def test_a_second_training_goes_on_with_the_states() -> None:
+    run = MODELS["llama-tied"]
+    assert_same_training(run_ranks(train_twice, WORLD, run), run_ranks(train_twice_plainly, 1, run)[0])
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+def train_some(rank: int, world_size: int, run: Run, stages: int, sharding: str, folder: str) -> None:
+    trainer = pipeline_trainer(run, stages, folder, save_strategy="steps", save_steps=2, replica_sharding=sharding)
+    trainer.add_callback(StopAfter(4))
+    trainer.train()
+
+
+def train_some_plainly(rank: int, world_size: int, run: Run, folder: str) -> None:
+    trainer = reference_trainer(run.with_options(save_strategy="steps", save_steps=2), folder)
+    trainer.add_callback(StopAfter(4))
+    trainer.train()
+
+
+def resume(rank: int, world_size: int, run: Run, stages: int, sharding: str, folder: str) -> Outcome:
+    trainer = pipeline_trainer(run, stages, folder, replica_sharding=sharding)
+    return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4")
+
+
+STOCK = (0, "stock")
+KINDS = [(1, "optimizer"), (2, "optimizer"), (2, "none"), STOCK]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    few(
+        [(before, after) for before in KINDS for after in KINDS if "optimizer" in (before[1], after[1])],
+        ((1, "optimizer"), STOCK),
+        (STOCK, (2, "optimizer")),
+    ),
+)
+def test_resumes_across_kinds(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
+    """Interrupted between two batches, on any layout with or without sharding, and by the stock Trainer."""
+    run, folder = MODELS["llama-tied"], str(tmp_path)
+    if before == STOCK:
+        run_ranks(train_some_plainly, 1, run, folder)
+    else:
+        run_ranks(train_some, WORLD, run, *before, folder)
+    if after == STOCK:
+        outcomes = run_ranks(resume_plainly, 1, run, folder)
+    else:
+        outcomes = run_ranks(resume, WORLD, run, *after, folder)
+    assert_same_training(outcomes, expected("llama-tied"))
+
+
+# ------------------------------------------------------------------------------------------ memory
+def held_bytes(rank: int, world_size: int, stages: int) -> dict[str, int]:
+    seen: dict[str, int] = {}
+
+    class Measure(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
+            tensors = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
+            seen["optimizer"] = sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors), "no view of what others have"
+
+    trainer = pipeline_trainer(Run("causal-lm", model="llama"), stages, replica_sharding="optimizer")
+    trainer.add_callback(Measure())
+    trainer.train()
+    seen["whole"] = sum(p.nbytes for p in trainer.model.parameters())
+    return seen
+
+
+def test_a_replica_holds_its_part_only() -> None:
+    everyone = run_ranks(held_bytes, WORLD, 1)
+    whole = 2 * everyone[0]["whole"]  # Adam's two moments
+    assert sum(rank["optimizer"] for rank in everyone) == whole
+    assert max(rank["optimizer"] for rank in everyone) <= 1.1 / WORLD * whole
+
+
+# ------------------------------------------------------------------------------------------ a gradient scaler
+def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
+    """fp16's scaler on the CPU; in the second step an element that the last replica updates overflows."""
+    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding="optimizer")
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+
+    def unscale() -> None:
+        optimizer = trainer.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        scaler.unscale_(optimizer)
+
+    trainer.accelerator.unscale_gradients = unscale
+    skipped: list[bool] = []
+    norms: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            skipped.append(trainer.accelerator.optimizer_step_was_skipped)
+
+    step = trainer.training_step
+
+    def overflowing(*args: Any) -> Any:
+        loss = step(*args)
+        if trainer.state.global_step == 1:
+            [*_, last] = trainer.model.parameters()
+            last.grad.view(-1)[-1] = float("inf")
+        return loss
+
+    trainer.training_step = overflowing
+    trainer.add_callback(Watch())
+    outcome = outcome_of(trainer)
+    return skipped, norms, outcome.weights
+
+
+def test_an_overflow_in_one_part_skips_the_step_on_all_replicas() -> None:
+    first, *others = run_ranks(scaled, 2)
+    skipped, norms, weights = first
+    assert skipped[:3] == [False, True, False]
+    assert all(norm <= 1.001 for norm, skip in zip(norms, skipped, strict=True) if not skip), "unscaled and clipped"
+    for theirs, _, their_weights in others:
+        assert theirs == skipped
+        assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
+
+
+# ------------------------------------------------------------------------------------------ refusals
+class ScheduleFree(torch.optim.SGD):
+    def eval(self) -> None:
+        """Would move all weights."""
+
+
+def with_schedule_free(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(Run(), 1, replica_sharding="optimizer")
+    trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+
+
+def test_an_optimizer_that_changes_all_weights_is_refused() -> None:
+    errors = run_ranks_expecting_error(with_schedule_free, 2)
+    assert all(type(error) is ValueError and "replica_sharding='optimizer'" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replica_sharding": "full"}, "not implemented"),
+        ({"replica_sharding": "optimizer", "auto_find_batch_size": True}, "stock Trainer"),
+        *slow(({"replica_sharding": "optimizer", "fp16_full_eval": True}, "stock Trainer")),
+    ],
+)
+def test_refused_by_name(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="replica_sharding") as caught:
+        PipeTransformerTrainingArguments(str(tmp_path), **options)
+    assert words in str(caught.value)
