@@ -11,7 +11,7 @@ from cached_runs import trainer_of
 from distributed import run_ranks
 from torch.utils.data import Subset
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, when_it_ends
-from transformers import hyperparameter_search
+from transformers import hyperparameter_search, trainer_callback
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerTrainer
@@ -121,6 +121,7 @@ def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any
     activation_cache.PENDING_BATCHES = 1000
     search = Trials()
     hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.WANDB] = lambda: search
+    trainer_callback.hp_params = dict  # which knows a dictionary only where its backend is installed
     made = pipeline_trainer(RUN, 1, folder, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
     trainer = PipeTransformerTrainer(
         args=made.args,
