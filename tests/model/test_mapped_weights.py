@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 LAYERS = 6
 CONFIG = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=1024,
+    hidden_size=512,  # the kernel maps up to 64 KiB around a page that is read: little beside these weights
+    intermediate_size=2048,
     num_hidden_layers=LAYERS,
     num_attention_heads=4,
     num_key_value_heads=4,
