@@ -7,11 +7,13 @@
 2. For each way of loading, `torchrun` starts the processes anew, which train a few steps and save the model.
 3. The same with a small model of four layers: losses and saved weights must be the same, to the last bit.
 
-It is measured on each process, with what imports and process groups take, measured just before loading, subtracted
+It is measured on each process, with what imports and process groups take, measured just before loading, subtracted. The
+small model's figures are in the results as well: they show what training takes apart from weights (modules that are imported
+later, buffers of the process groups).
 
     anonymous   the most memory of its own (RssAnon, looked at every 5 ms)
     resident    the most memory including pages of files, which processes share and the kernel can take back (VmHWM)
-    own         its parameters, gradients and optimizer state, which it cannot do without
+    own         its parameters (as many bytes as its gradients), gradients and optimizer state
     start       from the call that loads the model to the first step's end
     read        how long reading the files of the own weights takes (a copy of the tensors, right after the training)
 
@@ -285,6 +287,7 @@ def main() -> None:
         small = scratch / "small"
         write_checkpoint(small, config_of(SMALL_SHAPE, SMALL_LAYERS, dtype))
         parity = {how: run(how, small, options.processes, options.optimizer, scratch / f"small-{how}") for how in ways}
+        results["small_model"] = parity
         if len(ways) == 2:
             results["parity"] = {
                 "losses": all(a["losses"] == b["losses"] for a, b in zip(*parity.values(), strict=True)),
@@ -299,7 +302,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="run-", dir=scratch) as one:
                 results[how] = run(how, checkpoint, options.processes, options.optimizer, Path(one))
     for how in ways:
-        for rank in results[how]:
+        for rank in (*results["small_model"][how], *results[how]):
             own = 2 * rank["gradient_bytes"] + rank["state_bytes"]
             numbers = (*rank["train_peak_bytes"].values(), *rank["save_peak_bytes"].values(), own)
             print(how, rank["rank"], *(f"{number / MIB:8,.0f}" for number in numbers), f"{rank['start_s']:6.1f} s")

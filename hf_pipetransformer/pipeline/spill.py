@@ -28,7 +28,7 @@ class SpillFile:
         self._like: list[torch.Tensor] = []
         self._offsets: list[int] = []
         self._end = 0
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115: it is closed with this object
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
 
     def reserve(self, like: Iterable[torch.Tensor]) -> range:
         """Reserve space for tensors of these shapes and dtypes (meta tensors suffice), and return their numbers.

@@ -101,7 +101,7 @@ def _load(model_class: Any, checkpoint: str | Path, options: dict[str, Any]) -> 
     if expected is not None:
         _refuse_other_weights(expected, model)
     setattr(model, MARK, True)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
@@ -113,7 +113,7 @@ def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any])
     with _NewTensorsInFile(SpillFile(folder)):
         model = make(config, **options)
     setattr(model, MARK, True)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class _NewTensorsInFile(TorchFunctionMode):
@@ -136,10 +136,13 @@ class _NewTensorsInFile(TorchFunctionMode):
             (number,) = self._file.reserve([result])
             result = self._file.open(number).requires_grad_(result.requires_grad)
             self._addresses.add(result.data_ptr())
-        elif isinstance(written, torch.Tensor) and written.device.type == "cpu" and not written.is_sparse:
-            if written.data_ptr() in self._addresses:
-                release(written)
+        elif isinstance(written, torch.Tensor) and _address(written) in self._addresses:
+            release(written)
         return result
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
 
 
 def _agreed(load: Callable[[], T]) -> T:

@@ -60,7 +60,7 @@ def test_tensor_that_the_index_has_elsewhere(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="lacks 'model.norm.weight'"):
+    with pytest.raises(ValueError, match=r"lacks 'model\.norm\.weight'"):
         weight_files(sharded)
 
 

@@ -11,7 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer.model.mapped_weights import FileMappings, into_memory, is_written, release, releasing
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages a process has written to")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells which pages a process has written to"
+)
 
 LAYERS = 6
 CONFIG = LlamaConfig(

@@ -11,7 +11,13 @@ from hf_pipetransformer.pipeline.spill import SpillFile
 
 
 def test_values_stay_when_the_tensor_is_gone(tmp_path: Path) -> None:
-    values = [torch.randn(3, 5), torch.arange(7), torch.randn(1000, 3).bfloat16(), torch.empty(0, 4), torch.tensor(2.0)]
+    values = [
+        torch.randn(3, 5),
+        torch.arange(7),
+        torch.randn(1000, 3).bfloat16(),
+        torch.empty(0, 4),
+        torch.tensor(2.0),
+    ]
     file = SpillFile(tmp_path / "new")
     numbers = [*file.reserve([values[0].to("meta")]), *file.reserve(values[1:])]
     assert numbers == list(range(5))

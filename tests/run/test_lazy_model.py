@@ -285,7 +285,9 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Pass load_lazily\(model, checkpoint\)"):
         PipeTransformerTrainer(made, PipeTransformerTrainingArguments(str(tmp_path / "run"), use_cpu=True))
     model = load_lazily(made, tmp_path)
-    assert_equal(dict(model.named_parameters()), dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters()))
+    assert_equal(
+        dict(model.named_parameters()), dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    )
     made.model.layers[0].mlp.up_proj = nn.Linear(16, 80, bias=False, device="meta")
     with pytest.raises(ValueError, match="Load it first"):
         load_lazily(made, tmp_path)
