@@ -7,9 +7,9 @@
 2. For each way of loading, `torchrun` starts the processes anew, which train a few steps and save the model.
 3. The same with a small model of four layers: losses and saved weights must be the same, to the last bit.
 
-It is measured on each process, with what imports and process groups take, measured just before loading, subtracted. The
-small model's figures are in the results as well: they show what training takes apart from weights (modules that are imported
-later, buffers of the process groups).
+It is measured on each process, with what imports and process groups take, measured just before loading, subtracted.
+The small model's figures are in the results as well: they show what training takes apart from weights (modules that
+are imported later, buffers of the process groups).
 
     anonymous   the most memory of its own (RssAnon, looked at every 5 ms)
     resident    the most memory including pages of files, which processes share and the kernel can take back (VmHWM)

@@ -299,7 +299,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         seeded(job.args.seed),
         noting_calls(model, only_first) as calls,
     ):
-        inputs = dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch)))))
+        inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
         given = KeyedInputs(inputs)
         with job.computing_loss():
             trainer.compute_loss(model, as_the_user_made_it(inputs))
