@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import UnsupportedModelError
     from .freezing.callback import LayerFreezeCallback
     from .freezing.policies import FreezeDecision, FreezePolicy
+    from .run.lazy_model import load_lazily
     from .seq2seq import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
     from .trainer import PipeTransformerTrainer
     from .training_args import PipeTransformerTrainingArguments
@@ -26,6 +27,7 @@ __all__ = [
     "PipeTransformerTrainingArguments",
     "UnsupportedModelError",
     "__version__",
+    "load_lazily",
 ]
 
 _MODULE_OF = {
@@ -37,6 +39,7 @@ _MODULE_OF = {
     "PipeTransformerTrainer": "trainer",
     "PipeTransformerTrainingArguments": "training_args",
     "UnsupportedModelError": "errors",
+    "load_lazily": "run.lazy_model",
 }
 
 

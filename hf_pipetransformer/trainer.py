@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.numbered_batches import KeysApart, NumberedLoader
@@ -43,6 +43,7 @@ from .run.collectives import LogsOfAllStages
 from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
+from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
 from .run.metrics_file import RunRecorder
 from .run.model_card import add_to_card
 from .run.planner import Planner
@@ -114,6 +115,7 @@ class PipeTransformerTrainer(Trainer):
                 " With another library's trainer, pass a dataclass that derives from its arguments and from"
                 " PipeTransformerTrainingArguments, in this order."
             )
+        refuse_meta(model)
         if args.uses_pipeline:
             refuse_distributed_model(model)
         # by name: a trainer of another library may have other arguments in between
@@ -156,6 +158,8 @@ class PipeTransformerTrainer(Trainer):
     def _find_units(self, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:
         """Return the units of the current model, which are found on a few samples of the data the first time."""
         job, cut = self._job, self._cut_model
+        if cut is not None and cut.serves(job):
+            cut.refuse_second_training()
         if cut is None or not cut.serves(job):
             if cut is not None:
                 cut.pipeline.detach_optimizer()  # the optimizer may continue with the new pipeline
@@ -182,7 +186,8 @@ class PipeTransformerTrainer(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
         **keywords: Any,
     ) -> TrainOutput:
-        self.make_model_whole()  # an earlier train() may have been interrupted
+        if self._cut_model is not None and not self._cut_model.stays_distributed:
+            self.make_model_whole()  # an earlier train() may have been interrupted
         stock: Any = super().train
         train = partial(stock, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **keywords)
         try:
@@ -221,7 +226,8 @@ class PipeTransformerTrainer(Trainer):
     def make_model_whole(self) -> None:
         """Gather all weights into `trainer.model` on every process. Collective over all processes.
 
-        `train()` does this when it ends. The weights go to the device if they fit, otherwise to the CPU.
+        `train()` does this when it ends, unless the model was loaded by `load_lazily`. The weights go to the device if
+        they fit, otherwise to the CPU.
         """
         if self._cut_model is not None:
             self._cut_model.make_whole()
@@ -406,14 +412,16 @@ class PipeTransformerTrainer(Trainer):
         if pipeline is None:
             return super().save_model(output_dir, _internal_call)
         pipeline.synchronise_buffers()
-        with pipeline.weights.gathered(pipeline.holders()), self._keeping_errors():
+        spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
+        with pipeline.weights.gathered(pipeline.holders(), spill), self._keeping_errors(), saving_shards(self.model):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pipeline = self._placed
         if pipeline is None:
             return super()._save_optimizer_and_scheduler(output_dir)
-        with pipeline.optimizer_state.gathered(pipeline.holders()), self._keeping_errors():
+        spill = Path(output_dir) if pipeline.is_lazy else None
+        with pipeline.optimizer_state.gathered(pipeline.holders(), spill), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
         if self._checkpoint_write is not None:
             self._checkpoint_write.gathered()
@@ -462,6 +470,10 @@ class PipeTransformerTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._is_stock and is_lazy(self.model) and isinstance(self.model, PreTrainedModel):
+            if self._cut_model is not None and self._cut_model.serves(self._job):
+                self._cut_model.refuse_second_training()
+            return map_from(self.model, resume_from_checkpoint, self._job.mesh)
         with nullcontext() if self._is_stock else translating_names(self.model, resume_from_checkpoint):
             # sentence-transformers' method has no second argument
             super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))

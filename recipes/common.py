@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.report.report_data import Layout, read_trainings
 
 LABEL = "label"
@@ -107,6 +108,13 @@ class ModelArguments:
     trust_remote_code: bool = field(default=False, metadata={"help": "Whether to run code that a hub model brings."})
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Whether to replace a head that has another number of labels."}
+    )
+    lazy_loading: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave the weights in the checkpoint until each process knows its stage, and read only those. For"
+            " models that are too large for every process to hold."
+        },
     )
     lora_rank: int | None = field(
         default=None, metadata={"help": "Train LoRA adapters of this rank (and the head) instead of all weights."}
@@ -249,9 +257,10 @@ def load_model(auto_class: Any, model_args: ModelArguments, config: PretrainedCo
     if model_args.model_name_or_path is None:
         # transformers 5.23 iterates over it where a model type has several classes for a task (DeiT)
         config.architectures = config.architectures or []
-        model = auto_class.from_config(config)
+        model = load_lazily(auto_class, config) if model_args.lazy_loading else auto_class.from_config(config)
     else:
-        model = auto_class.from_pretrained(
+        load = partial(load_lazily, auto_class) if model_args.lazy_loading else auto_class.from_pretrained
+        model = load(
             model_args.model_name_or_path,
             config=config,
             ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,

@@ -44,6 +44,7 @@ from .loss_scaling import (
     items_passed,
     unexamined,
 )
+from .mapped_weights import FileMappings, is_written
 from .micro_batch import Batch, batch_rows
 from .nested import tensors_of
 from .placeholders import evaluation_mode, placeholder, reachable_leaves, values_of
@@ -544,8 +545,13 @@ def _state_of(model: nn.Module, *others: Any) -> dict[str, Any]:
     only saved buffers, because they also keep tables that are computed from the inputs. Running statistics of batch
     normalisation are left out: each stage keeps those of its layers, and `normalised_by_batch` limits the rest.
     """
+    mappings = FileMappings()
     state: dict[str, Any] = {
-        f"the parameter {name}{f' (part {part})' if part else ''}": torch.linalg.vector_norm(value.float())
+        f"the parameter {name}{f' (part {part})' if part else ''}": (
+            None  # it has the values of its file, which need not be read
+            if mappings.place_of(value) is not None and not is_written(value)
+            else torch.linalg.vector_norm(value.float())
+        )
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad  # such as those of a teacher that follows the model
         for part, value in enumerate(values_of(parameter))

@@ -6,7 +6,7 @@ chunks       |-----0-----|-----1-----|-----2-----|     a chunk may hold several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -73,14 +73,20 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield buffer
 
 
-def unpacked(like: Sequence[torch.Tensor], receive: Callable[[torch.Tensor], object]) -> Iterator[torch.Tensor]:
+def unpacked(
+    like: Sequence[torch.Tensor],
+    receive: Callable[[torch.Tensor], object],
+    into: Iterable[torch.Tensor] | None = None,
+) -> Iterator[torch.Tensor]:
     """Yield CPU tensors in the shapes and dtypes of `like`, each as soon as all its bytes have arrived.
 
     Args:
         like: tensors on any device; meta tensors suffice.
         receive: fills a buffer with the next chunk that `packed` has given elsewhere.
+        into: contiguous tensors to fill; None makes new ones.
     """
-    tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]  # not in memory until written to
+    # new ones are not in memory until written to
+    tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like] if into is None else list(into)
     buffer = torch.empty(min(total_bytes(like), CHUNK_BYTES), dtype=torch.uint8)
     begin = 0  # of the first of these tensors
     for start, stop in chunk_ranges(total_bytes(like)):

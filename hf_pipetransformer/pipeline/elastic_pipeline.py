@@ -22,6 +22,7 @@ from ..cache.content_keys import BatchKeys, named_inputs
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
+from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
 from ..planning.plan import PipelinePlan
@@ -65,6 +66,7 @@ class ElasticPipeline(nn.Module):
         device: the device of this process.
         wrap_replicas: creates the DDP wrapper.
         freezable: what freezing means for the model; None if the model is never frozen.
+        is_lazy: whether the model's weights are mapped from files, and no process has memory for all of them.
     """
 
     stack: LayerStack
@@ -77,6 +79,7 @@ class ElasticPipeline(nn.Module):
         device: torch.device,
         wrap_replicas: WrapReplicas,
         freezable: FreezableLayers | None = None,
+        is_lazy: bool = False,
     ) -> None:
         super().__init__()
         self.__dict__["stack"] = stack  # not registered as a child: the stage registers the parameters that are here
@@ -84,6 +87,7 @@ class ElasticPipeline(nn.Module):
         self.device = device
         self.weights = WeightState(stack.table, mesh)
         self.freezable = freezable
+        self.is_lazy = is_lazy
         self.slicing: SequenceSlicing | None = None
         """Splits sequences along their tokens as well; takes effect with the next plan."""
         self.cache: ActivationCache | None = None
@@ -165,7 +169,10 @@ class ElasticPipeline(nn.Module):
         if self._optimizer is not None and not keep_weights_aside:
             self._bring_optimizer_state(self._optimizer, plan)
         self.plan, self._loss_of = plan, loss_of
-        self.weights.keep_only(self._names_here(), self.device)
+        names = self._names_here()
+        if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
+            into_memory(self.stack.table[name] for name in self.stack.table.names if name in names)
+        self.weights.keep_only(names, self.device)
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 

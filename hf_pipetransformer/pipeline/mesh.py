@@ -192,6 +192,11 @@ class ProcessMesh:
         """Receive what `send_to` sent, as CPU tensors in the shapes and dtypes of `like` (meta tensors suffice)."""
         return list(unpacked(like, lambda chunk: dist.recv(chunk, source, group=self.control)))
 
+    def receive_into(self, tensors: Iterable[torch.Tensor], like: Sequence[torch.Tensor], source: int) -> None:
+        """Receive what `send_to` sent into contiguous CPU tensors. Each of them is let go when it is complete."""
+        for _ in unpacked(like, lambda chunk: dist.recv(chunk, source, group=self.control), into=tensors):
+            pass
+
     def send_to_all(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors to all other processes, which call `receive_from_one`. Collective over all processes."""
         _send(tensors, lambda chunk: dist.broadcast(chunk, self.rank, group=self.control, async_op=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..model.placeholders import ParameterTable
 from .chunks import on_cpu
 from .mesh import ProcessMesh
 from .shards import Shards, Span, segments_of
-from .state import Holders, WeightState
+from .state import Holders, WeightState, spill_file
 from .updated_shards import UpdatedShards
 
 Member = str | nn.Parameter
@@ -253,12 +254,17 @@ class OptimizerState:
             self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
 
     @contextmanager
-    def gathered(self, holders: Holders) -> Iterator[None]:
+    def gathered(self, holders: Holders, spill: Path | None = None) -> Iterator[None]:
         """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
 
         Collective over all processes.
+
+        Args:
+            holders: who holds what.
+            spill: as in `WeightState.gathered`. The state of parameters that replicas divide among them, at most one
+                between two neighbours, is put together in memory.
         """
-        state = self._gather(holders)
+        state = self._gather(holders, spill)
         if self._mesh.rank == 0:
             groups: list[dict[str, Any]] = []
             states: list[dict[str, Any]] = []  # of each parameter, in the order of their numbers
@@ -352,7 +358,7 @@ class OptimizerState:
         if self._updated is not None:
             self._updated.gather()
 
-    def _gather(self, holders: Holders) -> dict[str, dict[str, Any]]:
+    def _gather(self, holders: Holders, spill: Path | None) -> dict[str, dict[str, Any]]:
         """On rank 0: parameter name -> its optimizer state, on the CPU."""
         first = {(n, s.span): s.holders[0][0] for n, spans in self.shards(holders).items() for s in segments_of(spans)}
         mine = {
@@ -368,14 +374,24 @@ class OptimizerState:
             for (s, k), tensor in zip(own, on_cpu([mine[s][k] for s, k in own]), strict=True):
                 arrived[s][k] = tensor
             self._put_together(arrived, gathered)
-        for source in range(1, self._mesh.world_size):
-            theirs = layouts[source]
-            slots = [(s, k, v) for s, vs in theirs.items() for k, v in vs.items() if isinstance(v, torch.Tensor)]
+        slots_of = [
+            [(s, k, v) for s, vs in theirs.items() for k, v in vs.items() if isinstance(v, torch.Tensor)]
+            for theirs in layouts
+        ]
+        file = spill_file(spill, [v for slots in slots_of[1:] for *_, v in slots], self._mesh)
+        number = 0
+        for source, slots in enumerate(slots_of[1:], start=1):
             if self._mesh.rank == source:
                 self._mesh.send_to([mine[s][k] for s, k, _ in slots], destination=0)
             elif self._mesh.rank == 0:
-                arrived = {s: dict(vs) for s, vs in theirs.items()}
-                tensors = self._mesh.receive_from([v for *_, v in slots], source)
+                arrived = {s: dict(vs) for s, vs in layouts[source].items()}
+                like = [v for *_, v in slots]
+                if file is not None:
+                    numbers = range(number, number + len(like))
+                    self._mesh.receive_into(map(file.open, numbers), like, source)
+                    number, tensors = numbers.stop, list(map(file.open, numbers))
+                else:
+                    tensors = self._mesh.receive_from(like, source)
                 for (s, k, _), tensor in zip(slots, tensors, strict=True):
                     arrived[s][k] = tensor
                 self._put_together(arrived, gathered)

@@ -7,9 +7,11 @@ takes the parts that it holds. So a checkpoint fits any number of stages and rep
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ..cache.side_stream import is_apart
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
 from .chunks import as_bytes
 from .mesh import ProcessMesh
+from .spill import SpillFile
 
 Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
@@ -50,7 +53,7 @@ class WeightState:
         self._frozen: set[str] = set()
         self._offloaded: dict[str, list[torch.Tensor]] = {}
         self._offload_hooks: list[Any] = []
-        self._gathered: dict[str, torch.Tensor] | None = None
+        self._gathered: dict[str, Callable[[], torch.Tensor]] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
         self._here: tuple[nn.Parameter, ...] = ()
@@ -221,13 +224,17 @@ class WeightState:
                 self._table[name].requires_grad_(False)
 
     @contextmanager
-    def gathered(self, holders: Holders) -> Iterator[None]:
+    def gathered(self, holders: Holders, spill: Path | None = None) -> Iterator[None]:
         """Inside, on rank 0, `model.state_dict()` holds every weight; those of other processes are on the CPU.
 
         Collective over all processes.
+
+        Args:
+            holders: who holds what.
+            spill: the folder of a temporary file that they are collected in, if there may be no memory for them.
         """
         self.onload()
-        self._gathered = self._gather(holders)
+        self._gathered = self._gather(holders, spill)
         try:
             yield
         finally:
@@ -313,16 +320,32 @@ class WeightState:
             hook.remove()
         self._hooks = []
 
-    def _gather(self, holders: Holders) -> dict[str, torch.Tensor]:
-        """On rank 0, receive the weights that are missing there from the ranks that hold them."""
-        gathered: dict[str, torch.Tensor] = {}
-        for source in sorted({ranks[0] for ranks in holders.values()} - {0}):
-            names = [name for name in self._table.names if holders[name][0] == source]
+    def _gather(self, holders: Holders, spill: Path | None) -> dict[str, Callable[[], torch.Tensor]]:
+        """On rank 0, receive the weights that are missing there from the ranks that hold them.
+
+        Returns:
+            For each name a function that returns the weight. What is collected in a file is mapped anew by each call.
+        """
+        gathered: dict[str, Callable[[], torch.Tensor]] = {}
+        sources = sorted({ranks[0] for ranks in holders.values()} - {0})
+        names_of = {rank: [name for name in self._table.names if holders[name][0] == rank] for rank in sources}
+        values_of_source = {rank: self._values_of_all(names) for rank, names in names_of.items()}
+        file = spill_file(spill, [value for values in values_of_source.values() for value in values], self._mesh)
+        number = 0
+        for source, names in names_of.items():
+            like = values_of_source[source]
             if self._mesh.rank == source:
-                self._mesh.send_to(self._values_of_all(names), destination=0)
+                self._mesh.send_to(like, destination=0)
+            elif self._mesh.rank == 0 and file is not None:
+                self._mesh.receive_into(map(file.open, range(number, number + len(like))), like, source)
+                for name in names:
+                    numbers = range(number, number + len(values_of(self._table[name])))
+                    gathered[name] = partial(_opened, self._table[name], file, numbers)
+                    number = numbers.stop
             elif self._mesh.rank == 0:
-                received = iter(list(self._mesh.receive_from(self._values_of_all(names), source)))
-                gathered.update({name: with_values(self._table[name], received) for name in names})
+                received = iter(list(self._mesh.receive_from(like, source)))
+                for name in names:
+                    gathered[name] = partial(_itself, with_values(self._table[name], received))
         return gathered
 
     def _values_of_all(self, names: Collection[str]) -> list[torch.Tensor]:
@@ -353,24 +376,30 @@ class WeightState:
                 f" {len(self._missing)} of its parameters are not on this process. Call trainer.save_model() on all"
                 " processes, or save after train() has returned."
             )
-        for name, tensor in (self._gathered or {}).items():
+        for name, gathered in (self._gathered or {}).items():
+            tensor = gathered()
             for alias in self._table.aliases[name]:
                 state_dict[prefix + alias] = tensor
 
 
-def synchronise_weights(table: ParameterTable, mesh: ProcessMesh) -> list[str]:
+def synchronise_weights(table: ParameterTable, mesh: ProcessMesh, known_equal: Collection[str] = ()) -> list[str]:
     """Give every process rank 0's weights, as DDP does. Collective over all processes.
 
     Only weights that differ between processes are sent (a head that was initialised without a common seed).
+
+    Args:
+        table: the weights, complete on every process.
+        mesh: all processes of the run.
+        known_equal: names of weights that need not be compared, the same on every process.
 
     Returns:
         The names of the weights that differed.
     """
     if mesh.world_size == 1:
         return []
-    mine = {name: _checksum(table[name]) for name in table.names}
+    mine = {name: _checksum(table[name]) for name in table.names if name not in known_equal}
     everyone = mesh.gather_objects(mine)
-    different = [name for name in table.names if any(other[name] != everyone[0][name] for other in everyone)]
+    different = [name for name in mine if any(other[name] != everyone[0][name] for other in everyone)]
     for name in different:
         for mine_here in values_of(table[name]):
             value = mine_here.cpu().clone(memory_format=torch.contiguous_format)
@@ -411,6 +440,32 @@ def synchronise_buffers(model: nn.Module, mesh: ProcessMesh, source_of: Callable
         if mesh.rank != source:
             here[name].data = value.to(here[name].device)
     return different
+
+
+def spill_file(folder: Path | None, like: Sequence[torch.Tensor], mesh: ProcessMesh) -> SpillFile | None:
+    """A file in a folder for tensors that rank 0 is about to receive; None on other ranks and without a folder.
+
+    Collective over all processes if there is a folder, which all pass or none.
+
+    Raises:
+        OSError: the disk has no space for them. On the other ranks it is a `RuntimeError`.
+    """
+    if folder is None:
+        return None
+    with mesh.failing_together():
+        if mesh.rank > 0:
+            return None
+        file = SpillFile(folder)
+        file.reserve(like)
+        return file
+
+
+def _opened(parameter: torch.Tensor, file: SpillFile, numbers: Iterable[int]) -> torch.Tensor:
+    return with_values(parameter, map(file.open, numbers))
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _checksum(tensor: torch.Tensor) -> int:

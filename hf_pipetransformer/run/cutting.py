@@ -37,7 +37,7 @@ from ..model.micro_batch import (
     with_name,
 )
 from ..model.nested import in_new_containers, tensors_of
-from ..model.placeholders import evaluation_mode, num_bytes
+from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes
 from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
@@ -48,6 +48,7 @@ from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
+from .lazy_model import is_lazy, sparing_memory, weights_in_checkpoint
 from .samples import SampleCollator
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,37 @@ class CutModel:
         if self.timing is not None:
             self.timing.write(checkpoint)
 
+    @property
+    def stays_distributed(self) -> bool:
+        """Whether each process has its part of a model that was loaded lazily, and nobody has asked for the rest."""
+        return self.pipeline.is_lazy and self.pipeline.is_split
+
+    def refuse_second_training(self) -> None:
+        """Refuse to train a model whose weights an earlier training has left on the processes.
+
+        Raises:
+            ValueError: `stays_distributed`.
+        """
+        if self.stays_distributed:
+            raise ValueError(
+                f"The weights of the {type(self.pipeline.model).__name__}, which was loaded lazily, are still"
+                " distributed over the processes by an earlier train(). To train again, call"
+                " trainer.save_model(folder) and pass load_lazily(..., folder) to a new trainer; or call"
+                " trainer.make_model_whole() first, if each process has memory for the whole model."
+            )
+
+    def finish(self) -> None:
+        """Make the model whole after a training, unless it was loaded lazily. Collective over all processes."""
+        if not self.stays_distributed:
+            return self.make_whole()
+        if self.pipeline.mesh.rank == 0:
+            logger.warning(
+                "Training has ended, and each process keeps the weights of its own stage of %s only, because the model"
+                " was loaded lazily. evaluate(), predict() and save_model() work on all processes together;"
+                " make_model_whole() gathers all weights on every process.",
+                type(self.pipeline.model).__name__,
+            )
+
     def make_whole(self) -> None:
         """Gather all weights into the model on every process: on the device if they fit, otherwise on the CPU.
 
@@ -137,8 +169,24 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     if job.args.uses_pipeline:
         refuse_distributed_model(model)  # model_init may have returned such a model
     # a quantised model is often on its device already, and may refuse to be moved
-    if not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
+    lazy = is_lazy(model)
+    if not lazy and not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
+    in_checkpoint = weights_in_checkpoint(ParameterTable(model), mesh) if lazy else frozenset[str]()
+    with sparing_memory(model):
+        stack, freezable, unit_costs = _find(job, rows, collate)
+        _make_equal(stack, mesh, in_checkpoint)
+    # this only patches the forward for mixed precision, as for DDP
+    job.trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    wrap = partial(_wrap_replicas, job)
+    return CutModel(ElasticPipeline(stack, mesh, job.device, wrap, freezable, lazy), unit_costs)
+
+
+def _find(
+    job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None
+) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
+    """`find_units`, without the pipeline. Collective over all processes."""
+    mesh, model = job.mesh, job.model
     sample: Batch = {}
     if _cuts_or_freezes(job) or mesh.world_size > 1:
         assert collate is not None
@@ -158,10 +206,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
                 stack.runner.takes_batch = how_called(job, sample).takes_batch
             refuse_different_calls(job, stack)
         unit_costs = (cost_of_whole(stack),)
-    _make_equal(stack, mesh)
-    # this only patches the forward for mixed precision, as for DDP
-    job.trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    return CutModel(ElasticPipeline(stack, mesh, job.device, partial(_wrap_replicas, job), freezable), unit_costs)
+    return stack, freezable, unit_costs
 
 
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
@@ -254,7 +299,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         seeded(job.args.seed),
         noting_calls(model, only_first) as calls,
     ):
-        inputs = dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch)))))
+        inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
         given = KeyedInputs(inputs)
         with job.computing_loss():
             trainer.compute_loss(model, as_the_user_made_it(inputs))
@@ -379,9 +424,11 @@ def _costs_of_units(
         ) from error
 
 
-def _make_equal(stack: LayerStack, mesh: ProcessMesh) -> None:
+def _make_equal(stack: LayerStack, mesh: ProcessMesh, known_equal: Collection[str]) -> None:
     """Make weights and buffers equal to those of process 0, as DDP does. Collective over all processes."""
-    different = synchronise_weights(stack.table, mesh) + synchronise_buffers(stack.model, mesh, lambda _: 0)
+    different = synchronise_weights(stack.table, mesh, known_equal) + synchronise_buffers(
+        stack.model, mesh, lambda _: 0
+    )
     if different:
         log_once(
             logger,
@@ -423,7 +470,7 @@ def time_model(
 
     With `plan_by="times"`, K and M depend on them as well. Collective over all processes. Times differ from run to run
     and so may the decisions, so nothing is measured with `full_determinism`. A resumed training keeps the times
-    measured when it began, and therefore its plans.
+    measured when it began, and therefore its plans. A model that was loaded lazily is not timed either.
 
     Args:
         job: the training job.
@@ -432,6 +479,8 @@ def time_model(
         collate: collates these samples.
         checkpoint: the checkpoint to resume from, if any.
     """
+    if cut.pipeline.is_lazy:
+        return None  # reading the weights from the files would be measured
     if job.args.full_determinism or not (job.args.uses_pipeline or job.may_cache):
         return None
     if cut.timing is None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -36,6 +37,7 @@ from .cache_control import AutoCache
 from .collectives import on_last_stage_only
 from .cutting import called_with, noting_calls
 from .job import TrainingJob
+from .lazy_model import is_lazy
 from .training_data import keying_collator
 
 
@@ -58,6 +60,8 @@ def generating(pipeline: ElasticPipeline) -> Iterator[None]:
 
     Collective over all processes.
     """
+    if pipeline.is_lazy and pipeline.is_split:
+        raise _generates_lazily(pipeline.model)
     cache = pipeline.cache
     pipeline.use_cache(None)  # a cached sample is read in one call of the model
     try:
@@ -97,10 +101,20 @@ def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) ->
     is_asked = job.generates(prediction_loss_only=True if job.trainer.compute_metrics is None else None)
     if not is_asked or args.eval_strategy == "no" or plan.pipeline_parallel_size == 1:
         return
+    if is_lazy(job.model):
+        raise _generates_lazily(job.model)
     needed = largest_bytes_with_whole_model(plan, sum(map(num_bytes, job.model.parameters())))
     budget = device_budget(job.device)
     if job.mesh.any(budget is not None and needed > budget):
         raise _too_large(job, needed, "of a device while it also holds the training state of its stage")
+
+
+def _generates_lazily(model: nn.Module) -> ValueError:
+    return ValueError(
+        f"predict_with_generate=True: every process generates with the whole {type(model).__name__}, but it was loaded"
+        " lazily. Set predict_with_generate=False and generate with another program from the saved model, or load it"
+        " with from_pretrained."
+    )
 
 
 def _too_large(job: TrainingJob, needed: int, where: str) -> ValueError:

@@ -18,7 +18,8 @@ from transformers import Trainer
 from ..cache.content_keys import NOT_IN_KEYS
 from ..data.numbered_batches import first_samples
 from ..freezing.callback import LayerFreezeCallback
-from ..model.micro_batch import batch_rows, select_rows
+from ..model.micro_batch import Batch, batch_rows, select_rows
+from ..model.nested import on_device
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
@@ -186,6 +187,10 @@ class TrainingJob:
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
         return self.stock_prepare_inputs(inputs)
+
+    def on_models_device(self, inputs: Batch) -> Batch:
+        """Move prepared inputs to where the whole model is, for a probe. It may be on the CPU because it is large."""
+        return on_device(inputs, next((parameter.device for parameter in self.model.parameters()), self.device))
 
     @contextmanager
     def computing_loss(self) -> Iterator[None]:

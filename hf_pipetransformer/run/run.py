@@ -40,6 +40,7 @@ from .consistency import check_same_size
 from .cutting import CutModel, time_model
 from .evaluation import refuse_generation_that_does_not_fit
 from .job import COST_SAMPLE_ROWS, TrainingJob
+from .lazy_model import sparing_memory
 from .loss import TrainersLoss
 from .optimizer_probe import is_elementwise, probe_coupling
 from .planner import Planner
@@ -282,7 +283,7 @@ class PipelineRun(TrainerCallback):
         collate: SampleCollator | None = None
         if job.is_probed:
             rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn, data.is_shared)
-        with generators_kept(trainer, job.model):
+        with generators_kept(trainer, job.model), sparing_memory(job.model):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
         pipeline = self._cut.pipeline
@@ -306,7 +307,7 @@ class PipelineRun(TrainerCallback):
             assert self.generations is not None
             self.why_not_cached = self._trouble_with_folder()
             if self.why_not_cached is None:
-                with generators_kept(trainer, job.model):
+                with generators_kept(trainer, job.model), sparing_memory(job.model):
                     self.cache = make_cache(job, pipeline, data, setup.times, self.generations)
         # 4
         num_frozen = self._attach_freezing(pipeline.freezable)
@@ -394,7 +395,7 @@ class PipelineRun(TrainerCallback):
         if coupling is None:
             return
         assert self._cut is not None
-        self._cut.make_whole()
+        self._cut.finish()
         self._job.trainer.optimizer = None
         sharding = self._job.args.replica_sharding
         if sharding != "none":
@@ -584,7 +585,7 @@ class PipelineRun(TrainerCallback):
         if self.cache is not None:
             self.cache.close(has_ended=False)  # removes nothing: others may write until make_whole()
         if self._cut is not None:
-            self._cut.make_whole()
+            self._cut.finish()
 
     def _show_weights(self) -> None:
         """Onload the weights before other callbacks, which may read or change them.

@@ -186,7 +186,7 @@ def _collated_apart(job: TrainingJob, data: TrainingBatches, collate: SampleColl
 
 def _prepared(job: TrainingJob, *batches: Batch) -> tuple[Batch, ...]:
     with left_as_found(job.trainer), seeded(job.args.seed):
-        return tuple(dict(job.trainer._prepare_inputs(batch)) for batch in batches)
+        return tuple(job.on_models_device(dict(job.trainer._prepare_inputs(batch))) for batch in batches)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,368 @@
+"""Models whose weights stay in their checkpoint until each process knows which of them it needs.
+
+    model = load_lazily(AutoModelForCausalLM, "checkpoint")    weights are mapped from the files (`mapped_weights`)
+    PipeTransformerTrainer(model, ...)
+    train()    units, loss, cache     probed on the mapped model, module by module given back
+               place                  each process copies the weights of its stage into memory, and forgets the others
+               save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
+               end                    the model stays distributed
+
+It is the stock `from_pretrained` that loads: renamed and tied weights, buffers and newly initialised heads are as
+always, and random numbers are drawn as always. What `from_pretrained` would have to convert, it would convert on every
+process, in memory. This is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..model.checkpoint_files import check_file, weight_files
+from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, release, releasing
+from ..model.placeholders import ParameterTable, set_values, values_of
+from ..pipeline.mesh import ProcessMesh
+from ..pipeline.spill import SpillFile
+from ..randomness import global_state_kept
+
+MARK = "_weights_stay_in_checkpoint"
+"""Attribute of a model that `load_lazily` has loaded."""
+MAX_SHARD_SIZE = "2GB"
+"""Size of the files in which such a model is saved. Their pages count as memory of the process that writes them."""
+SAMPLE_BYTES = 4096
+"""Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Floating dtypes as safetensors and torch name them."""
+SMALLEST_IN_FILE = 2**16
+"""Size in bytes of the smallest new weights that are kept in a file."""
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Loading
+# ---------------------------------------------------------------------------------------------------------
+
+
+def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **options: Any) -> Any:
+    """Load a model whose weights stay in the checkpoint's files until `PipeTransformerTrainer` has distributed them.
+
+    Each process then reads the weights of its own stage only. Until then a weight takes memory while it is used, and
+    this memory is page cache that all processes of a host share. Use it in place of `from_pretrained`.
+
+    If `torch.distributed` is initialised (as it is once `TrainingArguments` have been created), this is collective
+    over all processes: an error on one of them is raised on all.
+
+    Args:
+        model_class: an auto class (`AutoModelForCausalLM`) or model class; or a model on the meta device, of which
+            another one with the same configuration is loaded.
+        checkpoint: a folder with a safetensors checkpoint in one or several files, or the name of a model on the hub.
+            Or a configuration, for a model with new weights: each process draws those that `from_config` draws, and
+            keeps them in a temporary file as large as the model.
+        **options: arguments for `from_pretrained`, or for `from_config`. Set the same seed on all processes first if
+            weights are drawn (a new head). With a configuration, `offload_folder` is the folder of the temporary file,
+            on a disk; the default is the system's folder for temporary files.
+
+    Returns:
+        The model, in the mode in which `from_pretrained` or `from_config` returns it.
+
+    Raises:
+        ValueError: a file is missing, truncated or not in safetensors format; or the weights would have to be
+            converted while they are loaded (another dtype, quantization, layers that transformers stores differently).
+    """
+    if isinstance(checkpoint, PreTrainedConfig):
+        return _agreed(lambda: _create(model_class, checkpoint, options))
+    return _agreed(lambda: _load(model_class, checkpoint, options))
+
+
+def _load(model_class: Any, checkpoint: str | Path, options: dict[str, Any]) -> PreTrainedModel:
+    expected: PreTrainedModel | None = None
+    if isinstance(model_class, nn.Module):
+        expected, model_class, options = _described(model_class, options)
+    for name in ("device_map", "quantization_config", "tp_plan", "distributed_config"):
+        if options.get(name) is not None:
+            raise ValueError(f"load_lazily does not support {name}: the trainer distributes the weights. Remove it.")
+    folder = Path(checkpoint) / options.get("subfolder", "")
+    if folder.is_dir() and "variant" not in options:
+        _refuse_other_dtype(folder, weight_files(folder), options)
+    model, info = model_class.from_pretrained(checkpoint, **options, output_loading_info=True)
+    _refuse_converted(model, folder, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if expected is not None:
+        _refuse_other_weights(expected, model)
+    setattr(model, MARK, True)
+    return model
+
+
+def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    if isinstance(model_class, nn.Module):
+        _, model_class, options = _described(model_class, options)
+        options.pop("config")
+    folder = Path(options.pop("offload_folder", None) or tempfile.gettempdir())
+    make = getattr(model_class, "from_config", None) or model_class._from_config  # an auto class, or a model's
+    with _NewTensorsInFile(SpillFile(folder)):
+        model = make(config, **options)
+    setattr(model, MARK, True)
+    return model
+
+
+class _NewTensorsInFile(TorchFunctionMode):
+    """Inside, new tensors of some size are mapped from a file, and have no pages after they have been written to.
+
+    So a model is initialised by its own code, in its own order, with the values that it would have in memory.
+    """
+
+    def __init__(self, file: SpillFile) -> None:
+        super().__init__()
+        self._file = file
+        self._addresses: set[int] = set()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        written = args[0] if args else None
+        if function is torch.empty and result.device.type == "cpu" and result.nbytes >= SMALLEST_IN_FILE:
+            (number,) = self._file.reserve([result])
+            result = self._file.open(number).requires_grad_(result.requires_grad)
+            self._addresses.add(result.data_ptr())
+        elif isinstance(written, torch.Tensor) and _address(written) in self._addresses:
+            release(written)
+        return result
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
+
+
+def _agreed(load: Callable[[], T]) -> T:
+    """Call a function on all processes, and raise an error of one of them on all. Collective if there are several."""
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = load()
+    except Exception as error:
+        failure = error
+    told = str(failure) if isinstance(failure, ValueError) else None
+    if failure is not None and told is None:
+        told = f"{type(failure).__name__}: {failure}"
+    everyone: list[str | None] = [told]
+    if dist.is_available() and dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, told)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            raise ValueError(f"process {rank} could not load the model: {theirs}")
+    return result  # type: ignore[return-value]
+
+
+def _described(made: nn.Module, options: dict[str, Any]) -> tuple[PreTrainedModel, type, dict[str, Any]]:
+    """The model on the meta device, its class, and the options with its configuration and dtype."""
+    real = [name for name, parameter in made.named_parameters() if not parameter.is_meta]
+    if not isinstance(made, PreTrainedModel) or real:
+        why = f"its parameter {real[0]!r} is not on the meta device" if real else "it is no transformers model"
+        raise ValueError(
+            f"load_lazily needs a model class, or a transformers model on the meta device, but got a"
+            f" {type(made).__name__}: {why}. Pass the class, for example AutoModelForCausalLM."
+        )
+    dtype = next(made.parameters()).dtype
+    return made, type(made), {"config": made.config, "dtype": dtype, **options}
+
+
+def _refuse_other_weights(expected: nn.Module, model: nn.Module) -> None:
+    """Refuse a model on the meta device that was changed after it was made: the change would be lost."""
+    shapes, theirs = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (expected, model))
+    for name in shapes | theirs:
+        if shapes.get(name) != theirs.get(name):
+            raise ValueError(
+                f"The model on the meta device has the parameter {name!r} of shape {shapes.get(name)}, but a"
+                f" {type(model).__name__} with its configuration has shape {theirs.get(name)}. Load it first, and"
+                " change it (resize embeddings, add adapters) afterwards."
+            )
+
+
+def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, Any]) -> None:
+    """Refuse a dtype that is not the checkpoint's, before anything is loaded."""
+    wanted = options.get("dtype", options.get("torch_dtype", "auto"))
+    if wanted in ("auto", None):
+        config = options.get("config")
+        wanted = getattr(config, "dtype", None) if config is not None else _configured_dtype(folder)
+    if wanted is None:
+        return
+    wanted = str(wanted).removeprefix("torch.")
+    sizes: Counter[str] = Counter()
+    for file in files:
+        for entry in check_file(file).values():
+            start, stop = entry["data_offsets"]
+            sizes[DTYPES.get(entry["dtype"], "")] += stop - start
+    del sizes[""]
+    if sizes and (stored := sizes.most_common(1)[0][0]) != wanted:
+        raise ValueError(
+            f"The checkpoint {folder} is stored in {stored}, but the model is to be loaded in {wanted}, so every"
+            f" process would convert all weights in its memory. Pass dtype=torch.{stored} (bf16=True or fp16=True"
+            " still choose what is computed with), or convert the checkpoint once:"
+            f" from_pretrained(..., dtype=torch.{wanted}) and save_pretrained()."
+        )
+
+
+def _configured_dtype(folder: Path) -> str | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return dtype if isinstance(dtype, str) else None
+
+
+def _refuse_converted(model: PreTrainedModel, folder: Path, new: set[str]) -> None:
+    """Refuse a model some of whose stored weights are in memory, because they had to be converted.
+
+    Args:
+        model: the model.
+        folder: the checkpoint.
+        new: names of the weights that are not in the checkpoint.
+    """
+    table, mappings = ParameterTable(model), FileMappings()
+    mapped = mappings.places_in({name: table[name] for name in table.names})
+    converted = [n for n in table.names if n not in mapped and table[n].numel() and new.isdisjoint(table.aliases[n])]
+    if converted:
+        raise ValueError(
+            f"{type(model).__name__} cannot be loaded lazily from {folder}: {converted[0]!r} and"
+            f" {len(converted) - 1} more of its weights are stored in another form (merged, split, transposed or in"
+            " another dtype) and were converted in memory. Load the model with from_pretrained."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Before the weights are distributed
+# ---------------------------------------------------------------------------------------------------------
+
+
+def is_lazy(model: Any) -> bool:
+    """Whether a model, or the model inside it (with adapters, for one), was loaded by `load_lazily`."""
+    return isinstance(model, nn.Module) and any(getattr(module, MARK, False) for module in model.modules())
+
+
+def refuse_meta(model: Any) -> None:
+    """Refuse a model whose weights are nowhere.
+
+    Raises:
+        ValueError: a parameter is on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"{name!r} of the {type(model).__name__} is on the meta device and has no values. Pass"
+            " load_lazily(model, checkpoint) with the checkpoint that they are to be read from."
+        )
+
+
+@contextmanager
+def sparing_memory(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
+    if not is_lazy(model):
+        yield
+        return
+    with releasing(model):
+        yield
+
+
+def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
+    """The names of the weights that are still mapped, after a check that they are the same on all processes.
+
+    Weights that this process has changed since it has loaded them are moved into memory. Of the others only the place
+    in the file and a few bytes are compared: otherwise every process would read the whole checkpoint. Collective over
+    all processes.
+
+    Raises:
+        ValueError: a file is not complete any more, or processes have different ones. Every process raises it.
+    """
+    with mesh.failing_together():
+        into_memory([table[name] for name in _places(table) if is_written(table[name])])
+        places = _places(table)
+        for file in sorted({place.file for place in places.values()}):
+            if not file.is_file():
+                raise ValueError(f"{file}, which the model was loaded from, is gone. Keep it until train() has begun.")
+            check_file(file)
+        mine = {n: (place.file.name, place.offset, place.size, _ends_of(table[n])) for n, place in places.items()}
+    everyone = mesh.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        other = next((name for name in table.names if theirs.get(name) != everyone[0].get(name)), None)
+        if other is not None:
+            raise ValueError(
+                "The processes have loaded different checkpoints, or have changed different weights after loading:"
+                f" {other!r} differs between process 0 and process {rank}. Give all processes the same files."
+            )
+    return frozenset(mine)
+
+
+def _places(table: ParameterTable) -> dict[str, Place]:
+    """Where the weights are that a checkpoint's files hold; new ones, in this process's own file, are left out."""
+    places = FileMappings().places_in({name: table[name] for name in table.names})
+    return {name: place for name, place in places.items() if place.is_private}
+
+
+def _ends_of(parameter: torch.Tensor) -> int:
+    values = parameter.detach().view(-1).view(torch.uint8)
+    ends = torch.cat([values[:SAMPLE_BYTES], values[-SAMPLE_BYTES:]])
+    return zlib.crc32(ends.numpy().data)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Checkpoints of a training
+# ---------------------------------------------------------------------------------------------------------
+
+
+def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None:
+    """Map the weights of a lazily loaded model from a checkpoint of its training. Collective over all processes.
+
+    Weights that are not in the checkpoint stay as they are, as they do when the stock Trainer resumes.
+
+    Raises:
+        ValueError: as `load_lazily`. Every process raises it.
+    """
+    with mesh.failing_together(), global_state_kept():
+        options: dict[str, Any] = {"config": model.config, "dtype": model.dtype}
+        _refuse_other_dtype(Path(checkpoint), weight_files(Path(checkpoint)), options)
+        saved = type(model).from_pretrained(checkpoint, **options)
+        theirs = ParameterTable(saved)
+        mapped = FileMappings().places_in({name: theirs[name] for name in theirs.names})
+        table = ParameterTable(model)
+        for name in table.names:
+            if name in mapped:
+                set_values(table[name], values_of(theirs[name]))
+        buffers = dict(saved.named_buffers())
+        for name in model.state_dict().keys() & buffers.keys():
+            model.get_buffer(name).copy_(buffers[name])
+
+
+@contextmanager
+def saving_shards(model: Any) -> Iterator[None]:
+    """Inside, `save_pretrained` of a lazily loaded model writes files of `MAX_SHARD_SIZE`. No effect on others.
+
+    The process that writes has the pages of one file in memory at a time, and the stock size is 50 GB.
+    """
+    if not (is_lazy(model) and isinstance(model, PreTrainedModel)):
+        yield
+        return
+    stock: Any = model.save_pretrained
+    saving: Any = model
+    saving.save_pretrained = partial(stock, max_shard_size=MAX_SHARD_SIZE)
+    try:
+        yield
+    finally:
+        del saving.save_pretrained

@@ -1,0 +1,304 @@
+"""A model that is loaded lazily trains as one that is in memory, to the last bit, and nobody ever has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from model_zoo import LABELS, MODELS
+from safetensors.torch import load_file
+from torch import nn
+from training_data import Kind, PadCollator, TrainingData
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    TrainerCallback,
+    set_seed,
+)
+
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
+from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.model.mapped_weights import FileMappings
+from hf_pipetransformer.run import lazy_model
+
+WORLD = 2
+SMALL_SHARDS = "8KB"
+
+
+def bert_without_head(folder: Path) -> None:
+    MODELS["bert-classification"].build().bert.save_pretrained(folder)
+
+
+def tied_gpt2(folder: Path) -> None:
+    MODELS["gpt2"].build().save_pretrained(folder, max_shard_size=SMALL_SHARDS)
+
+
+def tied_llama(folder: Path) -> None:
+    MODELS["llama-tied"].build().save_pretrained(folder)
+
+
+def bf16_llama(folder: Path) -> None:
+    MODELS["llama"].build().bfloat16().save_pretrained(folder, max_shard_size=SMALL_SHARDS)
+
+
+CASES: dict[str, tuple[Callable[[Path], None], Any, dict[str, Any], Kind]] = {
+    "bert-new-head": (
+        bert_without_head,
+        AutoModelForSequenceClassification,
+        {"num_labels": LABELS},
+        "text-classification",
+    ),
+    "gpt2-tied-sharded": (tied_gpt2, AutoModelForCausalLM, {}, "causal-lm"),
+    "llama-tied": (tied_llama, AutoModelForCausalLM, {}, "causal-lm"),
+    "llama-bf16-sharded": (bf16_llama, AutoModelForCausalLM, {}, "causal-lm"),
+}
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self._step
+
+
+def arguments(folder: Path, **options: Any) -> PipeTransformerTrainingArguments:
+    defaults: dict[str, Any] = {
+        "pipeline_parallel_size": WORLD,
+        "num_microbatches": 2,  # otherwise chosen by measured times
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return PipeTransformerTrainingArguments(str(folder), **{**defaults, **options})
+
+
+def trainer_of(args: PipeTransformerTrainingArguments, model: nn.Module, kind: Kind) -> PipeTransformerTrainer:
+    return PipeTransformerTrainer(
+        model,
+        args,
+        train_dataset=TrainingData(kind, 64),
+        eval_dataset=TrainingData(kind, 13, seed=9),
+        data_collator=PadCollator(kind),
+    )
+
+
+def prepare(rank: int, args: PipeTransformerTrainingArguments, case: str, folder: Path, lazily: bool) -> Any:
+    """The checkpoint has been written; the model of a case with the same seed."""
+    _, auto_class, options, kind = CASES[case]
+    set_seed(7)
+    load = load_lazily if lazily else lambda cls, *a, **o: cls.from_pretrained(*a, **o)
+    return trainer_of(args, load(auto_class, folder / "checkpoint", **options), kind)
+
+
+def train(rank: int, world_size: int, case: str, folder: Path, lazily: bool) -> dict[str, Any]:
+    args = arguments(folder / "run")
+    trainer = prepare(rank, args, case, folder, lazily)
+    mapped = FileMappings().places_in(dict(trainer.model.named_parameters()))
+    before = trainer.evaluate() if lazily else None
+    trainer.train()
+    after = trainer.evaluate()
+    trainer.save_model(str(folder / ("lazy" if lazily else "eager")))
+    pipeline = trainer.pipeline
+    assert pipeline is not None
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "evaluated": after["eval_loss"],
+        "before": before["eval_loss"] if before is not None else None,
+        "mapped": len(mapped),
+        "missing": sorted(pipeline.missing_parameters) if pipeline.is_placed else [],
+        "mapped_after": sorted(FileMappings().places_in(dict(trainer.model.named_parameters()))),
+    }
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if i else c for i, c in enumerate(CASES)])
+def test_lazy_equals_eager(case: str, tmp_path: Path) -> None:
+    CASES[case][0](tmp_path / "checkpoint")
+    eager = run_ranks(train, WORLD, case, tmp_path, False)
+    lazy = run_ranks(train, WORLD, case, tmp_path, True)
+    for one, other in zip(lazy, eager, strict=True):
+        assert one["losses"] == other["losses"] and one["evaluated"] == other["evaluated"]
+        assert one["before"] != one["evaluated"]
+        assert one["mapped"] and not one["mapped_after"]
+        assert one["missing"] and not other["missing"]  # it stays distributed
+    assert set(lazy[0]["missing"]).isdisjoint(lazy[1]["missing"])
+    assert_equal(saved_weights(tmp_path / "lazy"), saved_weights(tmp_path / "eager"))
+    config = (tmp_path / "eager" / "config.json").read_text()
+    assert (tmp_path / "lazy" / "config.json").read_text() == config
+
+
+def interrupted(rank: int, world_size: int, folder: Path, stop: int, resume: bool, lazily: bool) -> list[float]:
+    lazy_model.MAX_SHARD_SIZE = SMALL_SHARDS
+    args = arguments(folder / "run", save_strategy="steps", save_steps=2)
+    trainer = prepare(rank, args, "llama-tied", folder, lazily)
+    trainer.add_callback(Stop(stop))
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "saved"))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_resuming(tmp_path: Path) -> None:
+    """From a checkpoint in several files, whose weights and optimizer state were collected in a file."""
+    for name in ("lazy", "eager"):
+        (tmp_path / name).mkdir()
+        tied_llama(tmp_path / name / "checkpoint")
+    run_ranks(interrupted, WORLD, tmp_path / "lazy", 2, False, True)
+    assert len(weight_files(tmp_path / "lazy" / "run" / "checkpoint-2")) > 1
+    lazy = run_ranks(interrupted, WORLD, tmp_path / "lazy", 4, True, True)
+    eager = run_ranks(interrupted, WORLD, tmp_path / "eager", 4, False, False)
+    assert lazy == eager
+    assert_equal(saved_weights(tmp_path / "lazy" / "saved"), saved_weights(tmp_path / "eager" / "saved"))
+    states = [
+        torch.load(tmp_path / name / "run" / "checkpoint-4" / "optimizer.pt")["state"] for name in ("lazy", "eager")
+    ]
+    for number, state in states[1].items():
+        for key, value in state.items():
+            assert torch.equal(states[0][number][key], value)
+
+
+def load_own(rank: int, world_size: int, folder: Path) -> None:
+    arguments(folder / "run")
+    load_lazily(AutoModelForCausalLM, folder / f"checkpoint{rank}")
+
+
+def test_a_truncated_file_is_an_error_on_all_processes(tmp_path: Path) -> None:
+    for rank in range(WORLD):
+        bf16_llama(tmp_path / f"checkpoint{rank}")
+    file = weight_files(tmp_path / "checkpoint1")[-1]
+    last = max(check_file(file).items(), key=lambda item: item[1]["data_offsets"][1])[0]
+    with file.open("r+b") as content:
+        content.truncate(file.stat().st_size - 2)
+    for error in run_ranks_expecting_error(load_own, WORLD, tmp_path):
+        assert isinstance(error, ValueError)
+        assert f"{file} is truncated" in str(error) and repr(last) in str(error)
+
+
+def change_after_loading(rank: int, world_size: int, folder: Path, what: str) -> None:
+    args = arguments(folder / "run")
+    trainer = prepare(rank, args, "llama-tied", folder, lazily=True)
+    torch.distributed.barrier()
+    file = folder / "checkpoint" / "model.safetensors"
+    if what == "truncated" and rank == 1:
+        with file.open("r+b") as content:
+            content.truncate(file.stat().st_size - 2)
+    if what == "changed" and rank == 1:
+        trainer.model.model.layers[0].mlp.up_proj.weight.data.add_(1)
+    torch.distributed.barrier()
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("truncated", "model.safetensors is truncated"), ("changed", "changed different weights after loading")],
+)
+def test_changes_between_loading_and_training(what: str, message: str, tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    for error in run_ranks_expecting_error(change_after_loading, WORLD, tmp_path, what):
+        assert isinstance(error, ValueError) and message in str(error)
+
+
+def train_twice(rank: int, world_size: int, folder: Path) -> list[str]:
+    trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
+    # changed alike on all processes: kept, although its pages are given back between probes
+    trainer.model.model.layers[0].mlp.up_proj.weight.data.zero_()
+    trainer.train()
+    if rank == 0:
+        assert trainer.model.model.layers[0].mlp.up_proj.weight.abs().max() < 0.1
+    with pytest.raises(ValueError, match="still distributed"):
+        trainer.train()
+    trainer.make_model_whole()
+    trainer.train()
+    return sorted(trainer.pipeline.missing_parameters) if trainer.pipeline.is_placed else []
+
+
+@pytest.mark.slow
+def test_training_twice(tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    assert all(run_ranks(train_twice, WORLD, tmp_path))
+
+
+def train_adapters(rank: int, world_size: int, folder: Path, lazily: bool) -> list[float]:
+    import peft
+
+    args = arguments(folder / "run")
+    trainer = prepare(rank, args, "llama-tied", folder, lazily)
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = trainer_of(args, peft.get_peft_model(trainer.model, config), "causal-lm")
+    trainer.train()
+    trainer.save_model(str(folder / ("lazy" if lazily else "eager")))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    tied_llama(tmp_path / "checkpoint")
+    eager, lazy = (run_ranks(train_adapters, WORLD, tmp_path, lazily) for lazily in (False, True))
+    assert lazy == eager
+    assert_equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("lazy", "eager")))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One process
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_are_those_of_from_config(tmp_path: Path) -> None:
+    config = MODELS["llama"].build().config
+    config.hidden_size = config.intermediate_size = 256  # above the size that is kept in a file
+    set_seed(3)
+    eager = AutoModelForCausalLM.from_config(config)
+    for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
+        set_seed(3)
+        lazy = load_lazily(model_class, config, offload_folder=tmp_path)
+        assert_equal(dict(lazy.named_parameters()), dict(eager.named_parameters()))
+        places = FileMappings().places_in(dict(lazy.named_parameters()))
+        assert "model.layers.0.mlp.up_proj.weight" in places
+        assert torch.equal(torch.rand(1), (set_seed(3), AutoModelForCausalLM.from_config(config), torch.rand(1))[-1])
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    tied_llama(tmp_path)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(ValueError, match=r"Pass load_lazily\(model, checkpoint\)"):
+        PipeTransformerTrainer(made, PipeTransformerTrainingArguments(str(tmp_path / "run"), use_cpu=True))
+    model = load_lazily(made, tmp_path)
+    assert_equal(
+        dict(model.named_parameters()), dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    )
+    made.model.layers[0].mlp.up_proj = nn.Linear(16, 80, bias=False, device="meta")
+    with pytest.raises(ValueError, match="Load it first"):
+        load_lazily(made, tmp_path)
+
+
+def test_what_would_be_converted_in_memory_is_refused(tmp_path: Path) -> None:
+    bf16_llama(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"stored in bfloat16, but .* loaded in float32.*dtype=torch.bfloat16"):
+        load_lazily(AutoModelForCausalLM, tmp_path / "llama", dtype=torch.float32)
+    with pytest.raises(ValueError, match="does not support device_map"):
+        load_lazily(AutoModelForCausalLM, tmp_path / "llama", device_map="cpu")
+    MODELS["mixtral"].build().save_pretrained(tmp_path / "mixtral")  # experts are stored one by one, and merged
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM cannot be loaded lazily .*'model.layers.0.mlp.experts"):
+        load_lazily(AutoModelForCausalLM, tmp_path / "mixtral")
