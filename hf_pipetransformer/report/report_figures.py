@@ -612,7 +612,8 @@ def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts that had steps, each once, since a resumed training starts with the layout that it had."""
     found: dict[tuple[Any, ...], Layout] = {}
     for layout in layouts:
-        key = (*layout.event["stage_bounds"], layout.num_frozen, layout.num_cached, layout.num_microbatches)
+        split = (layout.num_stages, *layout.event["stage_bounds"])  # of one or of several virtual stages each
+        key = (*split, layout.num_frozen, layout.num_cached, layout.num_microbatches)
         if layout.last_step > layout.first_step and (key not in found or found[key].usage is None):
             found[key] = layout
     return list(found.values())
