@@ -10,6 +10,8 @@ of them alike:
     round 2    ddp   K = 1   K = 2 1f1b   K = 2 gpipe
     ...
 
+`--schedules 1f1b interleaved1f1b --virtual_stages 2 3` compares other schedules.
+
 Each run has a new model and a new Trainer. A step is the time from one `on_step_end` to the next: loading, forward,
 backward, clipping and optimizer. The global batch is `--rows` x `--tokens` whatever the layout: on two processes,
 `per_device_train_batch_size` is half of the rows; a pipeline of two stages gets all of them and cuts them into M
@@ -66,6 +68,7 @@ import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.pipeline.gradients import StageGradients
 from hf_pipetransformer.pipeline.schedule import PipelineScheduler
+from hf_pipetransformer.planning.schedules import SCHEDULES
 
 # The size of MiniLM-L6; what `BertConfig` says of the rest is MiniLM's, too.
 MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
@@ -83,12 +86,14 @@ class Variant:
     stages: int | None = None
     schedule: str = "1f1b"
     num_microbatches: int = 1
+    virtual_stages: int | None = None
 
     @property
     def name(self) -> str:
         if self.stages is None:
             return "Trainer, DDP"
-        return "K=1" if self.stages == 1 else f"K={self.stages} {self.schedule} M={self.num_microbatches}"
+        virtual = "" if self.virtual_stages is None else f" V={self.virtual_stages}"
+        return "K=1" if self.stages == 1 else f"K={self.stages} {self.schedule}{virtual} M={self.num_microbatches}"
 
     def target(self, world_size: int) -> float | None:
         """The ratio to DDP that is asked for: of 1F1B with M = 2 K, and of K = 1."""
@@ -214,7 +219,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32, help="rows of the global batch")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each row")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="numbers of stages K")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"], choices=["1f1b", "gpipe"])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"], choices=list(SCHEDULES))
+    parser.add_argument(
+        "--virtual_stages", type=int, nargs="+", default=[2], help="V, the virtual stages per stage of interleaved1f1b"
+    )
     parser.add_argument("--num_microbatches", type=int, nargs="+", default=[4], help="numbers of micro-batches M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each run, with the warm-up")
@@ -241,10 +249,11 @@ def parse_arguments() -> argparse.Namespace:
 def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     """DDP first: the others are compared with it."""
     pipelines = [
-        Variant(stages, schedule, count)
+        Variant(stages, schedule, count, virtual)
         for stages in arguments.stages
         if stages > 1
         for schedule in arguments.schedules
+        for virtual in (arguments.virtual_stages if SCHEDULES[schedule].is_interleaved else [None])
         for count in arguments.num_microbatches
     ]
     return [Variant(), *(Variant(stages) for stages in arguments.stages if stages == 1), *pipelines]
@@ -288,6 +297,7 @@ def make_trainer(
         training_arguments = PipeTransformerTrainingArguments(
             pipeline_parallel_size=variant.stages,
             pipeline_schedule=variant.schedule,
+            virtual_pipeline_parallel_size=variant.virtual_stages,
             num_microbatches=variant.num_microbatches,
             **options,
         )

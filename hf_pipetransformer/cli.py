@@ -117,6 +117,10 @@ def plan(
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache what frozen layers give.")] = True,
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
+    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe or interleaved1f1b.")] = "1f1b",
+    virtual_pipeline_parallel_size: Annotated[
+        int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b.", show_default="2")
+    ] = None,
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
     plan_by: Annotated[str, typer.Option(help="counts or times: what K and M go by where auto.")] = "counts",
     token_slices: Annotated[
@@ -150,6 +154,8 @@ def plan(
             freezes=freeze,
             max_frozen_layers=max_frozen_layers,
             pipeline_parallel_size=pipeline_parallel_size,
+            pipeline_schedule=pipeline_schedule,
+            virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
             num_microbatches=num_microbatches,
             caches=cache,
             is_elastic=elastic,

@@ -22,7 +22,7 @@ from .errors import refuse_wrong_order
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
-from .planning.schedules import SCHEDULES
+from .planning.schedules import SCHEDULES, virtual_stages_of
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
@@ -125,11 +125,18 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             number of processes; the remaining factor, world size / K, is the number of data-parallel pipelines.
             `"auto"` selects the smallest number of stages that fits the devices' memory (see `plan_by`).
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
-            Order in which the forwards and backwards of the micro-batches run: `"1f1b"` or `"gpipe"`.
+            Order in which the forwards and backwards of the micro-batches run: `"1f1b"`, `"gpipe"` or
+            `"interleaved1f1b"`, which gives each process several parts of the model and so shortens the time in which
+            the pipeline fills and empties, for more messages.
+        virtual_pipeline_parallel_size (`int`, *optional*):
+            With `pipeline_schedule="interleaved1f1b"`, the number of parts of the model on each process (virtual
+            stages, V in Megatron-LM): at least 2, which is the default. While the model has too few layers that are
+            not cached, there are fewer; with one part per process the schedule is `"1f1b"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
-            largest divisor up to twice the number of stages (see `plan_by`).
+            largest divisor up to twice the number of stages (see `plan_by`). `"interleaved1f1b"`
+            runs multiples of the number of stages, all numbers below twice it, and a few others.
         plan_by (`str`, *optional*, defaults to `"counts"`):
             What the automatic choices are based on: K if it is `"auto"`, the number of micro-batches if it is
             `"auto"`, and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of
@@ -219,7 +226,15 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     )
     pipeline_schedule: str = field(
         default="1f1b",
-        metadata={"help": "Order of the micro-batches: '1f1b' or 'gpipe'.", "choices": list(SCHEDULES)},
+        metadata={
+            "help": "Order of the micro-batches: '1f1b', 'gpipe', or 'interleaved1f1b' with several parts of the model"
+            " on each process.",
+            "choices": list(SCHEDULES),
+        },
+    )
+    virtual_pipeline_parallel_size: int | None = field(
+        default=None,
+        metadata={"help": "With 'interleaved1f1b': parts of the model (virtual stages) on each process; unset: 2."},
     )
     num_microbatches: IntOrAuto = field(
         default="auto",
@@ -303,6 +318,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f" {', '.join(map(repr, SCHEDULES))}."
             )
         self._check_sharding()
+        virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
         if not isinstance(self.elastic, bool):
             raise ValueError(f"elastic={self.elastic!r} is invalid. Set it to True or False.")
         if isinstance(self.freeze_schedule, str):
@@ -369,6 +385,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 min(float(epoch) for epoch in schedule),
                 self.num_train_epochs,
             )
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of virtual stages per stage that the plans should have."""
+        return virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)
 
     @property
     def slices_tokens(self) -> bool:

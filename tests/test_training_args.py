@@ -124,6 +124,28 @@ def test_unknown_schedule(tmp_path):
         make(tmp_path, pipeline_schedule="zigzag")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 1}, "must be at least 2.*'1f1b'"),
+        ({"virtual_pipeline_parallel_size": 2}, "pipeline_schedule='1f1b'.*must be 1.*'interleaved1f1b'"),
+        ({"pipeline_schedule": "zbv"}, "pipeline_schedule='zbv' is not supported"),
+    ],
+)
+def test_virtual_stages_belong_to_an_interleaved_schedule(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **options)
+
+
+def test_number_of_virtual_stages(tmp_path: Path) -> None:
+    assert make(tmp_path).num_virtual_stages == 1
+    assert make(tmp_path, pipeline_schedule="interleaved1f1b").num_virtual_stages == 2
+    options = {"pipeline_schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 3}
+    assert make(tmp_path, **options).num_virtual_stages == 3
+
+
 EXCLUDED: dict[str, Any] = {
     "fsdp": "full_shard",
     "deepspeed": "ds.json",
@@ -244,6 +266,7 @@ def test_token_slices_that_mean_nothing_are_refused(given: Any) -> None:
     [
         ({"pipeline_parallel_size": 1}, "several stages"),
         ({"pipeline_schedule": "gpipe"}, "requires pipeline_schedule"),
+        ({"pipeline_schedule": "interleaved1f1b"}, "requires pipeline_schedule"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0"),
         ({"activation_cache": "on"}, "whole samples"),
         ({"full_determinism": True}, "measured times"),

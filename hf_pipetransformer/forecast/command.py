@@ -21,6 +21,7 @@ from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS
+from ..planning.schedules import SCHEDULES, virtual_stages_of
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
 from .device_table import GIB, CacheHost, device_named
@@ -58,6 +59,8 @@ class Request:
     freezes: bool = True
     max_frozen_layers: int | None = None
     pipeline_parallel_size: str = "auto"
+    pipeline_schedule: str = "1f1b"
+    virtual_pipeline_parallel_size: int | None = None
     num_microbatches: str = "auto"
     caches: bool = True
     is_elastic: bool = True
@@ -83,6 +86,15 @@ class Request:
             raise ValueError(
                 "token_slices is 'auto', which requires several stages, but pipeline_parallel_size is 1. Increase"
                 " pipeline_parallel_size, or set token_slices='off'."
+            )
+        if self.pipeline_schedule not in SCHEDULES:
+            raise ValueError(
+                f"pipeline_schedule is {self.pipeline_schedule!r}, but must be one of {', '.join(SCHEDULES)}."
+            )
+        if self.token_slices != "off" and self.pipeline_schedule != "1f1b":
+            raise ValueError(
+                f"token_slices is 'auto', which requires pipeline_schedule='1f1b', but it is"
+                f" {self.pipeline_schedule!r}. Set token_slices='off'."
             )
         for name in ("device", "efficiency"):  # these apply to the device table only
             value = getattr(self, name)
@@ -118,10 +130,14 @@ class Request:
             pipeline_parallel_size=_number_or_auto("pipeline_parallel_size", self.pipeline_parallel_size),
             is_elastic=self.is_elastic,
             caches=self.caches,
+            schedule=self.pipeline_schedule,
             num_microbatches=_number_or_auto("num_microbatches", self.num_microbatches),
             token_slices="off" if self.token_slices == "off" else "auto",
             plan_by=self.plan_by,
             replica_sharding=self.replica_sharding,
+            virtual_pipeline_parallel_size=virtual_stages_of(
+                self.pipeline_schedule, self.virtual_pipeline_parallel_size
+            ),
         )
 
 

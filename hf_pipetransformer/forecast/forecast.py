@@ -48,6 +48,7 @@ class Job:
         token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
         plan_by: "counts", or "times" to choose K and M by predicted steps, as the training argument of this name.
         replica_sharding: what the replicas of a stage divide among them; nothing in the comparison with plain DDP.
+        virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
 
     Raises:
         ValueError: a number is too small, or the batch cannot be divided equally.
@@ -67,6 +68,7 @@ class Job:
     token_slices: Literal["off", "auto"] = "off"
     plan_by: str = "counts"
     replica_sharding: str = "none"
+    virtual_pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch_rows", "num_epochs", "num_samples"):
@@ -470,6 +472,7 @@ def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
         job.num_microbatches,
         job.plan_by,
         job.replica_sharding,
+        job.virtual_pipeline_parallel_size,
     )
 
 

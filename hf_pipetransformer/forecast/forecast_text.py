@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ..freezing.schedule_cost import WORTH_FREEZING
-from ..planning.plan import align
+from ..planning.plan import PipelinePlan, align
 from ..planning.plan_choice import largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
@@ -185,13 +185,18 @@ def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
         f"{cached} (puts {first.puts})" if first.puts else cached,
         _layout(plan.pipeline_parallel_size, plan.data_parallel_size),
         str(first.num_microbatches),
-        "|".join(str(len(plan.units_of(stage))) for stage in range(plan.pipeline_parallel_size)),
+        "|".join(_sizes(plan, stage) for stage in range(plan.pipeline_parallel_size)),
         f"{max(first.stage_bytes) / GIB:,.1f}",
         f"{1e3 * first.step_seconds:,.1f}",
         f"{first.rows_per_second:,.0f}",
         f"{first.limit} {100 * first.shares[first.limit]:.0f}%",
         _duration(sum(epoch.seconds for epoch in period)),
     )
+
+
+def _sizes(plan: PipelinePlan, stage: int) -> str:
+    """Return the numbers of layers of a stage's virtual stages: "3", or "3+3" if it has two."""
+    return "+".join(str(len(units)) for units in plan.ranges_of(stage))
 
 
 def _statics(result: Forecast) -> list[tuple[str, StaticRun]]:
@@ -352,6 +357,7 @@ def _epoch_values(epoch: Epoch) -> dict[str, Any]:
         "puts": epoch.puts,
         "stages": plan.pipeline_parallel_size,
         "replicas": plan.data_parallel_size,
+        "virtual_stages": plan.num_virtual_stages,
         "stage_bounds": list(plan.stage_bounds),
         "num_microbatches": epoch.num_microbatches,
         "slices": None if sliced is None else [[part.rows, list(part.lengths)] for part in sliced.parts],

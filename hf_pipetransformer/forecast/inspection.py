@@ -262,8 +262,8 @@ def make_report(
         "stages": {
             str(k): [
                 {
-                    "first_unit": plan.units_of(stage).start,
-                    "last_unit": plan.units_of(stage).stop - 1,
+                    "first_unit": plan.units_of(stage)[0],
+                    "last_unit": plan.units_of(stage)[-1],
                     "parameter_bytes": plan.parameter_bytes_of(stage),
                     "forward_flops_per_row": plan.forward_flops_of(stage),
                 }

@@ -7,11 +7,14 @@ running statistics are buffers, which are kept by the stage that holds its param
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def normalised_by_batch(model: nn.Module) -> str | None:
@@ -41,3 +44,24 @@ def running_statistics_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module in switched:
             module.training = True
+
+
+def normalisations(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+@contextmanager
+def statistics_set_aside(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, a pass updates copies of these layers' running statistics, which are then discarded.
+
+    They are exchanged and not restored in place, because the backward of an earlier pass may refer to them.
+    """
+    kept = [(module, name, getattr(module, name)) for module in modules for name in STATISTICS]
+    for module, name, statistic in kept:
+        setattr(module, name, statistic.clone() if isinstance(statistic, torch.Tensor) else statistic)
+    try:
+        yield
+    finally:
+        for module, name, statistic in kept:
+            setattr(module, name, statistic)

@@ -181,7 +181,7 @@ class LayerRangeRunner:
         self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
         self._structure_of_unit: list[_OutputStructure] = []
         self._pass: _Pass | None = None
-        self._computable: range | None = None  # None: the weights of all units are here
+        self._computable: tuple[int, ...] | None = None  # None: the weights of all units are here
         self._poisons_skipped = False
         self._on_entry: Callable[[], None] | None = None
         self._frozen = FrozenUnits(model)
@@ -233,13 +233,13 @@ class LayerRangeRunner:
             override.remove()
         self._replaced.clear()
 
-    def restrict_to(self, computable: range | None) -> None:
+    def restrict_to(self, computable: Sequence[int] | None) -> None:
         """Set the units whose weights are on this process; None means all units.
 
         Calling the model outside of this range then fails with a clear error, where it would otherwise compute with
         weights that are not here, and so does `generate`, which calls the model many times.
         """
-        self._computable = computable
+        self._computable = None if computable is None else tuple(computable)
         for override in self._refusing:
             override.remove()
         self._refusing = []
@@ -559,7 +559,7 @@ class LayerRangeRunner:
         assert self._computable is not None
         raise ValueError(
             f"generate() was called while {type(self.model).__name__} is split over pipeline stages: this process"
-            f" holds layers {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and"
+            f" holds layers {_described(self._computable)} of {len(self.units)}, and"
             " generating takes all of them. Generate in the trainer's evaluations, with predict_with_generate=True and"
             " compute_metrics (see PipeTransformerSeq2SeqTrainer): during them every process has the whole model. Or"
             " call generate() before or after train(), or set pipeline_parallel_size=1."
@@ -572,7 +572,14 @@ class LayerRangeRunner:
         if unit.name not in mine:
             raise ValueError(
                 f"{type(self.model).__name__} is split over the pipeline stages during training: this process holds"
-                f" layers {self._computable.start} to {self._computable.stop - 1} of {len(self.units)}, and"
+                f" layers {_described(self._computable)} of {len(self.units)}, and"
                 f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
                 " train() has returned."
             )
+
+
+def _described(units: Sequence[int]) -> str:
+    """Return the units of ascending, disjoint ranges in words: "0 to 2 and 6 to 8"."""
+    starts = [unit for unit in units if unit - 1 not in units]
+    stops = [unit for unit in units if unit + 1 not in units]
+    return " and ".join(f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True))

@@ -34,8 +34,9 @@ from .moves import exchange, undivided
 from .optimizer_state import OptimizerState
 from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
 from .shards import Shards, joined, shards_under
-from .stage import LossFunction, StageModule
+from .stage import LossFunction
 from .state import Holders, WeightState, WholeParameter, synchronise_buffers
+from .virtual_stages import VirtualStages, names_of_stage
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ElasticPipeline(nn.Module):
     """
 
     stack: LayerStack
-    stage: StageModule | None
+    stage: VirtualStages | None
 
     def __init__(
         self,
@@ -277,25 +278,25 @@ class ElasticPipeline(nn.Module):
             assert self.freezable is not None
             self.weights.freeze(self.freezable.frozen(plan.num_frozen_layers))
 
-    def _bounds(self) -> tuple[int, int]:
-        """This process's units: the index of the first one, and the index after the last one."""
-        start, stop = self.current_plan.stage_bounds[self.stage_index : self.stage_index + 2]
-        return start, stop
+    def _restrict_to_units_here(self) -> None:
+        """Let the model compute this process's units only, if there are several stages."""
+        units = self.current_plan.units_of(self.stage_index)
+        self.stack.runner.restrict_to(units if self.num_stages > 1 else None)
 
     def _names_here(self) -> frozenset[str]:
         """The parameters that this process holds under the plan."""
-        return self.stack.owned(*self._bounds())
+        return names_of_stage(self.current_plan, self.stack, self.stage_index)
 
     def _build(self, takes_optimizer: bool = True) -> PlacedPipeline:
         """Build what runs the plan; its parameters must already be here. Collective over all processes."""
-        plan, (start, stop) = self.current_plan, self._bounds()
-        self.stack.runner.restrict_to(range(start, stop) if self.num_stages > 1 else None)
+        plan = self.current_plan
+        self._restrict_to_units_here()
         self.stack.runner.freeze(plan.num_frozen_layers)
         if self._optimizer is not None and takes_optimizer:
             self._optimizer.keep_what_is_here()
             self._share_updates(self._optimizer)
-        stage = StageModule(self.stack, start, stop, self._loss_of, self.device)
-        stage.cache = self.cache
+        stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self._loss_of, self.device)
+        stage.use_cache(self.cache)
         placed = PlacedPipeline(
             plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, slicing=self.slicing
         )
@@ -353,13 +354,12 @@ class ElasticPipeline(nn.Module):
             yield
             return
         self.synchronise_buffers()
-        start, stop = self._bounds()
         with self.weights.whole(self.holders(), self.device):
             self.stack.runner.restrict_to(None)
             try:
                 yield
             finally:
-                self.stack.runner.restrict_to(range(start, stop))
+                self._restrict_to_units_here()
 
     def _leave_plan(self) -> None:
         self.weights.onload()
@@ -381,7 +381,7 @@ class ElasticPipeline(nn.Module):
         """From now on, read frozen layers' outputs from `cache`; None stops using a cache."""
         self.cache = cache
         if self.stage is not None:
-            self.stage.cache = cache
+            self.stage.use_cache(cache)
 
     def read_ahead(self, keys: BatchKeys | None) -> None:
         """On the first stage, begin to read the next batch's outputs of frozen layers. Not collective.
@@ -389,11 +389,11 @@ class ElasticPipeline(nn.Module):
         Args:
             keys: the keys of the next batch; None if they are not known.
         """
-        if self.cache is None or self.stage is None or self.stage.start or keys is None:
+        if self.cache is None or self.stage is None or self.stage.first.start or keys is None:
             return
         rows = keys.rows
         if rows is not None:
-            self.cache.read_ahead(rows, keys.padded_length, self.stage.stop)
+            self.cache.read_ahead(rows, keys.padded_length, self.stage.first.stop)
 
     def offload_cached_layers(self) -> None:
         """Free the device memory of the weights that only cached layers need.
@@ -401,11 +401,12 @@ class ElasticPipeline(nn.Module):
         They are loaded back by the first forward that runs a cached layer, whatever has called it.
         """
         plan, stage = self.current_plan, self.stage
-        if not self.offloads or stage is None or stage.start or not plan.num_cached_layers:
+        if not self.offloads or stage is None or stage.first.start or not plan.num_cached_layers:
             return
         assert self.freezable is not None
-        needed = self.stack.owned(plan.num_cached_layers, stage.stop)
-        if stage.is_last:
+        owners = self.stack.owners
+        needed = frozenset().union(*(owners[unit] for unit in stage.units if unit >= plan.num_cached_layers))
+        if stage.has_last_unit:
             needed |= self.freezable.head
         runs_cached_layers = lambda: self.stack.runner.start_of_pass < plan.num_cached_layers  # noqa: E731
         self.weights.offload(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)

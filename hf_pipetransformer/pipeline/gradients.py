@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model.frozen_prefix import squared_norms
-from .stage import StageModule
+from .virtual_stages import VirtualStages
 
 BUCKET_BYTES = 25 * 2**20
 """Size of one message of gradients, the same as DDP's; used if DDP does not send them."""
@@ -64,7 +64,7 @@ class StageGradients:
 
     def __init__(
         self,
-        stage: StageModule,
+        stage: VirtualStages,
         group: dist.ProcessGroup | None,
         shared: Sequence[SharedParameters],
         replicated: ReplicatedParameters | None,
@@ -211,8 +211,8 @@ class StageGradients:
         Returns:
             `[L]`, float64, on the device, so that nobody waits for it; 0 for units without a gradient.
         """
-        here = range(self._stage.start, self._stage.stop)  # a shared parameter is counted in the unit it belongs to
-        mine = [names if unit in here else () for unit, names in enumerate(inside)]
+        # a shared parameter is counted in the unit it belongs to
+        mine = [names if unit in self._stage.units else () for unit, names in enumerate(inside)]
         squares = squared_norms(mine, self._stage.gradients(), self._stage.device)
         if self._group is not None:
             dist.all_reduce(squares, group=self._group)

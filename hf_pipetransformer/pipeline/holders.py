@@ -8,13 +8,14 @@ from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable
 from ..planning.plan import PipelinePlan
 from .state import Holders
+from .virtual_stages import names_of_stage
 
 
 def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
     """The ranks that hold each parameter under a plan."""
     ranks: dict[str, list[int]] = {name: [] for name in stack.table.names}
     for stage in range(plan.pipeline_parallel_size):
-        for name in stack.owned(*plan.stage_bounds[stage : stage + 2]):
+        for name in names_of_stage(plan, stack, stage):
             ranks[name].extend(plan.ranks_of_stage(stage))
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
 

@@ -27,6 +27,7 @@ from .schedule import PipelineScheduler
 from .shared_batch import BatchChannel
 from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, LossFunction, ShapeBook, StageModule
+from .virtual_stages import VirtualStages
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may end without a gradient."""
@@ -69,7 +70,7 @@ class PlacedPipeline:
     Args:
         plan: the same on every process. The parameters that it assigns to this process must be here, with their
             `requires_grad` flags set.
-        stage: the stage of this process under the plan.
+        stage: what this process holds under the plan.
         is_trainable: whether a parameter of the model is trained, on this or another process.
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
@@ -79,7 +80,7 @@ class PlacedPipeline:
     def __init__(
         self,
         plan: PipelinePlan,
-        stage: StageModule,
+        stage: VirtualStages,
         is_trainable: Callable[[str], bool],
         mesh: ProcessMesh,
         wrap_replicas: WrapReplicas,
@@ -93,20 +94,22 @@ class PlacedPipeline:
         )
         shared = _shared_parameters(plan, stage, is_trainable, mesh)
         trainable = [name for name in stage.names if stage.stack.table[name].requires_grad]
-        unreached = stage.stack.unreached | (stage.stack.only_returned if stage.is_last else frozenset())
+        unreached = stage.stack.unreached | (stage.stack.only_returned if stage.has_last_unit else frozenset())
         slices_tokens = slicing is not None and groups.pipeline is not None
         replicated: ReplicatedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
-        # such losses may call the model several times, also in the backward, where DDP counts a gradient once only
-        if groups.replicas is not None and (slices_tokens or not stage.stack.runner.takes_batch):
+        # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward, and
+        # not of a parameter of several virtual stages
+        averages_at_end = slices_tokens or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1
+        if groups.replicas is not None and averages_at_end:
             replicated = ReplicatedParameters(
                 tuple(name for name in trainable if name not in unreached),
                 tuple(name for name in trainable if name in unreached),
                 groups.replicas,
             )
         elif groups.replicas is not None and trainable:
-            self.wrapped = wrap_replicas(stage, groups.replicas, not unreached.isdisjoint(trainable))
+            self.wrapped = wrap_replicas(stage.first, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
         self._channels: tuple[BatchChannel, ...] = ()  # one from each stage to the others
         self._sparse_embeddings: SparseEmbeddings | None = None
@@ -120,19 +123,19 @@ class PlacedPipeline:
         )
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
-        shape_book = ShapeBook(stage, self.messages.receive_shapes, self.messages.send_shapes)
+        books = [ShapeBook(one, self.messages.receive_shapes, self.messages.send_shapes) for one in stage.stages]
         if slicing is not None:
             second_group = mesh.second_pipeline_group(plan.pipeline_parallel_size)
-            self._token_scheduler = slicing.schedule(plan, stage, self.messages, second_group, shape_book)
+            self._token_scheduler = slicing.schedule(plan, stage.first, self.messages, second_group, books[0])
             return
-        module: nn.Module = self.wrapped if self.wrapped is not None else stage
+        modules: Sequence[nn.Module] = stage.stages if self.wrapped is None else (self.wrapped,)
         self._scheduler = PipelineScheduler(
             stage,
-            module,
+            modules,
             self.messages.stage_index,
             self.messages.num_stages,
             groups.pipeline,
-            shape_book,
+            books,
             plan.schedule,
         )
         self._trials = MicrobatchTrials(
@@ -192,7 +195,7 @@ class PlacedPipeline:
             For each micro-batch the tensors that the last stage has received, if `keeps_received` is set and this
             process is the last of several stages that run whole samples; otherwise an empty list.
         """
-        stage = self.stage
+        stage = self.stage.last
         stage.received = {} if keeps_received else None
         self.gradients.keep_sums_once()
         if self._token_scheduler is not None:
@@ -212,7 +215,7 @@ class PlacedPipeline:
         return [received[index] for index in sorted(received)] if self._scheduler is not None else []
 
     def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:
-        stage, wrapped = self.stage, self.wrapped
+        stage, wrapped = self.stage.first, self.wrapped
         unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
         with stage.holding((batch,)), unreduced:
             (wrapped if wrapped is not None else stage)(index=FIRST).backward()
@@ -229,7 +232,7 @@ class PlacedPipeline:
             received: what `step` has returned for this batch.
             part_of_loss: computes the part of the loss that some samples of the batch contribute.
         """
-        stage = self.stage
+        stage = self.stage.last
         assert stage.is_last and self._scheduler is not None
         inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
         together = [inputs], [self._scheduler.joined(batch, received)]
@@ -243,12 +246,13 @@ class PlacedPipeline:
 
 
 def _shared_parameters(
-    plan: PipelinePlan, stage: StageModule, is_trainable: Callable[[str], bool], mesh: ProcessMesh
+    plan: PipelinePlan, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
 ) -> list[SharedParameters]:
     """Group the trainable parameters that several stages hold by these stages. Collective over all processes."""
     by_stages: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in stage.stack.shared(plan.stage_bounds).items():
-        if is_trainable(name):
+    for name, virtual_stages in stage.stack.shared(plan.stage_bounds).items():
+        stages = tuple(sorted({index % plan.pipeline_parallel_size for index in virtual_stages}))
+        if is_trainable(name) and len(stages) > 1:
             by_stages.setdefault(stages, []).append(name)
     pipelines = [plan.ranks_of_pipeline(replica) for replica in range(plan.data_parallel_size)]
     return [

@@ -11,13 +11,14 @@ from ..model.layer_range import CalledWith
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows
 from ..randomness import generators_kept, seeded
-from .messages import Pending, PipelineMessages, wait_for
-from .stage import StageModule, as_carry
+from .messages import Boundary, Pending, PipelineMessages, wait_for
+from .stage import as_carry
+from .virtual_stages import VirtualStages
 
 
 @torch.no_grad()
 def predict(
-    stage: StageModule,
+    held: VirtualStages,
     messages: PipelineMessages,
     batches: Sequence[tuple[Batch, CalledWith]],
     head: Callable[[Batch], Any],
@@ -25,10 +26,13 @@ def predict(
     """Return the last stage's outputs for this process's own batch. Collective over the pipeline.
 
     Each process brings its own samples, of any shape, and gets its own results back: the batches of the K processes
-    are the micro-batches.
+    are the micro-batches. In each step all stages compute, and then pass on what they have computed:
+
+        K = 2, V = 2    stage 0   F0 F1 f0 f1
+                        stage 1      F0 F1 f0 f1      (F, f: its first and its second virtual stage)
 
     Args:
-        stage: this process's stage, one of several.
+        held: what this process holds of several stages.
         messages: sends to and receives from the other stages.
         batches: the batch of each stage's process, in the order of stages, as that process has prepared it, and how
             `head` will call the model on it.
@@ -36,16 +40,24 @@ def predict(
     """
     pending: Pending = []
     results: list[Any] = []
-    for rows, called in batches:
-        values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
-        with naming_long_rows(stage.stack.model, rows), stage.stack.runner.calling_with(called):
-            if not stage.is_last:
-                pending += messages.send_values(stage.slots_out, stage.carry_on(values, rows))
-            else:
-                with stage.running_to_the_end(values, rows) as inputs:
-                    results.append(head(inputs))
+    values: list[torch.Tensor] = []
+    first, k, count = messages.stage_index, messages.num_stages, len(held.stages) * messages.num_stages
+    for step in range(count + k - 1):
+        outgoing: Boundary | None = None
+        if 0 <= step - first < count:
+            stage, (rows, called) = held.stages[(step - first) // k], batches[(step - first) % k]
+            with naming_long_rows(stage.stack.model, rows), stage.stack.runner.calling_with(called):
+                if not stage.is_last:
+                    outgoing = stage.slots_out, stage.carry_on(values, rows)
+                else:
+                    with stage.running_to_the_end(values, rows) as inputs:
+                        results.append(head(inputs))
+        following = held.stages[(step + 1 - first) // k] if 0 <= step + 1 - first < count else None
+        incoming = following.slots_in if following is not None and following.start > 0 else None
+        sending, values = messages.exchange(outgoing, incoming)
+        pending += sending
     # not earlier: gloo's send waits for its receiver, and until now all stages were busy passing batches on
-    if not stage.is_last:
+    if not held.has_last_unit:
         mine = messages.receive_tree(messages.last)
     else:
         mine = results.pop()
@@ -57,14 +69,14 @@ def predict(
 
 @torch.no_grad()
 def outputs_of_frozen(
-    stage: StageModule, messages: PipelineMessages, batch: Batch, boundary: int, seed: int
+    held: VirtualStages, messages: PipelineMessages, batch: Batch, boundary: int, seed: int
 ) -> tuple[torch.Tensor, ...] | None:
     """Return the outputs of the first `boundary` units, all frozen, for a few samples in training mode.
 
     The model is left unchanged. Collective over the pipeline, as the units may be on several of its stages.
 
     Args:
-        stage: this process's stage.
+        held: what this process holds.
         messages: sends to and receives from the other stages.
         batch: the model's inputs, on the device, the same on all stages.
         boundary: number of units to run.
@@ -73,16 +85,17 @@ def outputs_of_frozen(
     Returns:
         All tensors that cross the boundary, on the stage that holds the last of these units; None on the others.
     """
-    if stage.start >= boundary:
-        return None
-    values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
-    stop = min(stage.stop, boundary)
-    model, runner = stage.stack.model, stage.stack.runner
-    with left_as_found(model), generators_kept(model), seeded(seed):
-        model.train()
-        reached = runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
-    if stop == boundary:
-        return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
-    outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
-    wait_for(messages.send_values(stage.slots_out, outputs))
+    model, runner = held.stack.model, held.stack.runner
+    for stage in held.stages:
+        if stage.start >= boundary:
+            return None
+        values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
+        stop = min(stage.stop, boundary)
+        with left_as_found(model), generators_kept(model), seeded(seed):
+            model.train()
+            reached = runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
+        if stop == boundary:
+            return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
+        outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
+        wait_for(messages.send_values(stage.slots_out, outputs))
     return None

@@ -6,25 +6,33 @@ stage 0   F0 F1 F2 F3          B0    B1    B2    B3
 stage 1      F0 F1 F2       B0 F3 B1    B2    B3
 stage 2         F0 F1    B0 F2 B1 F3 B2    B3
 stage 3            F0 B0 F1 B1 F2 B2 F3 B3
+
+Interleaved 1F1B, where a process has several of the pipeline's stages, is drawn in `planning.schedules`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
 from torch.torch_version import TorchVersion
 
 from ..model.micro_batch import Batch, batch_rows, join_rows, split_batch
 from ..planning.schedules import schedule_of_step
 from .older_torch import OlderPipelineStage
-from .stage import ShapeBook, StageModule, StageShapes
+from .stage import ShapeBook, StageShapes
+from .virtual_stages import VirtualStages
 
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
@@ -50,40 +58,43 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise)
 
 
+_Built = tuple[list[_ScheduledStage], PipelineScheduleSingle | PipelineScheduleMulti]
+
+
 class PipelineScheduler:
-    """Runs batches through this process's stage and builds a torch schedule for each new shape.
+    """Runs batches through this process's virtual stages and builds a torch schedule for each new shape.
 
     torch fixes all shapes when a stage first runs: a longer batch would abort, and a shorter one would silently be
     read into the larger buffer. Building stage and schedule anew costs under 2% of a step.
 
     Args:
-        stage: this process's stage.
-        submodule: the same stage, wrapped in DDP if there are replicas.
-        stage_index: index of the stage, 0 ... `num_stages` - 1.
+        held: what this process holds.
+        submodules: its virtual stages, wrapped in DDP if DDP averages over the replicas.
+        stage_index: index of the process in the pipeline, 0 ... `num_stages` - 1.
         num_stages: K > 1.
         group: the pipeline's group.
-        shape_book: the shapes at the stage's boundaries.
+        shape_books: the shapes at the boundaries of each virtual stage.
         schedule: name of the schedule.
     """
 
     def __init__(
         self,
-        stage: StageModule,
-        submodule: nn.Module,
+        held: VirtualStages,
+        submodules: Sequence[nn.Module],
         stage_index: int,
         num_stages: int,
         group: dist.ProcessGroup,
-        shape_book: ShapeBook,
+        shape_books: Sequence[ShapeBook],
         schedule: str,
     ) -> None:
-        self._stage = stage
-        self._submodule = submodule
+        self._held = held
+        self._submodules = tuple(submodules)
         self._stage_index = stage_index
         self._num_stages = num_stages
         self._group = group
-        self._shape_book = shape_book
+        self._shape_books = tuple(shape_books)
         self._name = schedule
-        self._built: OrderedDict[Any, tuple[_ScheduledStage, PipelineScheduleSingle]] = OrderedDict()
+        self._built: OrderedDict[Any, _Built] = OrderedDict()
 
     def step(self, batch: Batch, num_microbatches: int, gradients_synchronise: bool) -> None:
         """Run forward and backward of all micro-batches. Collective over the pipeline.
@@ -91,52 +102,65 @@ class PipelineScheduler:
         Args:
             batch: the pipeline's whole batch, the same on all its stages.
             num_microbatches: M, a divisor of the batch's number of samples.
-            gradients_synchronise: whether to reduce gradients over the replicas at the end.
+            gradients_synchronise: whether DDP reduces gradients over the replicas at the end.
         """
-        shapes = self._shape_book.shapes(batch, batch_rows(batch) // num_microbatches)
-        stage, schedule = self._for(shapes, num_microbatches)
-        stage.gradients_synchronise = gradients_synchronise
+        rows, held = batch_rows(batch) // num_microbatches, self._held
+        shapes = tuple(book.shapes(batch, rows) for book in self._shape_books)
+        stages, schedule = self._for(shapes, num_microbatches)
+        for stage in stages:
+            stage.gradients_synchronise = gradients_synchronise
         index = torch.arange(num_microbatches)  # the argument that torch splits into micro-batches
-        target = index if self._stage.is_last else None
-        with self._stage.holding(split_batch(batch, num_microbatches, self._stage.stack.rows_per_sample), shapes):
+        target = index if held.has_last_unit else None
+        micro_batches = split_batch(batch, num_microbatches, held.stack.rows_per_sample)
+        with ExitStack() as holding:
+            for module, of_module in zip(held.stages, shapes, strict=True):
+                holding.enter_context(module.holding(micro_batches, of_module))
             schedule.step(index=index, target=target, return_outputs=False)
 
     def joined(self, batch: Batch, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """What the stage would have received for the whole batch, from what it received for its micro-batches."""
-        whole = self._shape_book.shapes(batch, batch_rows(batch)).incoming
+        """What the last stage would have received for the whole batch, from what it received for its micro-batches."""
+        whole = self._shape_books[-1].shapes(batch, batch_rows(batch)).incoming
         values = []
         for carried, parts in zip(whole, zip(*received, strict=True), strict=True):
             shapes = zip(carried.shape, parts[0].shape, strict=True)
             rows = next((d for d, (size, of_part) in enumerate(shapes) if size != of_part), None)
-            values.append(parts[0] if rows is None else join_rows(parts, rows, self._stage.stack.rows_per_sample))
+            values.append(parts[0] if rows is None else join_rows(parts, rows, self._held.stack.rows_per_sample))
         return values
 
-    def _for(self, shapes: StageShapes, num_microbatches: int) -> tuple[_ScheduledStage, PipelineScheduleSingle]:
+    def _for(self, shapes: tuple[StageShapes, ...], num_microbatches: int) -> _Built:
         key = (shapes, num_microbatches)
         if key in self._built:
             self._built.move_to_end(key)
             return self._built[key]
-        incoming = [c for slot, c in zip(self._stage.slots_in, shapes.incoming, strict=True) if slot.is_used]
-        outgoing = [c for slot, c in zip(self._stage.slots_out, shapes.outgoing, strict=True) if slot.is_used]
+        run_as = schedule_of_step(self._name, self._num_stages, num_microbatches, len(shapes))
+        stages = [self._stage(part, of_part) for part, of_part in enumerate(shapes)]
+        schedule = get_schedule_class(run_as.name)(
+            stages if run_as.is_interleaved else stages[0], num_microbatches, loss_fn=_first_output, scale_grads=False
+        )
+        self._built[key] = (stages, schedule)
+        if len(self._built) > KEPT_SCHEDULES:
+            self._built.popitem(last=False)
+        return stages, schedule
+
+    def _stage(self, part: int, shapes: StageShapes) -> _ScheduledStage:
+        """Return torch's stage for one of this process's virtual stages."""
+        module = self._held.stages[part]
+        incoming = [c for slot, c in zip(module.slots_in, shapes.incoming, strict=True) if slot.is_used]
+        outgoing = [c for slot, c in zip(module.slots_out, shapes.outgoing, strict=True) if slot.is_used]
         loss = torch.empty(1, device="meta", requires_grad=True)
         stage = _ScheduledStage(
-            self._submodule,
-            self._stage_index,
-            self._num_stages,
-            self._stage.device,
+            self._submodules[part],
+            self._stage_index + part * self._num_stages,
+            self._num_stages * len(self._held.stages),
+            module.device,
             input_args=tuple(carried.meta() for carried in incoming),
-            output_args=(loss,) if self._stage.is_last else tuple(carried.meta() for carried in outgoing),
+            output_args=(loss,) if module.is_last else tuple(carried.meta() for carried in outgoing),
             group=self._group,
         )
         stage.requires_grad_in = tuple(carried.requires_grad for carried in incoming)
         stage.requires_grad_out = tuple(carried.requires_grad for carried in outgoing)
-        stage.computes_gradients = self._stage.is_last or any(carried.requires_grad for carried in outgoing)
-        run_as = schedule_of_step(self._name, self._num_stages, num_microbatches)
-        schedule = get_schedule_class(run_as.name)(stage, num_microbatches, loss_fn=_first_output, scale_grads=False)
-        self._built[key] = (stage, schedule)
-        if len(self._built) > KEPT_SCHEDULES:
-            self._built.popitem(last=False)
-        return stage, schedule
+        stage.computes_gradients = module.is_last or any(carried.requires_grad for carried in outgoing)
+        return stage
 
 
 def _first_output(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:

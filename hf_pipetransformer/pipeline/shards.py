@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..model.layer_stack import LayerStack
 from ..planning.plan import PipelinePlan
+from .virtual_stages import names_of_stage
 
 CUT_ELEMENTS = 64
 """Parameters are cut at multiples of this number of elements, so that parts are aligned for vector instructions."""
@@ -51,7 +52,7 @@ def shards_under(plan: PipelinePlan, stack: LayerStack, names: Collection[str], 
     divide = divided_evenly if is_elementwise else divided_whole
     for stage in range(plan.pipeline_parallel_size):
         ranks = plan.ranks_of_stage(stage)
-        owned = stack.owned(*plan.stage_bounds[stage : stage + 2])
+        owned = names_of_stage(plan, stack, stage)
         parameters = {name: stack.table[name] for name in shards if name in owned}
         sizes = {name: Size(parameter.numel(), parameter.itemsize) for name, parameter in parameters.items()}
         if plan.shards_optimizer:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import KEYS_NAME, pop_keys
-from ..model.batch_statistics import running_statistics_kept
+from ..model.batch_statistics import running_statistics_kept, statistics_set_aside
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
@@ -42,12 +42,16 @@ class CarriedTensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
 
+BoundaryShapes = tuple[CarriedTensor, ...]
+"""The carried tensors at a boundary, in the order of its slots."""
+
+
 @dataclass(frozen=True)
 class StageShapes:
     """The carried tensors that a stage receives and sends, in the order of its boundaries' slots."""
 
-    incoming: tuple[CarriedTensor, ...]
-    outgoing: tuple[CarriedTensor, ...]
+    incoming: BoundaryShapes
+    outgoing: BoundaryShapes
 
 
 class StageModule(nn.Module):
@@ -83,6 +87,8 @@ class StageModule(nn.Module):
         self.received: dict[int, Sequence[torch.Tensor]] | None = None
         """The tensors that the last stage has received in a step, by micro-batch index; None if `PlacedPipeline.step`
         does not keep them."""
+        self.counted_elsewhere: Sequence[nn.Module] = ()
+        """Normalisation layers that this stage runs again, and whose running statistics another one keeps."""
         self._shapes = StageShapes((), ())
         owned = stack.owned(start, stop)
         self.names = tuple(name for name in stack.table.names if name in owned)
@@ -95,10 +101,6 @@ class StageModule(nn.Module):
         super().train(mode)
         self.stack.model.train(mode)
         return self
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of this stage's parameters that have one, by the parameters' names in the model."""
-        return {n: p.grad for n, p in zip(self.names, self.parameters(), strict=True) if p.grad is not None}
 
     @property
     def slots_in(self) -> tuple[CarrySlot, ...]:
@@ -133,6 +135,12 @@ class StageModule(nn.Module):
             The used tensors of the outgoing boundary; on the last stage the loss, shape [1].
         """
         PROGRESS.tick()
+        with statistics_set_aside(self.counted_elsewhere):
+            return self._forward(received, index)
+
+    def _forward(
+        self, received: Sequence[torch.Tensor], index: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         batch = self.micro_batches[int(index)]
         # A view, because autocast casts a leaf once for all its uses, as a weight, and then their gradients are summed
         # in half precision. In the whole model this value is no leaf: each use casts it, and the sum is exact.
@@ -238,15 +246,15 @@ class ShapeBook:
 
     Args:
         stage: this process's stage.
-        from_previous: receives the shapes that the previous stage sends.
-        to_next: sends the shapes of this stage's outputs to the next stage.
+        from_previous: receives what `to_next` has sent on the previous stage.
+        to_next: sends the shapes of this stage's outputs, for each number of samples, to the next stage.
     """
 
     def __init__(
         self,
         stage: StageModule,
-        from_previous: Callable[[], Sequence[CarriedTensor]],
-        to_next: Callable[[Sequence[CarriedTensor]], None],
+        from_previous: Callable[[], Sequence[BoundaryShapes]],
+        to_next: Callable[[Sequence[BoundaryShapes]], None],
     ) -> None:
         self._stage = stage
         self._from_previous = from_previous
@@ -258,19 +266,22 @@ class ShapeBook:
         has_two = batch_rows(batch) > 1  # a single sample does not show how the sizes grow with more samples
         key = (shape_signature(batch), has_two)
         if key not in self._by_rows:
-            one = self._learn(slice_rows(batch, 0, 1))
-            two = self._learn(slice_rows(batch, 0, 2)) if has_two else one
-            self._by_rows[key] = (one, two)
+            counts = (1, 2) if has_two else (1,)
+            learned = self._learn([slice_rows(batch, 0, count) for count in counts])
+            self._by_rows[key] = (learned[0], learned[-1])
         one, two = self._by_rows[key]
         return StageShapes(_at(rows, one.incoming, two.incoming), _at(rows, one.outgoing, two.outgoing))
 
-    def _learn(self, batch: Batch) -> StageShapes:
-        incoming = tuple(self._from_previous()) if self._stage.start > 0 else ()
+    def _learn(self, batches: Sequence[Batch]) -> list[StageShapes]:
+        """Return the shapes for each of the batches; what stages learn is exchanged once for all of them."""
+        incoming: Sequence[BoundaryShapes] = [()] * len(batches)
+        if self._stage.start > 0:
+            incoming = [tuple(shapes) for shapes in self._from_previous()]
         with global_state_kept(), running_statistics_kept(self._stage.stack.model):
-            outgoing = self._stage.infer_shapes(incoming, batch)
+            outgoing = [self._stage.infer_shapes(*known) for known in zip(incoming, batches, strict=True)]
         if not self._stage.is_last:
             self._to_next(outgoing)
-        return StageShapes(incoming, outgoing)
+        return [StageShapes(*both) for both in zip(incoming, outgoing, strict=True)]
 
 
 def _at(rows: int, one: Sequence[CarriedTensor], two: Sequence[CarriedTensor]) -> tuple[CarriedTensor, ...]:

@@ -31,6 +31,7 @@ class ElasticPolicy:
         num_microbatches: micro-batches per step and pipeline, or "auto".
         plan_by: "counts", or "times" to choose by predicted steps (`PipelinePlan.plan_by`).
         replica_sharding: what the replicas of a stage divide among them.
+        virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
     """
 
     pipeline_parallel_size: int | Literal["auto"]
@@ -41,6 +42,7 @@ class ElasticPolicy:
     num_microbatches: int | Literal["auto"] = "auto"
     plan_by: str = "counts"
     replica_sharding: str = "none"
+    virtual_pipeline_parallel_size: int = 1
 
     def first(self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None) -> PipelinePlan:
         """Make the plan that the training begins with.
@@ -64,6 +66,7 @@ class ElasticPolicy:
             times=times,
             plan_by=self.plan_by,
             replica_sharding=self.replica_sharding,
+            virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size,
         )
 
     def next(self, plan: PipelinePlan, first: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:

@@ -117,7 +117,7 @@ def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return (*bounds, len(costs))
 
 
-def microbatch_candidates(rows: int, num_stages: int) -> tuple[int, ...]:
+def microbatch_candidates(rows: int, num_stages: int, schedule: str = "1f1b") -> tuple[int, ...]:
     """Return the numbers of micro-batches worth comparing: divisors of `rows` from K to 6 K, in ascending order.
 
     Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. If no divisor
@@ -125,10 +125,9 @@ def microbatch_candidates(rows: int, num_stages: int) -> tuple[int, ...]:
     """
     if num_stages == 1:
         return (1,)
-    found = tuple(
-        m for m in range(num_stages, min(rows, MOST_MICROBATCHES_PER_STAGE * num_stages) + 1) if rows % m == 0
-    )
-    return found or (choose_num_microbatches(rows, num_stages, None, "1f1b"),)
+    most = min(rows, MOST_MICROBATCHES_PER_STAGE * num_stages)
+    found = tuple(m for m in range(num_stages, most + 1) if rows % m == 0 and _is_run_by(schedule, num_stages, m))
+    return found or (choose_num_microbatches(rows, num_stages, None, schedule),)
 
 
 def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, schedule: str) -> int:
@@ -145,8 +144,10 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
       (13 samples in 3 stages: 13 micro-batches instead of 1), because under 1F1B more micro-batches do
       not need more memory.
 
-    The result may still be below K (fewer samples than stages, a small request); the caller then runs
-    GPipe.
+    - An interleaved schedule runs rounds of equal size: with M // K rounds, only divisors that this number divides are
+      considered. All multiples of K and all numbers below 2 K are among them.
+
+    The result may still be below K (fewer samples than stages, a small request); 1F1B is then replaced by GPipe.
 
     Args:
         rows: Number of samples of the batch that one pipeline processes in one step, at least 1.
@@ -169,13 +170,17 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
         raise ValueError(f"num_microbatches is {requested}, but must be at least 1. Increase it, or set it to 'auto'.")
     if num_stages == 1:
         return 1
-    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+    divisors = [d for d in range(1, rows + 1) if rows % d == 0 and _is_run_by(schedule, num_stages, d)]
     if requested is not None:
         return max(d for d in divisors if d <= requested)
     chosen = max(d for d in divisors if d <= MICROBATCHES_PER_STAGE * num_stages)
     if not keeps_all and chosen < num_stages:
-        chosen = min((d for d in divisors if d >= num_stages), default=rows)
+        chosen = min((d for d in divisors if d >= num_stages), default=divisors[-1])
     return chosen
+
+
+def _is_run_by(schedule: str, num_stages: int, num_microbatches: int) -> bool:
+    return schedule_named(schedule).divides(num_stages, num_microbatches)
 
 
 def _check_split(costs: Sequence[float], num_stages: int) -> None:

@@ -7,13 +7,21 @@ A `PipelinePlan` is an immutable value, created by the planner and passed to eve
                 stage 0   stage 1   stage 2   stage 3
     replica 0   rank 0    rank 1    rank 2    rank 3
     replica 1   rank 4    rank 5    rank 6    rank 7
+
+A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
+its virtual stages. Stage s holds virtual stages s, s + K, s + 2 K, ...
+
+    K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12)
+
+    stage 0   units 0 1 2              units 6 7 8
+    stage 1              units 3 4 5              units 9 10 11
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from .partition import choose_num_microbatches, microbatch_candidates
@@ -45,7 +53,8 @@ class PipelinePlan:
         world_size: Number of ranks, K * R.
         pipeline_parallel_size: Number of stages K.
         data_parallel_size: Number of pipelines R.
-        stage_bounds: `(0, ..., L)`, length K + 1; stage s holds the units `[stage_bounds[s], stage_bounds[s + 1])`.
+        stage_bounds: `(0, ..., L)`, length V * K + 1; virtual stage i consists of the units
+            `[stage_bounds[i], stage_bounds[i + 1])`.
         schedule: name of the schedule.
         num_microbatches: Micro-batches per step and pipeline as requested by the user, or None to choose by the
             number of samples of each batch (`choose_num_microbatches`).
@@ -53,12 +62,14 @@ class PipelinePlan:
         num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
             optimizer state. A stage may consist of frozen units alone.
         num_cached_layers: c <= f; the outputs of the first c units are read from the activation cache, and these
-            units cost nothing. The first stage holds them all, for samples that are not in the cache.
+            units cost nothing. The first virtual stage holds them all, for samples that are not in the cache.
         rows_per_device: Samples of the global batch per rank; a pipeline's batch has K times as many.
         times: Measured times of the model's parts on a device, or None if nothing has been measured.
         plan_by: `"counts"`: choices between plans and between numbers of micro-batches go by counts (FLOPs, bytes,
             samples), which are the same in every run; `"times"`: by predictions from `times`.
         replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
+        virtual_pipeline_parallel_size: Virtual stages per stage as requested by the user; a plan has fewer
+            (`num_virtual_stages`) if there are too few units for so many.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -77,6 +88,7 @@ class PipelinePlan:
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
     plan_by: str = "counts"
     replica_sharding: str = "none"
+    virtual_pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.replica_sharding not in REPLICA_SHARDINGS:
@@ -91,17 +103,24 @@ class PipelinePlan:
                 f"data_parallel_size is {self.data_parallel_size}, but {self.world_size} ranks in pipelines of {k} "
                 f"form {self.world_size // k} pipelines. Set it to {self.world_size // k}."
             )
-        bounds = self.stage_bounds
+        schedule = schedule_named(self.schedule)
+        bounds, v = self.stage_bounds, self.virtual_pipeline_parallel_size
+        if v < 1 or (v > 1 and not schedule.is_interleaved):
+            raise ValueError(
+                f"virtual_pipeline_parallel_size is {v} and schedule is {self.schedule!r}, but only 'interleaved1f1b'"
+                " has more than 1 virtual stage per stage. Set virtual_pipeline_parallel_size to 1."
+            )
+        most = v if k > 1 else 1
         if (
-            len(bounds) != k + 1
+            not 1 <= self.num_virtual_stages <= most
+            or len(bounds) != self.num_virtual_stages * k + 1
             or (bounds[0], bounds[-1]) != (0, num_units)
             or any(b <= a for a, b in pairwise(bounds))
         ):
             raise ValueError(
-                f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k + 1} strictly increasing "
-                f"bounds from 0 to {num_units}. Use split_min_max(costs, {k})."
+                f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k * most + 1} strictly"
+                f" increasing bounds from 0 to {num_units}. Use split_min_max(costs, {k * most})."
             )
-        schedule_named(self.schedule)
         if self.plan_by not in PLAN_BY:
             raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(map(repr, PLAN_BY))}.")
         _check_num_microbatches(self.num_microbatches)
@@ -118,8 +137,8 @@ class PipelinePlan:
         if not 0 <= self.num_cached_layers <= min(self.num_frozen_layers, bounds[1]):
             raise ValueError(
                 f"num_cached_layers is {self.num_cached_layers}, but must be between 0 and num_frozen_layers"
-                f" ({self.num_frozen_layers}), and the first stage, which has {bounds[1]} units, must contain them"
-                " all."
+                f" ({self.num_frozen_layers}), and the first virtual stage, which has {bounds[1]} units, must contain"
+                " them all."
             )
 
     # -- stages and ranks ----------------------------------------------------------------------------------------
@@ -153,10 +172,29 @@ class PipelinePlan:
         """Whether the replicas of a stage divide the optimizer's state among them."""
         return self.replica_sharding != "none" and self.data_parallel_size > 1
 
-    def units_of(self, stage: int) -> range:
-        """Return the units that a stage holds."""
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of virtual stages per stage V; 1 if each stage is one contiguous range of units."""
+        return (len(self.stage_bounds) - 1) // self.pipeline_parallel_size
+
+    def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
+        """Return the indices of the virtual stages that a stage holds."""
         self._checked("stage", stage, self.pipeline_parallel_size)
-        return range(self.stage_bounds[stage], self.stage_bounds[stage + 1])
+        return tuple(range(stage, len(self.stage_bounds) - 1, self.pipeline_parallel_size))
+
+    def ranges_of(self, stage: int) -> tuple[range, ...]:
+        """Return the units of each of a stage's virtual stages."""
+        return tuple(range(*self.stage_bounds[index : index + 2]) for index in self.virtual_stages_of(stage))
+
+    def units_of(self, stage: int) -> tuple[int, ...]:
+        """Return the units that a stage holds."""
+        return tuple(unit for units in self.ranges_of(stage) for unit in units)
+
+    @property
+    def runs_as(self) -> str:
+        """Name of the schedule that runs: an interleaved one with one virtual stage is 1F1B."""
+        k = self.pipeline_parallel_size
+        return schedule_of_step(self.schedule, k, k, self.num_virtual_stages).name
 
     # -- micro-batches ---------------------------------------------------------------------------------------
 
@@ -184,8 +222,8 @@ class PipelinePlan:
         """
         k = self.pipeline_parallel_size
         if self.num_microbatches is not None or not self.goes_by_times or k == 1:
-            return (choose_num_microbatches(rows, k, self.num_microbatches, self.schedule),)
-        seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k)}
+            return (choose_num_microbatches(rows, k, self.num_microbatches, self.runs_as),)
+        seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k, self.runs_as)}
         best = min(seconds.values())
         return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
 
@@ -209,24 +247,35 @@ class PipelinePlan:
         _check_num_microbatches(num_microbatches)
         if self.times is None:
             raise ValueError("times is None, but a step can only be predicted from measured times. Pass times.")
-        stages = [self._stage_seconds(stage, rows / num_microbatches) for stage in range(self.pipeline_parallel_size)]
-        forward, backward = zip(*stages, strict=True)
-        timeline = simulate(forward, backward, num_microbatches, self.schedule)
-        return StepPrediction(num_microbatches, timeline, max(map(self._seconds_at_end, range(len(stages)))))
+        forward, backward = self.stage_seconds(rows / num_microbatches)
+        timeline = simulate(forward, backward, num_microbatches, self.schedule, self.num_virtual_stages)
+        at_end = max(self._seconds_at_end(stage) for stage in range(self.pipeline_parallel_size))
+        return StepPrediction(num_microbatches, timeline, at_end)
 
-    def _stage_seconds(self, stage: int, rows: float) -> tuple[float, float]:
-        """Return the forward and backward seconds of a micro-batch in a stage."""
+    def stage_seconds(self, rows: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the forward and the backward seconds of a micro-batch in each virtual stage, from measured times.
+
+        Args:
+            rows: Number of samples of the micro-batch.
+        """
+        seconds = [self._seconds_of(index, rows) for index in range(len(self.stage_bounds) - 1)]
+        forward, backward = zip(*seconds, strict=True)
+        return forward, backward
+
+    def _seconds_of(self, virtual_stage: int, rows: float) -> tuple[float, float]:
+        """Return the forward and backward seconds of a micro-batch in a virtual stage."""
         times = self.times
         assert times is not None
+        units = range(*self.stage_bounds[virtual_stage : virtual_stage + 2])
         forward, backward = times.prologue.forward.of(rows), 0.0
-        for unit in self.units_of(stage):
+        for unit in units:
             if unit >= self.num_cached_layers:
                 forward += times.units[unit].forward.of(rows)
             if unit >= self.num_frozen_layers:
                 backward += times.units[unit].backward.of(rows)
-        if stage == 0 and not self.num_frozen_layers:
+        if not units.start and not self.num_frozen_layers:
             backward += times.prologue.backward.of(rows)
-        if stage == self.pipeline_parallel_size - 1:
+        if units.stop == self.num_units:
             forward += times.head.forward.of(rows)
             backward += times.head.backward.of(rows)
         return forward, backward
@@ -246,12 +295,13 @@ class PipelinePlan:
 
     def _trainable_bytes(self, stage: int) -> int:
         # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
-        return min(sum(cost.trainable_bytes for cost in self._trained(stage)), self.parameter_bytes_of(stage))
+        trained = self._trained(self.units_of(stage))
+        return min(sum(cost.trainable_bytes for cost in trained), self.parameter_bytes_of(stage))
 
-    def _trained(self, stage: int) -> list[UnitCost | HeadCost]:
-        """Return the costs of the units that a stage trains; of a frozen last unit only the head's cost remains."""
+    def _trained(self, units: Sequence[int]) -> list[UnitCost | HeadCost]:
+        """Return the costs of those of the units that are trained; of a frozen last unit only the head's remains."""
         costs = self.unit_costs
-        return [costs[k] if k >= self.num_frozen_layers else costs[k].head for k in self.units_of(stage)]
+        return [costs[k] if k >= self.num_frozen_layers else costs[k].head for k in units]
 
     def forward_flops_of(self, stage: int) -> float:
         """Return the forward FLOPs of one sample in a stage."""
@@ -265,11 +315,23 @@ class PipelinePlan:
         return sum(parameters.values())
 
     def microbatches_in_flight(self, stage: int, num_microbatches: int) -> int:
-        """Return the number of micro-batches whose activations a stage keeps at once."""
+        """Return the number of micro-batches whose activations a stage keeps at once, summed over virtual stages."""
+        return self._largest_kept(stage, num_microbatches, [1] * self.num_virtual_stages)
+
+    def _largest_kept(self, stage: int, num_microbatches: int, per_forward: Sequence[int]) -> int:
+        """Return the largest sum of what a stage keeps from its forwards until their backwards.
+
+        Args:
+            stage: Index of the stage.
+            num_microbatches: M.
+            per_forward: What a micro-batch's forward adds to the sum in each of its virtual stages. `[V]`
+        """
         self._checked("stage", stage, self.pipeline_parallel_size)
         _check_num_microbatches(num_microbatches)
-        k = self.pipeline_parallel_size
-        return schedule_of_step(self.schedule, k, num_microbatches).warm_up(stage, k, num_microbatches)
+        k, m, v = self.pipeline_parallel_size, num_microbatches, self.num_virtual_stages
+        work = schedule_of_step(self.schedule, k, m, v).order_of_work(stage, k, m, v)
+        changes = (per_forward[part] if kind == "forward" else -per_forward[part] for kind, part, _ in work)
+        return max(accumulate(changes))
 
     def stage_bytes(
         self,
@@ -307,13 +369,11 @@ class PipelinePlan:
                 f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
             )
         trainable = self._trainable_bytes(stage)
-        rows_in_flight = self.microbatches_in_flight(stage, num_microbatches) * rows // num_microbatches
-        activations = sum(cost.activation_bytes for cost in self._trained(stage)) * rows_in_flight
-        received = 0
-        if stage > 0:
-            received += self.unit_costs[self.stage_bounds[stage] - 1].boundary_bytes * rows
-        if stage < self.pipeline_parallel_size - 1:
-            received += self.unit_costs[self.stage_bounds[stage + 1] - 1].boundary_bytes * rows
+        ranges, rows_at_once = self.ranges_of(stage), rows // num_microbatches
+        per_forward = [sum(cost.activation_bytes for cost in self._trained(units)) * rows_at_once for units in ranges]
+        activations = self._largest_kept(stage, num_microbatches, per_forward)
+        boundaries = [bound for units in ranges for bound in (units.start, units.stop) if 0 < bound < self.num_units]
+        received = sum(self.unit_costs[bound - 1].boundary_bytes for bound in boundaries) * rows
         replicas = self.data_parallel_size if self.shards_optimizer else 1
         state = round(trainable * (1 + optimizer_bytes_per_parameter_byte / replicas))
         return self.parameter_bytes_of(stage) + state + activations + received
@@ -330,8 +390,8 @@ class PipelinePlan:
             table.append(
                 (
                     str(stage),
-                    f"{units.start}-{units.stop - 1}" if len(units) > 1 else str(units.start),
-                    self.unit_costs[units.start].name,
+                    " ".join(map(_named, self.ranges_of(stage))),
+                    self.unit_costs[units[0]].name,
                     f"{self.parameter_bytes_of(stage) / MIB:,.1f}",
                     f"{self.stage_bytes(stage, rows=rows, num_microbatches=m) / MIB:,.1f}",
                     "-" if share is None else f"{share:.1f}",
@@ -351,13 +411,15 @@ class PipelinePlan:
         k = self.pipeline_parallel_size
         words = [f"{rows} row{_s(rows)} a pipeline and step"]
         if k > 1:
-            words.append(f"schedule {self.schedule} with {m} micro-batch{'' if m == 1 else 'es'}")
+            virtual = f", {self.num_virtual_stages} virtual stages per stage" if self.num_virtual_stages > 1 else ""
+            words.append(f"schedule {self.runs_as} with {m} micro-batch{'' if m == 1 else 'es'}{virtual}")
         if self.times is not None:
             prediction = self.predict(rows, m)
             bubble = f" (bubble {100 * prediction.timeline.bubble:.1f} %)" if k > 1 else ""
             words.append(f"predicted {prediction.seconds:.3g} s{bubble}")
         elif k > 1:
-            words.append(f"bubble {100 * (k - 1) / (m + k - 1):.1f} % if stages are equal")
+            passes = m * self.num_virtual_stages
+            words.append(f"bubble {100 * (k - 1) / (passes + k - 1):.1f} % if stages are equal")
         return "; ".join(words)
 
     @staticmethod
@@ -447,6 +509,10 @@ def _check_num_microbatches(num_microbatches: int | None) -> None:
         raise ValueError(
             f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
         )
+
+
+def _named(units: range) -> str:
+    return f"{units.start}-{units.stop - 1}" if len(units) > 1 else str(units.start)
 
 
 def _s(number: int) -> str:

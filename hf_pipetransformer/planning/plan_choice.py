@@ -44,6 +44,7 @@ def make_plan(
     plan_by: str = "counts",
     split: str = "min-max",
     replica_sharding: str = "none",
+    virtual_pipeline_parallel_size: int = 1,
 ) -> PipelinePlan:
     """Make the plan: choose K if that is requested, and split the units by their cost in a step.
 
@@ -66,6 +67,8 @@ def make_plan(
         split: `"min-max"`: exact, by FLOPs, which are the same in every run; `"timed"`: exact, by `times`;
             `"greedy"`: the paper's algorithm 1.
         replica_sharding: what the replicas of a stage divide among them.
+        virtual_pipeline_parallel_size: Virtual stages per stage V of an interleaved schedule, if there are units for
+            so many.
 
     Raises:
         ValueError: If K does not divide the world size or exceeds the number of units, a number is too small, a name
@@ -88,6 +91,7 @@ def make_plan(
         times=times,
         plan_by=plan_by,
         replica_sharding=replica_sharding,
+        virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
     )
     if pipeline_parallel_size != "auto":
         return _with_stages(whole, pipeline_parallel_size, split)
@@ -179,13 +183,18 @@ def largest_bytes_with_whole_model(plan: PipelinePlan, model_bytes: int) -> int:
 
 
 def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
-    """Return the plan with K stages, split anew."""
+    """Return the plan with K stages, split anew.
+
+    Each stage has as many virtual stages as requested, or as many as the units that are not cached allow.
+    """
     check_pipeline_size(plan.world_size, k, plan.num_units)
+    left = (plan.num_units - plan.num_cached_layers) // k
+    v = max(1, min(plan.virtual_pipeline_parallel_size, left)) if k > 1 else 1
     costs_of, split_at = SPLITS[split]
     costs = costs_of(plan, k)
-    # the first stage holds all cached units; if too few units are left for the others, fewer count as cached
-    first = min(plan.num_cached_layers, plan.num_units - k)
-    bounds = split_at(costs[first:], k)
+    # the first virtual stage holds all cached units; if too few units are left for the others, fewer count as cached
+    first = min(plan.num_cached_layers, plan.num_units - k * v)
+    bounds = split_at(costs[first:], k * v)
     return replace(
         plan,
         pipeline_parallel_size=k,

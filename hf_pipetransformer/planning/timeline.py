@@ -9,18 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .schedules import schedule_of_step
+from .schedules import Work, schedule_of_step
 
 
 @dataclass(frozen=True)
 class Span:
-    """The time that one stage spends on one micro-batch, in seconds from the start of the step."""
+    """The time that one stage spends on one micro-batch, in seconds from the start of the step.
+
+    Attributes:
+        part: which of the stage's virtual stages works; 0 if it has only one.
+    """
 
     stage: int
     kind: Literal["forward", "backward"]
     micro_batch: int
     start: float
     end: float
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,37 +49,41 @@ class Timeline:
 
 
 def simulate(
-    forward: Sequence[float], backward: Sequence[float], num_microbatches: int, schedule: str = "1f1b"
+    forward: Sequence[float],
+    backward: Sequence[float],
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    num_virtual_stages: int = 1,
 ) -> Timeline:
     """Simulate one step of a pipeline whose messages take no time.
 
     Args:
-        forward: seconds of one micro-batch's forward in each stage. `[K]`
-        backward: seconds of one micro-batch's backward in each stage; 0 for a stage without backward, because it and
-            all stages before it are frozen. `[K]`
+        forward: seconds of one micro-batch's forward in each virtual stage, in the model's order. `[V * K]`
+        backward: seconds of one micro-batch's backward in each virtual stage; 0 for one without backward, because it
+            and all before it are frozen. `[V * K]`
         num_microbatches: M.
         schedule: name of the schedule.
+        num_virtual_stages: virtual stages per stage V.
     """
-    k = len(forward)
-    order = schedule_of_step(schedule, k, num_microbatches)
-    work = [order.order_of_work(stage, k, num_microbatches) for stage in range(k)]
-    done: dict[tuple[str, int, int], float] = {}
+    last, k = len(forward) - 1, len(forward) // num_virtual_stages
+    order = schedule_of_step(schedule, k, num_microbatches, num_virtual_stages)
+    work = [order.order_of_work(stage, k, num_microbatches, num_virtual_stages) for stage in range(k)]
+    done: dict[Work, float] = {}  # here, `Work.part` counts the virtual stages of all stages
     free = [0.0] * k
     spans: list[Span] = []
     while any(work):
         for stage in range(k):
             while work[stage]:
-                kind, i = work[stage][0]
-                source = stage - 1 if kind == "forward" else stage + 1
-                has_source = 0 <= source < k and (kind == "forward" or backward[stage] > 0)
-                if has_source and (kind, source, i) not in done:
+                kind, part, i = work[stage][0]
+                here = stage + part * k
+                source = Work(kind, here - 1 if kind == "forward" else here + 1, i)
+                has_source = 0 <= source.part <= last and (kind == "forward" or backward[here] > 0)
+                if has_source and source not in done:
                     break
-                start = max(free[stage], done[kind, source, i] if has_source else 0.0)
-                end = start + (forward if kind == "forward" else backward)[stage]
-                free[stage] = done[kind, stage, i] = end
-                if kind == "forward":
-                    spans.append(Span(stage, "forward", i, start, end))
-                elif backward[stage] > 0:
-                    spans.append(Span(stage, "backward", i, start, end))
+                start = max(free[stage], done[source] if has_source else 0.0)
+                end = start + (forward if kind == "forward" else backward)[here]
+                free[stage] = done[Work(kind, here, i)] = end
+                if kind == "forward" or backward[here] > 0:
+                    spans.append(Span(stage, kind, i, start, end, part))
                 work[stage].pop(0)
     return Timeline(tuple(sorted(spans, key=lambda span: (span.stage, span.start))), max(free))

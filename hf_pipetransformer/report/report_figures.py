@@ -422,7 +422,8 @@ class _Step:
         if prediction is None:
             return None
         m = prediction["num_microbatches"]
-        timeline = simulate(prediction["forward"], prediction["backward"], m, layout.event["predicted"]["schedule"])
+        schedule, forward = layout.event["predicted"]["schedule"], prediction["forward"]
+        timeline = simulate(forward, prediction["backward"], m, schedule, len(forward) // layout.num_stages)
         names = list(map(str, range(m)))
         return cls(layout, timeline, "micro-batch", names, prediction["seconds"], prediction["end"])
 
@@ -508,6 +509,7 @@ def _title_of_step(step: _Step) -> str:
 def _add_step(figure: go.Figure, step: _Step, row: int, shows_legend: bool) -> None:
     timeline = step.timeline
     stages = [f"stage {stage}" for stage in range(step.layout.num_stages)]
+    is_interleaved = any(span.part for span in timeline.spans)
 
     def add(label: str, color: str, **bars: Any) -> None:
         marker = {"color": color, "line": {"color": "white", "width": 1}, **bars.pop("marker", {})}
@@ -535,6 +537,7 @@ def _add_step(figure: go.Figure, step: _Step, row: int, shows_legend: bool) -> N
     for kind, color in (("forward", BLUE), ("backward", ORANGE)):
         spans = [span for span in timeline.spans if span.kind == kind]
         names = [step.names[span.micro_batch] for span in spans]
+        virtual = [f", part {span.part + 1} of its layers" if is_interleaved else "" for span in spans]
         add(
             kind,
             color,
@@ -547,7 +550,7 @@ def _add_step(figure: go.Figure, step: _Step, row: int, shows_legend: bool) -> N
             textangle=0,
             constraintext="none",
             textfont={"color": "white", "size": 10},
-            customdata=names,
+            customdata=[name + part for name, part in zip(names, virtual, strict=True)],
             hovertemplate=f"{kind} of {step.unit} %{{customdata}}: %{{x:.3g}} ms<extra></extra>",
         )
     add(
@@ -609,7 +612,8 @@ def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts that had steps, each once, since a resumed training starts with the layout that it had."""
     found: dict[tuple[Any, ...], Layout] = {}
     for layout in layouts:
-        key = (*layout.event["stage_bounds"], layout.num_frozen, layout.num_cached, layout.num_microbatches)
+        split = (layout.num_stages, *layout.event["stage_bounds"])  # of one or of several virtual stages each
+        key = (*split, layout.num_frozen, layout.num_cached, layout.num_microbatches)
         if layout.last_step > layout.first_step and (key not in found or found[key].usage is None):
             found[key] = layout
     return list(found.values())

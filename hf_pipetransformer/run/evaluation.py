@@ -206,13 +206,13 @@ def predict(
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None
             if pipeline.cache is not None and not pipeline.stack.runner.takes_batch:
-                with pipeline.stage.running_to_the_end([], {}):
+                with pipeline.stage.last.running_to_the_end([], {}):
                     return stock(job.model, inputs)
             if keys is None or not keys.inputs.are(inputs, job.not_in_keys):
                 return stock(job.model, inputs)
             # `stock` prepares the inputs; here they are only moved to the device
             moved = {**job.to_device(inputs), KEYS_NAME: keys.tensor}
-            with pipeline.stage.running_to_the_end([], moved) as batch:
+            with pipeline.stage.last.running_to_the_end([], moved) as batch:
                 return stock(job.model, batch)
 
 

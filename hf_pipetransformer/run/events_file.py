@@ -33,6 +33,7 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
         "pipeline_parallel_size": plan.pipeline_parallel_size,
         "data_parallel_size": plan.data_parallel_size,
         "num_microbatches": plan.num_microbatches_for(plan.rows_per_pipeline),
+        "num_virtual_stages": plan.num_virtual_stages,
         "stage_bounds": list(plan.stage_bounds),
     }
 
@@ -44,8 +45,8 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
         A dict with "memory_bytes", the bytes of each stage without the memory of torch and Python themselves; and
         "steps", which is empty unless the model's units have been timed. It has an entry for each number of
         micro-batches M that may be tried, the most promising first: seconds of a micro-batch's forward and backward
-        in each stage, and of the work after the pipeline (gradient reduction and optimizer). It also has the plan's
-        "schedule" and "rows_per_pipeline".
+        in each virtual stage, and of the work after the pipeline (gradient reduction and optimizer). It also has the
+        "schedule" that runs and "rows_per_pipeline".
     """
     rows = plan.rows_per_pipeline
     stages = range(plan.pipeline_parallel_size)
@@ -54,18 +55,17 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
     steps = []
     for m in plan.promising_microbatches(rows, within=WORTH_A_TRIAL) if plan.times is not None else ():
         prediction = plan.predict(rows, m)
-        spans = prediction.timeline.spans
-        lasting = {(span.kind, span.stage): span.end - span.start for span in spans}
+        forward, backward = plan.stage_seconds(rows / m)
         steps.append(
             {
                 "num_microbatches": m,
-                "forward": [round(lasting.get(("forward", stage), 0.0), 9) for stage in stages],
-                "backward": [round(lasting.get(("backward", stage), 0.0), 9) for stage in stages],
+                "forward": [round(seconds, 9) for seconds in forward],
+                "backward": [round(seconds, 9) for seconds in backward],
                 "end": round(prediction.seconds_at_end, 9),
                 "seconds": round(prediction.seconds, 9),
             }
         )
-    return {"schedule": plan.schedule, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
+    return {"schedule": plan.runs_as, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
 
 
 def record(

@@ -48,6 +48,7 @@ class Planner:
             args.num_microbatches,
             args.plan_by,
             args.replica_sharding,
+            args.num_virtual_stages,
         )
         self.first = self._policy.first(unit_costs, mesh.world_size, times)
         """The plan with which training begins."""
@@ -74,7 +75,9 @@ class Planner:
                 args.per_device_train_batch_size,
                 args.elastic,
                 args.plan_by,
+                args.num_virtual_stages,
             ],
+            "stages": plan.pipeline_parallel_size,
             "bounds": list(plan.stage_bounds),
             "num_frozen": plan.num_frozen_layers,
             "num_cached": plan.num_cached_layers,
@@ -95,8 +98,8 @@ class Planner:
             return None
         plan = replace(
             self.first,
-            pipeline_parallel_size=len(bounds) - 1,
-            data_parallel_size=self.first.world_size // (len(bounds) - 1),
+            pipeline_parallel_size=facts["stages"],
+            data_parallel_size=self.first.world_size // facts["stages"],
             stage_bounds=bounds,
             num_frozen_layers=facts["num_frozen"],
             num_cached_layers=facts["num_cached"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
@@ -32,7 +31,7 @@ class NotComputed:
 def describe_layout(plan: PipelinePlan) -> str:
     """K x R in words: "2 stages (2+4 layers) x 1 replica"."""
     k, r = plan.pipeline_parallel_size, plan.data_parallel_size
-    sizes = "+".join(str(stop - start) for start, stop in pairwise(plan.stage_bounds))
+    sizes = "+".join(str(len(plan.units_of(stage))) for stage in range(k))
     return f"{_many(k, 'stage')} ({sizes} {'layer' if sizes == '1' else 'layers'}) x {_many(r, 'replica')}"
 
 

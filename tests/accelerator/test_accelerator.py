@@ -77,6 +77,9 @@ WAYS = {
         (forwards(4), forwards(4, from_device=1)),
         options={**FREEZING, "activation_cache": "on"},
     ),
+    "two-stages-interleaved": Way(
+        2, (forwards(8), forwards(8, from_device=1)), options={"pipeline_schedule": "interleaved1f1b"}
+    ),
     # the items of the prepared batch are counted, which `_prepare_inputs` may have changed
     "two-replicas": Way(1, 2 * (forwards(1, from_device=1),), replicas=2),
     "two-replicas-cached": Way(
@@ -196,7 +199,9 @@ def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
         assert found == most, f"rank {rank}: {found}\n{sites}"
 
 
-@pytest.mark.parametrize("name", ["cached", "two-stages-cached", "two-replicas-cached", "sliced"])
+@pytest.mark.parametrize(
+    "name", ["cached", "two-stages-cached", "two-stages-interleaved", "two-replicas-cached", "sliced"]
+)
 def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
     way = WAYS[name]
     options = {**QUIET, **way.options, "use_cpu": True}

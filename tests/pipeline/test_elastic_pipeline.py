@@ -92,6 +92,7 @@ def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> 
             num_frozen_layers=num_frozen,
             num_cached_layers=num_cached,
             replica_sharding=plan.replica_sharding,
+            virtual_pipeline_parallel_size=plan.virtual_pipeline_parallel_size,
         )
 
     with_plans(trainer, plan_after_freezing)

@@ -16,17 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.micro_batch import Batch, slice_rows
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.pipeline.messages import PipelineMessages
 from hf_pipetransformer.pipeline.schedule import KEPT_SCHEDULES, PipelineScheduler
-from hf_pipetransformer.pipeline.stage import ShapeBook, StageModule
+from hf_pipetransformer.pipeline.stage import ShapeBook
+from hf_pipetransformer.pipeline.virtual_stages import VirtualStages
+from hf_pipetransformer.planning.schedules import schedule_named
 
 ZOO_MODEL = MODELS["bert-classification"]  # four units and no shared parameter
 TOLERANCE = 1e-5
 
 
 class Pipeline:
-    """This rank's stage of K, with the schedule that drives it. The loss of a micro-batch is its mean / M."""
+    """This rank's part of K x V stages, and the schedule that drives it. A micro-batch's loss is its mean / M."""
 
-    def __init__(self, stages: int, schedule: str, frozen_units: int = 0) -> None:
+    def __init__(self, stages: int, schedule: str, frozen_units: int = 0, virtual: int = 1) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         mesh = ProcessMesh(timedelta(seconds=60))
@@ -38,24 +41,17 @@ class Pipeline:
         stack.runner.install()
         self.stack, self.num_stages, self.num_microbatches = stack, stages, 1
         self.index, self.replica = mesh.rank % stages, mesh.rank // stages
-        units = stack.num_units // stages
-        self.stage = StageModule(
-            stack, self.index * units, (self.index + 1) * units, self.loss_of, torch.device("cpu")
-        )
-        module: nn.Module = self.stage
+        units = stack.num_units // (stages * virtual)
+        ranges = [range(i * units, (i + 1) * units) for i in range(self.index, stages * virtual, stages)]
+        self.stage = VirtualStages(stack, ranges, self.loss_of, torch.device("cpu"))
+        modules: list[nn.Module] = list(self.stage.stages)
         if groups.replicas is not None:
-            module = DistributedDataParallel(self.stage, process_group=groups.replicas, init_sync=False)
-
-        def receive() -> tuple:
-            box = [None]
-            dist.recv_object_list(box, src=mesh.rank - 1, group=groups.pipeline_control)
-            return box[0]
-
-        def send(shapes: tuple) -> None:
-            dist.send_object_list([shapes], dst=mesh.rank + 1, group=groups.pipeline_control)
-
-        book = ShapeBook(self.stage, receive, send)
-        self.scheduler = PipelineScheduler(self.stage, module, self.index, stages, groups.pipeline, book, schedule)
+            modules = [DistributedDataParallel(self.stage.first, process_group=groups.replicas, init_sync=False)]
+        ranks = range(self.replica * stages, (self.replica + 1) * stages)
+        control = groups.pipeline_control
+        messages = PipelineMessages(ranks, self.index, groups.pipeline, control, torch.device("cpu"))
+        books = [ShapeBook(stage, messages.receive_shapes, messages.send_shapes) for stage in self.stage.stages]
+        self.scheduler = PipelineScheduler(self.stage, modules, self.index, stages, groups.pipeline, books, schedule)
 
     def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         return model(**micro_batch).loss / self.num_microbatches
@@ -131,6 +127,30 @@ def changing_shapes(rank, world_size, schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", *slow("gpipe")])
 def test_shapes_that_change_between_steps(schedule):
     assert run_ranks(changing_shapes, 4, schedule) == [KEPT_SCHEDULES] * 4
+
+
+def interleaved(rank, world_size, frozen_units):
+    """2 processes with two stages each; batches that change their shape, and every number of micro-batches."""
+    pipeline, schedule = Pipeline(2, "interleaved1f1b", frozen_units, virtual=2), schedule_named("interleaved1f1b")
+    frozen = tuple(pipeline.stack.owned(0, frozen_units))
+    expected = uncut_gradients(batch_of(12), frozen=frozen)
+    for count in (1, 2, 3, 4, 6, 12):
+        pipeline.step(batch_of(12), count)
+        assert_equal(pipeline.take_gradients(), expected)
+        built = next(reversed(pipeline.scheduler._built.values()))[1]
+        of_torch = [str(action) for action in built.pipeline_order[rank] if action is not None]
+        order = schedule.order_of_work(rank, 2, count, 2)
+        assert of_torch == [f"{rank + 2 * part}{kind[0].upper()}{i}" for kind, part, i in order]
+    pipeline.step(batch_of(8, 5), 4)
+    pipeline.step(batch_of(4, 6), 2)
+    together = uncut_gradients(batch_of(8, 5), batch_of(4, 6), frozen=frozen)
+    assert_equal(pipeline.take_gradients(), together)
+    return type(built).__name__
+
+
+@pytest.mark.parametrize("frozen_units", [0, *slow(1, 3)])
+def test_gradients_of_an_interleaved_schedule(frozen_units):
+    assert run_ranks(interleaved, 2, frozen_units) == ["ScheduleInterleaved1F1B"] * 2
 
 
 def frozen_stages(rank, world_size, schedule, frozen_units):

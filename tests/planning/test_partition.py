@@ -116,6 +116,11 @@ def test_split_refuses_impossible_costs(cost: float) -> None:
         (1, 2, None, "1f1b", 1),
         (32, 1, None, "1f1b", 1),  # one stage needs no micro-batches
         (32, 1, 8, "gpipe", 1),
+        (32, 4, None, "interleaved1f1b", 8),
+        (18, 4, None, "interleaved1f1b", 6),  # 9 would be two rounds of 4.5
+        (9, 4, None, "interleaved1f1b", 3),
+        (18, 4, 9, "interleaved1f1b", 6),
+        (13, 3, None, "interleaved1f1b", 1),
     ],
 )
 def test_choose_num_microbatches(
@@ -166,6 +171,8 @@ def test_greedy_is_never_better_than_exact(costs: list[int], k: int) -> None:
 
 def test_candidates_are_divisors_from_one_to_six_per_stage() -> None:
     assert microbatch_candidates(24, 2) == (2, 3, 4, 6, 8, 12)
+    assert microbatch_candidates(24, 2, "interleaved1f1b") == (2, 3, 4, 6, 8, 12)
+    assert microbatch_candidates(20, 4, "interleaved1f1b") == (4, 5, 10, 20)
     assert microbatch_candidates(24, 1) == (1,)
     assert microbatch_candidates(3, 4) == (3,)  # fewer rows than stages
     assert microbatch_candidates(29, 4) == (29,)  # prime: the rule's

@@ -58,6 +58,31 @@ def test_ranks_are_laid_out_as_drawn() -> None:
     assert [list(plan.units_of(s)) for s in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def interleaved(k: int, v: int, **changes: Any) -> PipelinePlan:
+    return plan_of(k, schedule="interleaved1f1b", virtual_pipeline_parallel_size=v, **changes)
+
+
+def test_virtual_stages_are_laid_out_as_drawn() -> None:
+    """Stage 0 has units 0 1 and 4 5, stage 1 the others."""
+    plan = interleaved(2, 2)
+    assert (plan.stage_bounds, plan.num_virtual_stages) == ((0, 2, 4, 6, 8), 2)
+    assert [plan.virtual_stages_of(s) for s in range(2)] == [(0, 2), (1, 3)]
+    assert [plan.ranges_of(s) for s in range(2)] == [(range(2), range(4, 6)), (range(2, 4), range(6, 8))]
+    assert [plan.units_of(s) for s in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert "0-1 4-5" in str(plan)
+    assert "schedule interleaved1f1b with 4 micro-batches, 2 virtual stages per stage" in str(plan)
+    assert "bubble 11.1 %" in str(plan)
+
+
+def test_bounds_must_fit_the_virtual_stages() -> None:
+    plan = interleaved(2, 2)
+    for bounds in [(0, 2, 4, 8), (0, 1, 2, 3, 4, 5, 8)]:  # not a multiple of K, and more than requested
+        with pytest.raises(ValueError, match="2 stages of 8 units need 5"):
+            dataclasses.replace(plan, stage_bounds=bounds)
+    with pytest.raises(ValueError, match="virtual_pipeline_parallel_size is 2 and schedule is '1f1b'"):
+        dataclasses.replace(plan, schedule="1f1b")
+
+
 def test_plan_is_a_value() -> None:
     assert plan_of(4) == plan_of(4)
     assert hash(plan_of(4)) == hash(plan_of(4))
@@ -114,6 +139,17 @@ def test_split_follows_the_flops() -> None:
 def test_microbatches_in_flight(schedule: str, m: int, in_flight: list[int]) -> None:
     plan = plan_of(4, schedule=schedule)
     assert [plan.microbatches_in_flight(stage, m) for stage in range(4)] == in_flight
+
+
+def test_activations_of_an_interleaved_schedule() -> None:
+    """Stage 0 keeps at most 5 forwards before its first backward (`F0 F1 f0 f1 F2`), stage 1 keeps 3."""
+    assert [interleaved(2, 2).microbatches_in_flight(stage, 4) for stage in range(2)] == [5, 3]
+    units = tuple(unit(i, activation_bytes=10 ** (i // 2), boundary_bytes=10_000, trainable_bytes=0) for i in range(8))
+    plan = interleaved(2, 2, world_size=2, units=units)
+    # virtual stages keep 2, 20, 200 and 2000 bytes of a micro-batch; stage 0 receives at three boundaries
+    weights, received = 4 * 100, 8 * 10_000
+    assert plan.stage_bytes(0, rows=8, num_microbatches=8) == weights + 3 * received + 3 * 2 + 2 * 200
+    assert plan.stage_bytes(1, rows=8, num_microbatches=8) == weights + 3 * received + 2 * 20 + 1 * 2000
 
 
 def test_stage_bytes_adds_up() -> None:

@@ -172,6 +172,33 @@ def test_a_pipeline_too_long_for_what_is_left_counts_fewer_as_cached() -> None:
     assert (plan.stage_bounds, plan.num_cached_layers) == ((0, 5, 6, 7, 8), 4)
 
 
+@pytest.mark.parametrize(
+    ("k", "wanted", "frozen", "cached", "bounds"),
+    [
+        (2, 3, 0, 0, (0, 1, 2, 3, 4, 6, 8)),
+        (2, 5, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),  # as many as there are units for
+        (4, 3, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),
+        (1, 3, 0, 0, (0, 8)),  # one stage has one part
+        (2, 2, 4, 4, (0, 5, 6, 7, 8)),  # the first virtual stage has all cached units
+        (2, 2, 5, 5, (0, 6, 8)),  # 1F1B rather than fewer cached units
+    ],
+)
+def test_number_of_virtual_stages(k: int, wanted: int, frozen: int, cached: int, bounds: tuple[int, ...]) -> None:
+    options = {"schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": wanted}
+    plan = plan_of(k, num_frozen_layers=frozen, num_cached_layers=cached, **options)
+    assert (plan.stage_bounds, plan.num_cached_layers) == (bounds, cached)
+    assert plan.runs_as == ("interleaved1f1b" if plan.num_virtual_stages > 1 else "1f1b")
+
+
+def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
+    """4 stages of 8 units have 2 each; the request for 3 is fulfilled with 2 stages."""
+    options = {"schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 3}
+    plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, **options)
+    shorter = replan(plan, 1, 10**9, compression="halve")
+    assert (plan.num_virtual_stages, shorter.num_virtual_stages) == (2, 1)  # halved twice: one stage
+    assert replan(plan, 1, largest_stage_bytes(plan) * 2, compression="halve").num_virtual_stages == 3
+
+
 def test_cached_layers_are_not_in_the_prediction() -> None:
     plan = plan_of(1, world_size=1, times=times_of(8), num_frozen_layers=5)
     assert replan(plan, 5, 0, num_cached_layers=5).predict(4, 1).seconds == 4 * 3 * 3

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from hf_pipetransformer.planning.schedules import SCHEDULES, schedule_named, schedule_of_step
 
 
-def drawn(name: str, stage: int, num_stages: int, num_microbatches: int) -> str:
-    order = schedule_of_step(name, num_stages, num_microbatches).order_of_work(stage, num_stages, num_microbatches)
-    return " ".join(f"{kind[0].upper()}{i}" for kind, i in order)
+def drawn(name: str, stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> str:
+    """F and B: the passes of the stage's first virtual stage; f and b: those of its second one."""
+    schedule = schedule_of_step(name, num_stages, num_microbatches, num_virtual_stages)
+    order = schedule.order_of_work(stage, num_stages, num_microbatches, num_virtual_stages)
+    return " ".join(f"{kind[0].lower() if part else kind[0].upper()}{i}" for kind, part, i in order)
 
 
 def test_order_is_as_drawn() -> None:
@@ -21,6 +23,17 @@ def test_order_is_as_drawn() -> None:
         "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
     ]
     assert drawn("1f1b", 0, 4, 3) == drawn("gpipe", 0, 4, 3)  # fewer micro-batches than stages
+    assert [drawn("interleaved1f1b", stage, 2, 4, 2) for stage in range(2)] == [
+        "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3",
+        "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3",
+    ]
+    assert drawn("interleaved1f1b", 0, 2, 3) == drawn("1f1b", 0, 2, 3)  # one virtual stage per stage
+
+
+def test_rounds_of_an_interleaved_schedule_have_equal_sizes() -> None:
+    interleaved = schedule_named("interleaved1f1b")
+    assert [m for m in range(1, 13) if interleaved.divides(4, m)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+    assert all(schedule_named("1f1b").divides(4, m) for m in range(1, 13))
 
 
 def test_unknown_names_are_refused() -> None:
@@ -29,4 +42,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_torch_runs_every_schedule() -> None:
-    assert all(issubclass(get_schedule_class(name), PipelineScheduleSingle) for name in SCHEDULES)
+    """The order of an interleaved schedule is compared with torch's in `pipeline/test_schedule.py`."""
+    for name, schedule in SCHEDULES.items():
+        kind = PipelineScheduleMulti if schedule.is_interleaved else PipelineScheduleSingle
+        assert issubclass(get_schedule_class(name), kind)

@@ -16,6 +16,15 @@ def test_equal_stages_take_the_closed_form(k: int, m: int, schedule: str) -> Non
     assert timeline.bubble == pytest.approx((k - 1) / (m + k - 1))
 
 
+@pytest.mark.parametrize(("k", "v", "rounds"), list(itertools.product((2, 4), (2, 3), (1, 2, 3))))
+def test_virtual_stages_shorten_the_bubble(k: int, v: int, rounds: int) -> None:
+    """The same work in V parts per stage: the bubble is (K - 1) / (V M + K - 1)."""
+    m = k * rounds
+    timeline = simulate([1.0 / v] * k * v, [2.0 / v] * k * v, m, "interleaved1f1b", v)
+    assert timeline.bubble == pytest.approx((k - 1) / (v * m + k - 1))
+    assert timeline.seconds == pytest.approx(3 * (m + (k - 1) / v))
+
+
 def test_one_slow_stage_sets_the_pace() -> None:
     timeline = simulate([1.0, 2.0], [2.0, 4.0], 10)
     assert timeline.seconds == 10 * 6 + 1 + 2  # the slow stage, its first input, and the fast stage's last backward
