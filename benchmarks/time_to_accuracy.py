@@ -43,6 +43,8 @@ HEAD = 5.0
 """The head, which starts at random, has a learning rate larger by this factor."""
 HEAD_EPOCHS = 10
 """Epochs of the recipe `head-first` in which the head trains alone, over the cached output of the last layer."""
+MOST_EPOCHS = 60
+"""Where all layers are frozen and cached at last, any number of epochs would be within a budget."""
 LORA_RANK, LORA_ALPHA = 8, 16.0
 
 
@@ -75,7 +77,7 @@ class Recipe:
 
 
 def _longest(budget: float, layers: int, frozen_at: Callable[[float, float], int]) -> float:
-    """The most epochs, in quarters, within a budget.
+    """The most epochs, in quarters and at most `MOST_EPOCHS`, within a budget.
 
     Args:
         budget: in plain epochs.
@@ -92,7 +94,7 @@ def _longest(budget: float, layers: int, frozen_at: Callable[[float, float], int
         return total
 
     epochs = 0.25
-    while cost(epochs + 0.25) <= budget + 1e-9:
+    while epochs < MOST_EPOCHS and cost(epochs + 0.25) <= budget + 1e-9:
         epochs += 0.25
     return epochs
 

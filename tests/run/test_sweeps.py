@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from cached_runs import trainer_of
 from distributed import run_ranks
 from torch.utils.data import Subset
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, when_it_ends
-from transformers import hyperparameter_search, trainer_callback
+from transformers import hyperparameter_search, integrations
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerTrainer
@@ -121,7 +123,8 @@ def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any
     activation_cache.PENDING_BATCHES = 1000
     search = Trials()
     hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.WANDB] = lambda: search
-    trainer_callback.hp_params = dict  # which knows a dictionary only where its backend is installed
+    integrations.hp_params = dict  # the stock one knows a dictionary only where its backend is installed
+    sys.modules["wandb"] = SimpleNamespace(run=SimpleNamespace(id="0"))  # names the folder of a trial
     made = pipeline_trainer(RUN, 1, folder, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
     trainer = PipeTransformerTrainer(
         args=made.args,
