@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import re
 import shlex
@@ -95,21 +96,21 @@ def test_the_readme_is_short() -> None:
 
 
 def example(rank: int, world_size: int, code: str, folder: str) -> None:
+    logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)  # as in any script (`distributed`)
     os.chdir(folder)
     exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
 def test_the_example_prints_what_the_readme_shows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """But for measured numbers, and for layouts that follow from them."""
+    """But for measured numbers, and for what follows from them."""
     (code,) = blocks(ROOT / "README.md", "python")
     (output,) = blocks(ROOT / "README.md", "console")
     run_ranks(example, 2, code, str(tmp_path), timeout=240)
-    printed = capfd.readouterr().out
-    for line in output.splitlines()[:4]:  # the plan: by counted operations
-        assert printed.count(re.sub(r" +[\d.]+ +[\d.]+ +[\d.]+$", "", line)) == 1  # rank 0 alone prints it
-    for line in re.findall(r"^\d of 6 layers frozen: pipelines", output, re.MULTILINE):
-        assert printed.count(line) == 1
+    printed = "".join(capfd.readouterr())
+    for line in output.splitlines():  # up to what is measured
+        fixed = re.split(r", in out|, \d of them cached| in \d+\.\d", line)[0]
+        assert printed.count(fixed) == 1, fixed  # rank 0 alone prints it
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_evaluations_are_counted_apart(tmp_path: Path) -> None:
 def test_a_busy_writer_drops_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(tmp_path)
     setup.cache.advance(2, "weights")
-    monkeypatch.setattr(type(setup.cache._writer), "is_busy", True)
+    monkeypatch.setattr(type(setup.cache._writer), "wait_for_room", lambda _: False)
     setup.go(range(4))
     counts = setup.cache.take_counts()
     assert (counts.dropped, counts.stored) == (4, 0)
