@@ -122,10 +122,20 @@ class Unfreeze(TrainerCallback):
         scheduler.lr_lambdas.append(scheduler.lr_lambdas[0])
 
 
+class ClipsValues(TrainerCallback):
+    """Changes the gradients that the optimizer's groups have, just before the step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        torch.nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], 1e-3)
+
+
 def train_as_the_user_wants(rank: int, world_size: int, run: Run, stages: int, how: str) -> Outcome:
     trainer = pipeline_trainer(run, stages, replica_sharding="optimizer") if stages else reference_trainer(run)
     if how == "own-optimizer":
         trainer.optimizer = own_optimizer(trainer.model)
+    elif how == "clips-values":
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
+        trainer.add_callback(ClipsValues())
     else:
         for name, parameter in trainer.model.named_parameters():
             parameter.requires_grad_("layer.1." not in name)
@@ -134,7 +144,9 @@ def train_as_the_user_wants(rank: int, world_size: int, run: Run, stages: int, h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "stages"), [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1)])
+@pytest.mark.parametrize(
+    ("how", "stages"), [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1), ("clips-values", 1)]
+)
 def test_equals_one_process_with_the_users_own(how: str, stages: int) -> None:
     run = Run(epochs=3).with_options(lr_scheduler_type="constant", warmup_steps=0)
     wanted = run_ranks(train_as_the_user_wants, 1, run, 0, how)[0]

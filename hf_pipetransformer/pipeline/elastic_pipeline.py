@@ -517,7 +517,10 @@ class ElasticPipeline(nn.Module):
         stand_in = self._optimizer.stand_in if self._optimizer is not None else None
         if unscale is not None and self._optimizer is not None and self.current_plan.shards_optimizer:
             unscale = partial(self._optimizer.over_whole_gradients, unscale)
-        return self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in)
+        norm = self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in)
+        if self._optimizer is not None:
+            self._optimizer.show_gradients()
+        return norm
 
     def squared_gradient_norms(self, loss_scale: float = 1.0) -> torch.Tensor:
         """Squared gradient norm of each unit, before clipping: `StageGradients.squared_norms`.

@@ -83,7 +83,7 @@ class OptimizerState:
         self._hooks = [
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
-            optimizer.register_step_pre_hook(lambda *_: self._show_gradients()),
+            optimizer.register_step_pre_hook(lambda *_: self.show_gradients()),
             optimizer.register_step_post_hook(lambda *_: self._share_updates()),
         ]
         self.keep_what_is_here()
@@ -343,8 +343,12 @@ class OptimizerState:
         if state:
             self.optimizer.state[self._key(name)] = state
 
-    def _show_gradients(self) -> None:
-        """Before a step, let the parts see values and gradients of their parameters, wherever these are now."""
+    def show_gradients(self) -> None:
+        """Let the parts see values and gradients of their parameters, wherever these are now. Not collective.
+
+        Called when the gradients are complete, for code between clipping and the step that changes those in the groups
+        in place, and again before the step: they are views.
+        """
         for name, (span, part) in self._parts.items():
             gradient = self._table[name].grad
             part.data = self._flat(name)[slice(*span)]

@@ -72,19 +72,23 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer may be given a part of a parameter in the place of the parameter. Not collective.
 
     It may if it updates each element by that element's own gradient alone, and if each tensor of its state has either
-    one value for each element or one value. Adafactor, which keeps sums over rows and columns, may not.
+    one value for each element or one value. Adafactor, which keeps sums over rows and columns, may not. Those that
+    are not of PyTorch may look at a parameter's shape or size, which a part does not have (weight decay for matrices
+    only, states of 8 bits from a certain size on), and that cannot be seen on tiny ones.
     """
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return False
     try:
         with seeded(0):
             first, second = (_Twin(optimizer) for _ in range(2))
-            every_second = [torch.ones(p.numel()) for p in first.parameters]
-            for factors in every_second:
-                factors[::2] = 3.0
-            shaped = [f.view(p.shape) for f, p in zip(every_second, first.parameters, strict=True)]
+            one_of_all = [torch.ones(p.numel()) for p in first.parameters]
+            for factors in one_of_all:
+                factors[:1] = 3.0
+            shaped = [f.view(p.shape) for f, p in zip(one_of_all, first.parameters, strict=True)]
             _step_together(first, second, shaped)
     except Exception:
         return False
-    for index, factors in enumerate(every_second):
+    for index, factors in enumerate(one_of_all):
         shape = first.parameters[index].shape
         for a, b in zip(first.values_of(index), second.values_of(index), strict=True):
             if not isinstance(a, torch.Tensor):

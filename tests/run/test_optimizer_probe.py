@@ -134,10 +134,30 @@ def test_coupled_optimizers_are_refused_by_name_on_all_stages(is_users: bool) ->
 
 
 class NormalisesRows(Sgd):
+    dim = -1
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.grad /= p.grad.norm(dim=-1, keepdim=True)
+            p.grad /= p.grad.norm(dim=self.dim, keepdim=True)
+        super().step()
+
+
+class NormalisesColumns(NormalisesRows):
+    dim = 0
+
+
+for of_torch in (NormalisesRows, NormalisesColumns):
+    of_torch.__module__ = "torch.optim.tried"  # others are not given parts of parameters
+
+
+class DecaysMatrices(Sgd):
+    """A part of a matrix has one dimension."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.dim() > 1):
+            p.mul_(0.99)
         super().step()
 
 
@@ -150,6 +170,8 @@ class NormalisesRows(Sgd):
         (Adafactor, False),
         (torch.optim.Adafactor, False),
         (NormalisesRows, False),
+        (NormalisesColumns, False),
+        (DecaysMatrices, False),
         (NeedsClosure, False),
     ],
 )
