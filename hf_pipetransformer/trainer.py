@@ -60,6 +60,9 @@ from .training_args import PipeTransformerTrainingArguments, naming_lost_argumen
 
 logger = logging.getLogger(__name__)
 
+SECONDS_TO_MEET = 300.0
+"""Seconds within which all processes must call `save_model` after training, if the model is still distributed."""
+
 
 class PipeTransformerTrainer(Trainer):
     """A [`~transformers.Trainer`] that can split the model into a pipeline of stages, one per process.
@@ -406,11 +409,17 @@ class PipeTransformerTrainer(Trainer):
         """Save the model so that `from_pretrained` can load it. Only the main process writes.
 
         Collective over all processes during training (when a callback calls it), because the weights are gathered
-        from the stages. Before and after training the main process may call it alone, as with the stock Trainer.
+        from the stages. Before and after training the main process may call it alone, as with the stock Trainer; but
+        a model that was loaded by `load_lazily` stays distributed after training, and then all processes must call it.
+
+        Raises:
+            ValueError: the model is distributed, and not all processes call this.
         """
         pipeline = self._placed
         if pipeline is None:
             return super().save_model(output_dir, _internal_call)
+        if self._pipeline_run is None:
+            self._job.mesh.expect_all("save_model", SECONDS_TO_MEET)
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
         with pipeline.weights.gathered(pipeline.holders(), spill), self._keeping_errors(), saving_shards(self.model):

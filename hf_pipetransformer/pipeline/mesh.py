@@ -162,6 +162,22 @@ class ProcessMesh:
         if first is not None:
             raise first
 
+    def expect_all(self, what: str, seconds: float) -> None:
+        """Wait for all processes to call this. Collective over all processes.
+
+        Raises:
+            ValueError: some process has not, within so many seconds, or has ended.
+        """
+        if self.control is None:
+            return
+        try:
+            dist.monitored_barrier(self.control, timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{what} was not called on all processes within {seconds:g} s, but each of them holds a part of the"
+                f" model. Call it on every process, not on the main process alone. ({error})"
+            ) from error
+
     def any(self, mine: bool) -> bool:
         """Whether `mine` is True on any process; much cheaper than objects. Collective over all processes."""
         if self.control is None:

@@ -48,7 +48,7 @@ from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
-from .lazy_model import is_lazy, sparing_memory, weights_in_checkpoint
+from .lazy_model import agree_on_laziness, sparing_memory, weights_in_checkpoint
 from .samples import SampleCollator
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     if job.args.uses_pipeline:
         refuse_distributed_model(model)  # model_init may have returned such a model
     # a quantised model is often on its device already, and may refuse to be moved
-    lazy = is_lazy(model)
+    lazy = agree_on_laziness(model, mesh)
     if not lazy and not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
     in_checkpoint = weights_in_checkpoint(ParameterTable(model), mesh) if lazy else frozenset[str]()

@@ -15,10 +15,11 @@ process, in memory. This is refused.
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,6 +38,8 @@ from ..model.placeholders import ParameterTable, set_values, values_of
 from ..pipeline.mesh import ProcessMesh
 from ..pipeline.spill import SpillFile
 from ..randomness import global_state_kept
+
+logger = logging.getLogger(__name__)
 
 MARK = "_weights_stay_in_checkpoint"
 """Attribute of a model that `load_lazily` has loaded."""
@@ -271,6 +275,32 @@ def refuse_meta(model: Any) -> None:
         )
 
 
+def agree_on_laziness(model: nn.Module, mesh: ProcessMesh) -> bool:
+    """Return whether the model was loaded lazily. Collective over all processes.
+
+    Raises:
+        ValueError: by some processes only. Every process raises it.
+    """
+    everyone = mesh.gather_objects(is_lazy(model))
+    if len(set(everyone)) > 1:
+        raise ValueError(
+            f"load_lazily was called on process {everyone.index(True)}, but not on process {everyone.index(False)}."
+            " Load the model in the same way on all processes."
+        )
+    return everyone[0]
+
+
+def warn_of_unsaved(args: Any) -> None:
+    """Warn that nothing saves a model at the end of its training that stays distributed after it."""
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) in ("no", "best"):
+        logger.warning(
+            "The model was loaded lazily and stays distributed after train(), and with save_strategy=%r its last"
+            " weights are not saved. Call trainer.save_model() on all processes after train(), or they are lost when the"
+            " processes end.",
+            str(getattr(args.save_strategy, "value", args.save_strategy)),
+        )
+
+
 @contextmanager
 def sparing_memory(model: nn.Module) -> Iterator[None]:
     """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
@@ -330,7 +360,9 @@ def _ends_of(parameter: torch.Tensor) -> int:
 def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None:
     """Map the weights of a lazily loaded model from a checkpoint of its training. Collective over all processes.
 
-    Weights that are not in the checkpoint stay as they are, as they do when the stock Trainer resumes.
+    Weights that the model's class does not know or that are in memory in another form (a head of your own, a part in
+    another dtype) are copied, by their names. Those that are not in the checkpoint stay as they are, with a warning,
+    as they do when the stock Trainer resumes.
 
     Raises:
         ValueError: as `load_lazily`. Every process raises it.
@@ -342,12 +374,35 @@ def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None
         theirs = ParameterTable(saved)
         mapped = FileMappings().places_in({name: theirs[name] for name in theirs.names})
         table = ParameterTable(model)
+        others = []
         for name in table.names:
-            if name in mapped:
+            if name in mapped and _looks_like(theirs[name], table[name]):
                 set_values(table[name], values_of(theirs[name]))
+            else:
+                others.append(name)
+        missing = _copy_by_name(table, others, weight_files(Path(checkpoint)))
+        if missing and mesh.rank == 0:
+            logger.warning("These weights are not in %s and keep their values: %s.", checkpoint, ", ".join(missing))
         buffers = dict(saved.named_buffers())
         for name in model.state_dict().keys() & buffers.keys():
             model.get_buffer(name).copy_(buffers[name])
+
+
+def _looks_like(stored: torch.Tensor, weight: torch.Tensor) -> bool:
+    return stored.shape == weight.shape and stored.dtype == weight.dtype
+
+
+@torch.no_grad()
+def _copy_by_name(table: ParameterTable, names: Collection[str], files: Sequence[Path]) -> list[str]:
+    """Copy weights from files; returns the names of those that are in none of them."""
+    name_of = {alias: name for name in names for alias in table.aliases[name] if table[name].numel()}
+    missing = dict.fromkeys(name_of.values())
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for alias in name_of.keys() & set(file.keys()):
+                table[name_of[alias]].copy_(file.get_tensor(alias))
+                missing.pop(name_of[alias], None)
+    return [*missing]
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from .consistency import check_same_size
 from .cutting import CutModel, time_model
 from .evaluation import refuse_generation_that_does_not_fit
 from .job import COST_SAMPLE_ROWS, TrainingJob
-from .lazy_model import sparing_memory
+from .lazy_model import sparing_memory, warn_of_unsaved
 from .loss import TrainersLoss
 from .optimizer_probe import is_elementwise, probe_coupling
 from .planner import Planner
@@ -551,6 +551,8 @@ class PipelineRun(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, with no epoch left
             self.preemption.evaluate_what_is_owed()
+        if self.pipeline.is_lazy and self._job.trainer.is_world_process_zero():
+            warn_of_unsaved(args)
         self.log.announce(self.cache, self.why_not_cached)
         if self._checkpoint is None:
             self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from transformers import (
     set_seed,
 )
 
+import hf_pipetransformer.trainer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
@@ -175,6 +179,68 @@ def test_resuming(tmp_path: Path) -> None:
     for number, state in states[1].items():
         for key, value in state.items():
             assert torch.equal(states[0][number][key], value)
+
+
+def with_own_head(rank: int, world_size: int, folder: Path, stop: int, resume: bool) -> list[float]:
+    args = arguments(folder / "run", save_strategy="steps", save_steps=2)
+    set_seed(7)
+    model = load_lazily(AutoModelForCausalLM, folder / "checkpoint")
+    size, words = model.lm_head.in_features, model.lm_head.out_features
+    model.lm_head = nn.Sequential(nn.Linear(size, size, bias=False), nn.Linear(size, words, bias=False))
+    trainer = trainer_of(args, model, "causal-lm")
+    trainer.add_callback(Stop(stop))
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_resuming_a_changed_model(tmp_path: Path) -> None:
+    """The model's class does not know the weights of the new head."""
+    MODELS["llama"].build().save_pretrained(tmp_path / "checkpoint")
+    straight = run_ranks(with_own_head, WORLD, tmp_path, 4, False)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    assert run_ranks(with_own_head, WORLD, tmp_path, 4, True) == straight
+
+
+def on_one_only(rank: int, world_size: int, folder: Path) -> None:
+    load = load_lazily if rank == 0 else lambda cls, path: cls.from_pretrained(path)
+    model = load(AutoModelForCausalLM, folder / "checkpoint")
+    trainer_of(arguments(folder / "run"), model, "causal-lm").train()
+
+
+def test_all_processes_load_in_the_same_way(tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    for error in run_ranks_expecting_error(on_one_only, WORLD, tmp_path):
+        assert isinstance(error, ValueError) and "load_lazily was called on process 0, but not on process 1" in str(
+            error
+        )
+
+
+def saved_alone(rank: int, world_size: int, folder: Path) -> str:
+    hf_pipetransformer.trainer.SECONDS_TO_MEET = 1.0
+    trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
+    logging.getLogger(lazy_model.__name__).addHandler(heard := Heard())
+    trainer.train()
+    if rank == 0:
+        assert "trainer.save_model() on all processes" in "".join(heard.messages)
+        with pytest.raises(ValueError, match="save_model was not called on all processes"):
+            trainer.save_model()
+    else:
+        time.sleep(3)
+    return "went on"
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_a_distributed_model_is_not_saved_by_the_main_process_alone(tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    assert run_ranks(saved_alone, WORLD, tmp_path) == ["went on"] * WORLD
 
 
 def load_own(rank: int, world_size: int, folder: Path) -> None:
