@@ -150,6 +150,14 @@ def test_inspect_counts_a_sample_of_the_length_that_is_asked_for() -> None:
     assert long["forward_flops_per_row"] > 2 * short["forward_flops_per_row"]  # attention
 
 
+def test_inspect_says_that_batch_normalisation_needs_a_single_micro_batch() -> None:
+    """The trainer refuses more, so no plan with more is shown."""
+    assert inspect_json("bert", "--stages", "2")["single_micro_batch"] is None
+    text = " ".join(run("inspect", "regnet", "--stages", "2").stdout.split())
+    assert "normalises by the statistics of the whole batch" in text and "(num_microbatches=1," in text
+    assert "with 1 micro-batch;" in text
+
+
 def test_help_and_version_need_no_torch() -> None:
     """`--help` is typed while one waits: it takes 0.2 s of CPU time, where importing torch takes seconds."""
     code = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import os
 import re
@@ -111,6 +112,25 @@ def test_the_example_prints_what_the_readme_shows(tmp_path: Path, capfd: pytest.
     for line in output.splitlines():  # up to what is measured
         fixed = re.split(r", in out|, \d of them cached| in \d+\.\d", line)[0]
         assert printed.count(fixed) == 1, fixed  # rank 0 alone prints it
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The notebook
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_notebook_runs() -> None:
+    """Its code cells one after the other, in this test's own working directory."""
+    pytest.importorskip("plotly")
+    notebook = json.loads((ROOT / "recipes/freeze_and_cache.ipynb").read_text())
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "commit it without outputs"
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), scope)
+    assert scope["skipped"] == [0, 0.5, 0.75]  # filled, read behind two layers while three are filled, behind three
+    assert scope["report"].is_file() and "2 of 4" in Path("notebook_output/README.md").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------

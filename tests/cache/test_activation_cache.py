@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from model_zoo import MODELS
 from training_data import Kind, PadCollator, TrainingData
 
+from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
 from hf_pipetransformer.cache.content_keys import KeyingCollator, RowKey, pop_keys
 from hf_pipetransformer.cache.file_store import FileStore, FileWriter
@@ -111,6 +114,28 @@ def test_rows_of_one_place_are_run_once(tmp_path: Path) -> None:
     setup.assert_right(range(3), state)
     assert setup.cache.forget(keep=1) == [(2, "weights")]
     assert setup.go(range(3, 6))[0] == 0
+
+
+def test_a_sample_that_comes_twice_is_computed_twice_in_the_epoch_that_fills(tmp_path: Path) -> None:
+    """Whether it had been written in time would differ from run to run, and so would the last bits of its state."""
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights", is_new=True)
+    assert [setup.go(range(3))[0] for _ in range(2)] == [0, 0]
+    setup.cache.read_all()  # the next epoch
+    assert setup.go(range(3))[0] == 2
+    assert setup.cache.take_counts().layers_skipped == 3 * 2
+
+
+def test_a_slow_disk_is_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_cache, "SECONDS_TO_WAIT", 0.2)
+    monkeypatch.setattr(activation_cache, "SHARE_TO_WAIT", 0.0)
+    writer = Setup(tmp_path).cache._writer
+    assert all(writer.wait_for_room() for _ in range(activation_cache.PENDING_BATCHES))
+    threading.Timer(0.05, writer._room.release).start()  # a batch is written
+    assert writer.wait_for_room()
+    began = time.monotonic()
+    assert not writer.wait_for_room() and time.monotonic() - began < 0.2  # what is left of it
+    assert not writer.wait_for_room()
 
 
 def test_a_stage_that_ends_below_takes_what_it_can(tmp_path: Path) -> None:

@@ -235,7 +235,9 @@ class Watchdog:
 
     def _wait_for_readers(self) -> None:
         """Wait until this process has logged the verdict and, if it keeps the store, the others have read it."""
-        deadline = time.monotonic() + (GRACE if self._rank == 0 else 2 * BEAT)
+        # after SIGINT to a whole job the others end without reading, some of them only when this process is gone
+        is_short = self._rank != 0 or self._is_interrupted()
+        deadline = time.monotonic() + (2 * BEAT if is_short else GRACE)
         while time.monotonic() < deadline:
             try:
                 is_read = self._rank != 0 or (
