@@ -292,12 +292,13 @@ def agree_on_laziness(model: nn.Module, mesh: ProcessMesh) -> bool:
 
 def warn_of_unsaved(args: Any) -> None:
     """Warn that nothing saves a model at the end of its training that stays distributed after it."""
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) in ("no", "best"):
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if strategy in ("no", "best"):
         logger.warning(
             "The model was loaded lazily and stays distributed after train(), and with save_strategy=%r its last"
-            " weights are not saved. Call trainer.save_model() on all processes after train(), or they are lost when the"
-            " processes end.",
-            str(getattr(args.save_strategy, "value", args.save_strategy)),
+            " weights are not saved. Call trainer.save_model() on all processes after train(), or they are lost when"
+            " the processes end.",
+            strategy,
         )
 
 
