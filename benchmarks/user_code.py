@@ -205,7 +205,9 @@ def run_job(case: Case, setting: Setting) -> Outcome:
     seed_all(1)
     outcome, started, trainer = Outcome(), time.monotonic(), None
     warnings = _Warnings()
-    logging.getLogger("hf_pipetransformer").addHandler(warnings)
+    logger = logging.getLogger("hf_pipetransformer")
+    logger.addHandler(warnings)
+    logger.setLevel(logging.INFO)  # what all processes would say, the others log one level lower
     try:
         job = case.make(setting)
         seed_all(1)
@@ -240,7 +242,7 @@ def run_job(case: Case, setting: Setting) -> Outcome:
 
 class _Warnings(logging.Handler):
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

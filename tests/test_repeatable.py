@@ -1,4 +1,4 @@
-"""The same command and seed give the same training, bit for bit, by default."""
+"""The same command and seed give the same training, bit for bit; only the cache's "auto" goes by measured times."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from .policies import (
 logger = logging.getLogger(__name__)
 follow_transformers()
 
+MOST_DECISIONS = 1000
+"""Number of decisions that are looked at to tell when layers will freeze."""
 MOST_TO_NAME = 5
 """Maximum number of freezes that are announced at the start."""
 OWN_POLICY = "(not in the checkpoint)"
@@ -218,7 +221,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return f"{now}{name} decides {every} how many layers freeze, at most {most}"
         moments = self._moments(state)
         frozen, found, words = self.num_frozen, [], "nothing more freezes" if now else "nothing freezes"
-        for index, (epoch, step) in enumerate(moments, self._num_decisions):
+        for index, (epoch, step) in enumerate(islice(moments, MOST_DECISIONS), self._num_decisions):
             decision = FreezeDecision(index, self._num_layers, frozen, epoch, step, None, self._max_frozen)
             more = next_num_frozen(self.policy, decision, self.max_frozen_layers)
             if more > frozen:
@@ -232,19 +235,24 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             )
         return now + words
 
-    def _moments(self, state: TrainerState) -> list[tuple[float, int]]:
-        """The decisions that are still to come: (epochs done, steps done)."""
+    def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
+        """The decisions that are still to come: (epochs done, steps done).
+
+        For a dataset without a length the Trainer knows no number of epochs, and says the largest there is.
+        """
         per_epoch = state.max_steps / max(state.num_train_epochs, 1)
-        start = [(0.0, 0)] if state.global_step == 0 else []
+        if state.global_step == 0:
+            yield 0.0, 0
         if self.freeze_strategy == "steps":
             assert self.freeze_steps is not None
             every = steps_between_decisions(self.freeze_steps, state.max_steps)
             first = (state.global_step // every + 1) * every
-            return start + [(step / per_epoch, step) for step in range(first, state.max_steps, every)]
+            yield from ((step / per_epoch, step) for step in range(first, state.max_steps, every))
+            return
         first_epoch = max(math.ceil((state.epoch or 0.0) - 1e-6), 1)
         if self._decided_at == state.global_step and state.global_step:
             first_epoch += 1
-        return start + [(float(e), round(e * per_epoch)) for e in range(first_epoch, state.num_train_epochs)]
+        yield from ((float(e), round(e * per_epoch)) for e in range(first_epoch, state.num_train_epochs))
 
     # ------------------------------------------------------------------------------------ decisions
     def _begin(self, state: TrainerState) -> None:

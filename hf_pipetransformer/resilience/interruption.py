@@ -29,6 +29,8 @@ EXIT_CODE = 130
 """Exit code of a process that was interrupted while it was blocked, as a shell reports SIGINT."""
 SECONDS_TO_NOTICE = 1.2
 """Seconds that the main thread has to notice the signal."""
+SECONDS_TO_TELL = 0.5
+"""Seconds for which a process that is blocked waits until what is left of the training has been said."""
 SECONDS_TO_LEAVE = 2.4
 """Seconds after the signal in which the main thread must have left the training."""
 
@@ -74,8 +76,9 @@ class Interruption:
         is_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         if is_interrupted:
             self._tell_once()
-            if self._has_peers:
-                _silence_traceback()
+            if self._has_peers and error is not None:
+                _silence_traceback(error)
+        self._tell = _nothing  # the thread, which may end later, shall not keep the training alive
         self._has_left.set()
         if self._wake is not None:
             signal.set_wakeup_fd(self._fd_before)
@@ -125,20 +128,29 @@ class Interruption:
                 self._end()
 
     def _end(self) -> None:
-        try:
-            self._tell_once()
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-        finally:
-            os._exit(EXIT_CODE)
+        # in a thread, because a disk that hangs, or a lock of the blocked main thread, may be in the way
+        telling = threading.Thread(target=self._tell_and_flush, name="interruption-tell", daemon=True)
+        telling.start()
+        telling.join(SECONDS_TO_TELL)
+        os._exit(EXIT_CODE)
+
+    def _tell_and_flush(self) -> None:
+        self._tell_once()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
 
 
-def _silence_traceback() -> None:
+def _nothing() -> None:
+    pass
+
+
+def _silence_traceback(interrupt: BaseException) -> None:
     """Print no traceback for this `KeyboardInterrupt`: the launcher has many processes, and one line was logged."""
     before: Any = sys.excepthook
+    known = id(interrupt)
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if id(error) != known:
             before(kind, error, tb)
 
     sys.excepthook = hook

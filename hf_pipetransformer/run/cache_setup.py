@@ -18,7 +18,6 @@ from ..cache.activation_cache import ActivationCache
 from ..cache.activation_store import ActivationStore
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
-from ..cache.shared_samples import agreed_samples
 from ..cache.sharing import node_name, open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
@@ -188,8 +187,6 @@ def make_cache(
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     is_shared = job.shares_store
-    if is_shared and slots and mesh.rank == 0:
-        rows = agreed_samples(generations.parent, description, rows, not_in_keys)
     auto_cache = AutoCache(
         pipeline,
         cache,

@@ -49,7 +49,7 @@ def warnings_of_the_cache() -> list[str]:
             if record.levelno >= logging.WARNING:
                 messages.append(record.getMessage())
 
-    for name in (cache_control.__name__, activation_cache.__name__):
+    for name in (cache_control.__name__, activation_cache.__name__, PipelineRun.__module__):
         logging.getLogger(name).addHandler(Handler())
     return messages
 
@@ -163,11 +163,12 @@ def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     run = RUNS["bert"]
     folder = str(tmp_path / "file" / "cache")
-    results = run_ranks(warned, WORLD, run, EPOCH_START, {"activation_cache_dir": folder})
+    options = {"activation_cache_dir": folder, "activation_cache": "auto"}
+    results = run_ranks(warned, WORLD, run, EPOCH_START, options)
     expected = expected_of(run, EPOCH_START)
     assert_same_training([outcome for outcome, *_ in results], expected)
     ((warning,), *others) = [messages for *_, messages in results]
-    assert "stores no further samples" in warning and "Not a directory" in warning and others == [[], [], []]
+    assert "The activation cache is off" in warning and "Not a directory" in warning and others == [[], [], []]
 
 
 @pytest.mark.slow
@@ -273,12 +274,14 @@ def test_a_folder_of_another_training_is_not_believed(tmp_path: Path) -> None:
 
 
 def damaging(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[dict[str, Any]], list[str]]:
-    """After each step some bytes of the store are turned over or cut off."""
+    """After some steps bytes of the store are turned over or cut off."""
     messages = warnings_of_the_cache()
     trainer = trainer_of(run, SHRINK, EPOCH_START, activation_cache_dir=folder)
     draw = random.Random(rank)
 
     def damage(run: PipelineRun) -> None:
+        if rank or trainer.state.global_step % 4:
+            return
         files = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size > 64]
         for path in draw.sample(sorted(files), min(len(files), 2)):
             with suppress(OSError):
@@ -300,8 +303,9 @@ def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
     results = run_ranks(damaging, WORLD, run, str(tmp_path / "cache"))
     expected = expected_of(run, EPOCH_START)
     assert_same_training([outcome for outcome, *_ in results], expected)
-    ((warning, *_), *others) = [messages for *_, messages in results]
-    assert "samples in the activation cache are damaged" in warning and others == [[], [], []]
+    (warnings, *others) = [messages for *_, messages in results]
+    assert any("samples in the activation cache are damaged" in warning for warning in warnings), warnings
+    assert others == [[], [], []]
     found = sum(e["cache_hit_rate"] + e["cache_older_hit_rate"] for e in results[0][1])
     assert 0 < found < 3  # of 3 epochs that read: some entries were damaged, and some were not
 

@@ -228,10 +228,10 @@ def test_it_waits_for_more_layers_where_loading_takes_longer(
     assert [entry["cache_rows_stored"] for entry in epochs] == pytest.approx(stored, abs=4)
 
 
-def on_two_nodes(rank: int, world_size: int, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
+def on_two_nodes(rank: int, world_size: int, folder: str, **others: Any) -> tuple[Outcome, list[dict[str, Any]]]:
     """As a launcher with two processes on each of two nodes says it."""
     os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
-    options = {"activation_cache_dir": folder}
+    options = {"activation_cache_dir": folder, **others}
     return cached(rank, world_size, Run(epochs=6), {0: 2, 1: 2, 2: 1}, {3: 1, 6: 2}, **options)
 
 
@@ -250,7 +250,7 @@ def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
     """The order is another than on one node, so it is compared with a training whose store cannot be made."""
     (tmp_path / "file").write_text("not a folder")
     results = run_ranks(on_two_nodes, WORLD, str(tmp_path / "cache"))
-    uncached = run_ranks(on_two_nodes, WORLD, str(tmp_path / "file" / "cache"))
+    uncached = run_ranks(on_two_nodes, WORLD, str(tmp_path / "file" / "cache"), activation_cache="auto")
     assert_same_training([outcome for outcome, _ in results], uncached[0][0])
     assert len(list((tmp_path / "cache").glob("*/002-*"))) == 2
     # the rows of the last batch may fall to the other node, in each epoch to another one

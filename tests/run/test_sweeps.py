@@ -64,17 +64,6 @@ def test_a_second_trial_reads_from_its_first_step(world: int, stages: int, tmp_p
     assert_same_training([outcome for outcome, _ in second], uncached[0][0])
 
 
-def test_folds_share_what_they_have_in_common(tmp_path: Path) -> None:
-    """The second fold has half of the first one's samples, and finds them although its data set is another."""
-    shared = {"activation_cache_dir": str(tmp_path / "cache")}
-    run_ranks(sharing, 1, RUN, 1, str(tmp_path / "a"), list(range(48)), **shared)
-    ((_, [(counts, cached)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "b"), list(range(24, 72)), **shared)
-    assert (counts.rows, counts.hits, counts.stored) == (48, 24, 24)
-    assert cached == 0  # not nearly all of them are there
-    ((_, [(counts, _)]),) = run_ranks(sharing, 1, RUN, 1, str(tmp_path / "c"), list(range(72)), **shared)
-    assert counts.hits == 72
-
-
 def adapted(
     rank: int, world_size: int, run: Run, folder: str, **options: Any
 ) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
