@@ -161,7 +161,7 @@ class PipeTransformerTrainer(Trainer):
     def _find_units(self, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:
         """Return the units of the current model, which are found on a few samples of the data the first time."""
         job, cut = self._job, self._cut_model
-        if cut is not None and cut.serves(job):
+        if cut is not None and cut.pipeline.model is job.model:
             cut.refuse_second_training()
         if cut is None or not cut.serves(job):
             if cut is not None:

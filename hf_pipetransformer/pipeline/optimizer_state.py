@@ -76,6 +76,7 @@ class OptimizerState:
         self._members: list[list[Member]] = []
         self._shards: Shards = {}  # a parameter that is missing is updated as a whole wherever it is
         self._parts: dict[str, tuple[Span, nn.Parameter]] = {}  # of the parameters that this process updates in part
+        self._seen: dict[str, int] = {}  # where the gradients are that the parts have been shown for this step
         self._updated: UpdatedShards | None = None
         self._gathered: dict[str, Any] | None = None
         # stands in for the parameters of a stage that trains nothing
@@ -83,7 +84,7 @@ class OptimizerState:
         self._hooks = [
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
-            optimizer.register_step_pre_hook(lambda *_: self.show_gradients()),
+            optimizer.register_step_pre_hook(lambda *_: self._show_changed_gradients()),
             optimizer.register_step_post_hook(lambda *_: self._share_updates()),
         ]
         self.keep_what_is_here()
@@ -116,11 +117,14 @@ class OptimizerState:
     def release(self) -> None:
         """Restore the optimizer's parameter lists over the whole model and remove the hooks. Not collective.
 
-        The state stays on the processes where it is; no parameter may be cut (`shards.joined`).
+        The state stays on the processes where it is, except that of parts, which is dropped: parameters are still cut
+        only if their model stays distributed after its training and is given up (`shards.joined` otherwise).
         """
-        assert not self._parts
         for hook in self._hooks:
             hook.remove()
+        for _, part in self._parts.values():
+            self.optimizer.state.pop(part, None)
+        self._parts = {}
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
             group["params"] = [self._parameter(member) for member in members]
         self.optimizer.state.pop(self._idle_parameter, None)
@@ -346,17 +350,28 @@ class OptimizerState:
     def show_gradients(self) -> None:
         """Let the parts see values and gradients of their parameters, wherever these are now. Not collective.
 
-        Called when the gradients are complete, for code between clipping and the step that changes those in the groups
-        in place, and again before the step: they are views.
+        Called when the gradients are complete, for code between clipping and the step that changes those in the
+        groups. They are views, so what is changed in place on either side reaches the step.
         """
+        self._seen = {}
+        self._show_changed_gradients()
+
+    def _show_changed_gradients(self) -> None:
+        """Before the step, the same for gradients that have been set since then; one that a part was given stays."""
         for name, (span, part) in self._parts.items():
             gradient = self._table[name].grad
             part.data = self._flat(name)[slice(*span)]
+            place = None if gradient is None or gradient.is_sparse else gradient.data_ptr()
+            if place is not None and self._seen.get(name) == place:
+                continue
             if gradient is not None:
                 gradient = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)[slice(*span)]
             part.grad = gradient
+            if place is not None:
+                self._seen[name] = place
 
     def _share_updates(self) -> None:
+        self._seen = {}
         for _, part in self._parts.values():
             part.grad = None
         if self._updated is not None:

@@ -158,7 +158,7 @@ def _optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimiz
 
 
 def _tiny(parameter: torch.Tensor, seed: int) -> nn.Parameter:
-    shape = tuple(min(size, 2) for size in parameter.shape)
+    shape = tuple(min(size, 3) for size in parameter.shape)
     dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32  # half precision hides differences
     return nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 0.01)
 

@@ -289,6 +289,50 @@ def divide_and_join(rank: int, world_size: int, limit: int) -> None:
                 assert all(torch.equal(saved["state"][number][key], expected[name][key]) for key in expected[name])
 
 
+def edit_in_place(part: nn.Parameter, whole: nn.Parameter) -> None:
+    part.grad.clamp_(max=0.5)
+
+
+def replace_the_parts(part: nn.Parameter, whole: nn.Parameter) -> None:
+    part.grad = part.grad.clamp(max=0.5)
+
+
+def replace_the_wholes(part: nn.Parameter, whole: nn.Parameter) -> None:
+    whole.grad = whole.grad.clamp(max=0.5)
+
+
+def replace_the_wholes_data(part: nn.Parameter, whole: nn.Parameter) -> None:
+    whole.grad.data = whole.grad.data.clamp(max=0.5)
+
+
+EDITS = (edit_in_place, replace_the_parts, replace_the_wholes, replace_the_wholes_data)
+
+
+def edit_gradients(rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    for edit in EDITS:
+        model = nn.Linear(4, 3, bias=False)
+        before = model.weight.detach().flatten().clone()
+        table, optimizer = ParameterTable(model), torch.optim.SGD(model.parameters(), lr=1.0)
+        state = OptimizerState(optimizer, table, WeightState(table, mesh), mesh, is_elementwise=True)
+        state.assign({"weight": {0: (2, 7), 1: (7, 12)}}, {})
+        [part] = optimizer.param_groups[0]["params"]
+        for step in (1, 2):  # in the second one nothing must be left of the first
+            model.weight.grad = torch.ones(3, 4)
+            state.show_gradients()
+            edit(part, model.weight)
+            optimizer.step()
+            changes = before - model.weight.detach().flatten()
+            expected = torch.zeros(12)
+            expected[2:7] = 0.5 * step
+            assert torch.allclose(changes, expected), edit.__name__
+
+
+def test_gradients_that_are_changed_before_the_step_reach_it():
+    run_ranks(edit_gradients, 1)
+
+
 @pytest.mark.parametrize("limit", [50, *slow(2**26, 7)])
 def test_states_are_divided_anew_and_saved_whole(limit):
     run_ranks(divide_and_join, 3, limit)
