@@ -134,11 +134,13 @@ def test_coupled_optimizers_are_refused_by_name_on_all_stages(is_users: bool) ->
 
 
 class NormalisesRows(Sgd):
+    """Of matrices only, because what it does to a bias would be found in any case."""
+
     dim = -1
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.dim() > 1):
             p.grad /= p.grad.norm(dim=self.dim, keepdim=True)
         super().step()
 
