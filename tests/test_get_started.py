@@ -96,6 +96,15 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_plan_of_the_readme_fits_and_gains_what_it_says() -> None:
+    text = (ROOT / "README.md").read_text()
+    ((_, *arguments),) = [c for block in blocks(ROOT / "README.md", "bash") for c in commands(block) if c[1] == "plan"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    gain = re.search(r"best static layout .*×([\d.]+)", result.output)
+    assert gain is not None and f"{gain[1]} times as fast as the best static layout" in text
+
+
 def example(rank: int, world_size: int, code: str, folder: str) -> None:
     logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)  # as in any script (`distributed`)
     os.chdir(folder)

@@ -65,6 +65,8 @@ class PipelinePlan:
             units cost nothing. The first virtual stage holds them all, for samples that are not in the cache.
         rows_per_device: Samples of the global batch per rank; a pipeline's batch has K times as many.
         times: Measured times of the model's parts on a device, or None if nothing has been measured.
+        memory_budget_bytes: Bytes that a stage may take on a device; None if unknown. Only the number of micro-batches
+            depends on it.
         plan_by: `"counts"`: choices between plans and between numbers of micro-batches go by counts (FLOPs, bytes,
             samples), which are the same in every run; `"times"`: by predictions from `times`.
         replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
@@ -87,6 +89,7 @@ class PipelinePlan:
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
     plan_by: str = "counts"
+    memory_budget_bytes: int | None = None
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
 
@@ -206,8 +209,9 @@ class PipelinePlan:
     def num_microbatches_for(self, rows: int) -> int:
         """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
-        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`);
-        with `plan_by="times"` it is the number with the shortest predicted step.
+        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`),
+        and where stages do not fit with that number it is the smallest larger one with which they do. With
+        `plan_by="times"` it is the number with the shortest predicted step.
         """
         return self.promising_microbatches(rows)[0]
 
@@ -221,11 +225,25 @@ class PipelinePlan:
             within: Omit candidates that are predicted to take longer than the best by more than this fraction.
         """
         k = self.pipeline_parallel_size
-        if self.num_microbatches is not None or not self.goes_by_times or k == 1:
+        if self.num_microbatches is not None or k == 1:
             return (choose_num_microbatches(rows, k, self.num_microbatches, self.runs_as),)
+        if not self.goes_by_times:
+            return (self._fitting_microbatches(rows),)
         seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k, self.runs_as)}
         best = min(seconds.values())
         return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
+
+    def _fitting_microbatches(self, rows: int) -> int:
+        """Return the number by the fixed rule, or a larger one if only that makes the stages fit."""
+        k, budget = self.pipeline_parallel_size, self.memory_budget_bytes
+        by_rule = choose_num_microbatches(rows, k, None, self.runs_as)
+        if budget is None:
+            return by_rule
+        larger = (m for m in microbatch_candidates(rows, k, self.runs_as) if m > by_rule)
+        for m in (by_rule, *larger):
+            if all(self.stage_bytes(stage, rows=rows, num_microbatches=m) <= budget for stage in range(k)):
+                return m
+        return by_rule
 
     @property
     def goes_by_times(self) -> bool:

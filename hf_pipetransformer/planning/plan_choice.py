@@ -90,6 +90,7 @@ def make_plan(
         rows_per_device=rows_per_device,
         times=times,
         plan_by=plan_by,
+        memory_budget_bytes=memory_budget_bytes,
         replica_sharding=replica_sharding,
         virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
     )

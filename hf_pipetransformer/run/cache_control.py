@@ -126,6 +126,7 @@ class AutoCache:
             generation's name.
         spread: keys of samples spread over the dataset, and the padded length of the longest of them: they show
             whether another training has stored this dataset.
+        calls_per_sample: number of inputs for each sample of the dataset (two of a pair of sentences).
     """
 
     def __init__(
@@ -141,11 +142,12 @@ class AutoCache:
         is_shared: bool,
         rows: Mapping[str, Any],
         spread: tuple[Sequence[RowKey], int | None] = ((), None),
+        calls_per_sample: int = 1,
     ) -> None:
         self.cache = cache
         self.num_cached = 0
         """Number of layers that count as cached."""
-        self.calls_per_sample = 1
+        self.calls_per_sample = calls_per_sample
         """Number of inputs for each sample in the loss's calls of the model."""
         self.layers_skipped = 0
         """Number of layers that were not run in this training, summed over the samples, on all processes."""

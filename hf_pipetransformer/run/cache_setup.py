@@ -187,7 +187,7 @@ def make_cache(
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     is_shared = job.shares_store
-    auto_cache = AutoCache(
+    return AutoCache(
         pipeline,
         cache,
         store,
@@ -200,9 +200,8 @@ def make_cache(
         is_shared=is_shared,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
         spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
+        calls_per_sample=calls_per_sample,
     )
-    auto_cache.calls_per_sample = calls_per_sample
-    return auto_cache
 
 
 class LossCalls:

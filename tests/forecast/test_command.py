@@ -151,7 +151,7 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--freeze-schedule", '{"1": 99}'], 2, "freeze_schedule requests 99 frozen layers"),
         (["--pipeline-parallel-size", "3"], 2, "pipeline_parallel_size is 3, but must divide the world size 4"),
         (["--pipeline-parallel-size", "many"], 2, "pipeline_parallel_size is 'many'"),
-        (["--memory-gib", "0.01"], 2, "no pipeline fits"),
+        (["--memory-gib", "0.001"], 2, "no pipeline fits"),
         (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
         (["--task", "cooking"], 2, "--task is 'cooking'"),
         (["--token-slices", "4"], 2, "token_slices is '4', but must be one of off, auto"),

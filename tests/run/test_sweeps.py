@@ -11,7 +11,6 @@ import pytest
 import torch
 from cached_runs import trainer_of
 from distributed import run_ranks
-from torch.utils.data import Subset
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, when_it_ends
 from transformers import hyperparameter_search, integrations
 from transformers.trainer_utils import BestRun, HPSearchBackend
@@ -39,11 +38,9 @@ def counted(trainer: PipeTransformerTrainer) -> list[tuple[CacheCounts, int]]:
 
 
 def sharing(
-    rank: int, world_size: int, run: Run, stages: int, folder: str, rows: list[int] | None = None, **options: Any
+    rank: int, world_size: int, run: Run, stages: int, folder: str, **options: Any
 ) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
     trainer = trainer_of(run, {0: stages, 2: stages}, FROM_THE_START, folder, **options)
-    if rows is not None:
-        trainer.train_dataset = Subset(run.data(96), rows)
     counts = counted(trainer)
     return outcome_of(trainer), counts
 
