@@ -206,11 +206,12 @@ def test_cached_layers_are_not_in_the_prediction() -> None:
 
 def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
     """By counts; with the number of the rule (2 K) the training was refused."""
-    by_rule = plan_of(2, 2, rows_per_device=12)
+    units = tuple(unit(k, activation_bytes=100) for k in range(8))
+    by_rule = plan_of(2, 2, units, rows_per_device=12)
     assert by_rule.num_microbatches_for(24) == 4
     for m in (6, 8, 12):
         needed = max(by_rule.stage_bytes(stage, rows=24, num_microbatches=m) for stage in range(2))
-        fitting = plan_of(2, 2, rows_per_device=12, memory_budget_bytes=needed)
+        fitting = plan_of(2, 2, units, rows_per_device=12, memory_budget_bytes=needed)
         assert fitting.num_microbatches_for(24) == m and largest_stage_bytes(fitting) == needed
-    too_small = plan_of(2, 2, rows_per_device=12, memory_budget_bytes=needed - 1)
-    assert too_small.num_microbatches_for(24) == 4
+    too_small = plan_of(2, 2, units, rows_per_device=12, memory_budget_bytes=needed - 1)
+    assert too_small.num_microbatches_for(24) == 4  # nothing fits
