@@ -64,8 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--frozen", type=int, nargs="+", default=[2, 4, 5], help="numbers of frozen layers f")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4], help="M of the pipelines, K = processes")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="of each epoch")
-    parser.add_argument("--warmup", type=int, default=3, help="first steps of each epoch that do not count")
+    parser.add_argument("--steps", type=int, default=20, help="of each epoch")
+    parser.add_argument(
+        "--warmup", type=int, default=9, help="of each epoch, not counted: in eight the loss is checked"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     if not 0 < arguments.warmup < arguments.steps:

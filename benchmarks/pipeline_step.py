@@ -13,9 +13,10 @@ of them alike:
 `--schedules 1f1b interleaved1f1b --virtual_stages 2 3` compares other schedules.
 
 Each run has a new model and a new Trainer. A step is the time from one `on_step_end` to the next: loading, forward,
-backward, clipping and optimizer. The global batch is `--rows` x `--tokens` whatever the layout: on two processes,
-`per_device_train_batch_size` is half of the rows; a pipeline of two stages gets all of them and cuts them into M
-micro-batches.
+backward, clipping and optimizer. The first eight steps do not count: in them the last stage checks the loss by
+computing it again, a third of a step (docs/numerics.md). The global batch is `--rows` x `--tokens` whatever the
+layout: on two processes, `per_device_train_batch_size` is half of the rows; a pipeline of two stages gets all of them
+and cuts them into M micro-batches.
 
 What is compared is the ratio of medians *within* a round, then the median over the rounds. A ratio is put in brackets,
 and left out of the median, where other programs took more than `--max_others` cores during either of its two runs (if
@@ -225,8 +226,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--num_microbatches", type=int, nargs="+", default=[4], help="numbers of micro-batches M")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="of each run, with the warm-up")
-    parser.add_argument("--warmup", type=int, default=4, help="first steps of each run that do not count")
+    parser.add_argument("--steps", type=int, default=20, help="of each run, with the warm-up")
+    parser.add_argument("--warmup", type=int, default=9, help="first steps of each run that do not count")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument(
         "--profile",

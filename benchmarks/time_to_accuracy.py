@@ -137,6 +137,26 @@ def _head_first(budget: float, layers: int, steps: int) -> list[Phase]:
     ]
 
 
+def _head_first_late(budget: float, layers: int, steps: int) -> list[Phase]:
+    """The head alone over the cached output of all layers, then `late`."""
+    head, _ = _head_first(budget, layers, steps)
+    (rest,) = _late(budget - 1 / 3, layers, steps)
+    return [head, Phase(rest.epochs, rest.policy, head=1.0)]
+
+
+def _head_first_half(budget: float, layers: int, steps: int) -> list[Phase]:
+    """The head alone over the cached output of all layers, then half of the layers frozen over the same cache."""
+    head, _ = _head_first(budget, layers, steps)
+    (rest,) = _static(1 / 2)(budget - 1 / 3, layers, steps)
+    return [head, Phase(rest.epochs, rest.policy, head=1.0)]
+
+
+def _head_first_fast(budget: float, layers: int, steps: int) -> list[Phase]:
+    """`head-first`, and the head's rate stays larger."""
+    head, rest = _head_first(budget, layers, steps)
+    return [head, Phase(rest.epochs, rest.policy)]
+
+
 def _upper_first(budget: float, layers: int, steps: int) -> list[Phase]:
     """Half of the budget for the upper third over the cached lower layers; then plain training of all layers."""
     (upper,) = _static(2 / 3)(budget / 2, layers, steps)
@@ -155,6 +175,9 @@ RECIPES = {
     "late": Recipe(_late),
     "alpha": Recipe(_alpha),
     "head-first": Recipe(_head_first),
+    "head-first-late": Recipe(_head_first_late),
+    "head-first-half": Recipe(_head_first_half),
+    "head-first-fast": Recipe(_head_first_fast),
     "upper-first": Recipe(_upper_first),
 }
 
@@ -329,7 +352,7 @@ def main() -> None:
         points = [(r, float(b)) for r in options.recipes for b in options.budgets or task.budgets]
         best = {}
         for recipe, budget in points:
-            if recipe == "head-first" and not [*task.build().head.parameters()]:
+            if recipe.startswith("head-first") and not [*task.build().head.parameters()]:
                 continue
             rates = task.lora_rates if RECIPES[recipe].uses_adapters else task.rates
             tried = {rate: result(name, recipe, budget, rate, 0) for rate in rates}
