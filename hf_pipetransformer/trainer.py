@@ -218,13 +218,12 @@ class PipeTransformerTrainer(Trainer):
         A trial that freezes layers before its first step, with the same weights as an earlier trial, reads what that
         one has stored from its first step on. The default folder is removed when the search has ended.
         """
+        shared = nullcontext() if self._is_stock else training_data.shared_default_store(self._job)
         try:
-            found = super().hyperparameter_search(*positional, **keywords)
+            with shared:
+                return super().hyperparameter_search(*positional, **keywords)
         finally:
             self.hp_search_backend = None  # the stock Trainer leaves it set after an error
-        if not self._is_stock:
-            training_data.remove_default_store(self._job)
-        return found
 
     def make_model_whole(self) -> None:
         """Gather all weights into `trainer.model` on every process. Collective over all processes.

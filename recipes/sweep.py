@@ -37,7 +37,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("recipe", help="name of the recipe, such as run_glue")
-    parser.add_argument("--try", dest="values", action="append", default=[], metavar="NAME=VALUE,...")
+    parser.add_argument(
+        "--try",
+        dest="values",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="a field and its values; commas inside brackets, braces and quotes belong to a value",
+    )
     parser.add_argument("--metric", default="eval_loss", help="by which the best trial is chosen")
     parser.add_argument("--smaller_is_better", action="store_true", help="as for a loss, where it is the default")
     parser.add_argument("--output_dir", type=Path, required=True, help="of the sweep; each trial has a folder in it")
@@ -49,29 +56,62 @@ def trials_of(values: list[str]) -> list[dict[str, str]]:
     """Return all combinations of the values.
 
     Raises:
-        ValueError: one of the arguments is not `name=value,...`.
+        ValueError: one of the arguments is not `name=value,...`, or two have the same name.
     """
     names, choices = [], []
     for text in values:
         name, _, several = text.partition("=")
         if not name or not several:
             raise ValueError(f"--try {text!r} is invalid. Write a field and its values, such as seed=1,2,3.")
+        if name in names:
+            raise ValueError(
+                f"--try {name}=... is given twice. Write all values of a field into one: --try {name}=1,2."
+            )
         names.append(name)
-        choices.append(several.split(","))
+        choices.append(_split(several))
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*choices)]
 
 
+def _split(values: str) -> list[str]:
+    """Split at the commas that are outside of brackets, braces and double quotes, so that a value may be JSON."""
+    found, depth, is_quoted = [""], 0, False
+    for character in values:
+        is_quoted ^= character == '"'
+        if not is_quoted:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0 and not is_quoted:
+            found.append("")
+        else:
+            found[-1] += character
+    return found
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run all trials. Every rank must call this. Returns the values, the seconds and the metrics of each."""
+    """Run all trials. Every rank must call this.
+
+    Returns:
+        The values, the seconds and the metrics of each trial.
+
+    Raises:
+        ValueError: there is no such recipe, `--try` is invalid, or the first trial gives no such metric.
+    """
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
+    trials, known = trials_of(options.values), sorted(path.stem for path in Path(__file__).parent.glob("run_*.py"))
+    if options.recipe not in known:
+        raise ValueError(f"{options.recipe!r} is not a recipe. Pass one of {', '.join(known)}.")
     recipe = importlib.import_module(options.recipe)
     is_first = os.environ.get("RANK", "0") == "0"
     store = options.activation_cache_dir or options.output_dir / STORE
     done = []
-    for number, trial in enumerate(trials_of(options.values)):
+    for number, trial in enumerate(trials):
         fields = {**trial, "output_dir": options.output_dir / f"trial-{number}", "activation_cache_dir": store}
         began = time.perf_counter()
         metrics = recipe.main([*rest, *(part for name, value in fields.items() for part in (f"--{name}", str(value)))])
+        if options.metric not in metrics:  # known after a trial at the earliest
+            raise ValueError(
+                f"--metric {options.metric!r} is not among the metrics: {', '.join(sorted(metrics))}. Pass one of"
+                " these, and --do_eval for those that begin with eval_."
+            )
         done.append({**trial, "seconds": time.perf_counter() - began, **metrics})
         if is_first:
             with (options.output_dir / "trials.jsonl").open("a", encoding="utf-8") as file:
@@ -84,13 +124,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def show(done: list[dict[str, Any]], metric: str, smaller_is_better: bool) -> None:
-    """Print the trials, the best one first.
-
-    Raises:
-        ValueError: the recipe gives no such metric.
-    """
-    if not all(metric in trial for trial in done):
-        raise ValueError(f"--metric {metric!r} is not among {', '.join(sorted(done[0]))}.")
+    """Print the trials, the best one first."""
     done = sorted(done, key=lambda trial: trial[metric], reverse=not smaller_is_better)
     shown = [name for name in done[0] if not name.startswith(("eval_", "train_"))]
     table = Table(*shown, metric, title="Trials", title_justify="left")

@@ -78,6 +78,11 @@ def test_a_model_of_7_billion_parameters_needs_no_memory_for_them() -> None:
     assert int(kib) < 2 * 2**20  # of which torch and transformers 0.4 GiB
 
 
+def test_inspect_takes_a_type_with_several_classes_for_its_task() -> None:
+    """The Auto class would look for the architectures, which a mere type does not name."""
+    assert inspect_json("levit")["model"] == "LevitForImageClassification"
+
+
 def test_inspect_prints_tables() -> None:
     result = run("inspect", "bert", "--stages", "1,2,16")
     assert result.exit_code == 0

@@ -36,6 +36,33 @@ def test_trials_are_all_combinations() -> None:
     ]
     with pytest.raises(ValueError, match=r"seed is invalid|'seed' is invalid"):
         sweep.trials_of(["seed"])
+    with pytest.raises(ValueError, match="given twice"):
+        sweep.trials_of(["seed=1", "seed=2"])
+
+
+def test_a_value_may_be_json() -> None:
+    text = 'freeze_schedule={"0": 3, "1": 4},{"0": 2}'
+    assert [trial["freeze_schedule"] for trial in sweep.trials_of([text])] == ['{"0": 3, "1": 4}', '{"0": 2}']
+    assert [trial["layers"] for trial in sweep.trials_of(["layers=[1,2],[3]"])] == ["[1,2]", "[3]"]
+
+
+def test_an_unknown_recipe_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run_glue"):
+        sweep.main(["run_gleu", "--try", "seed=1", "--output_dir", str(tmp_path)])
+
+
+def test_an_unknown_metric_is_told_after_the_first_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[list[str]] = []
+
+    def trained(arguments: list[str]) -> dict[str, float]:
+        run.append(arguments)
+        return {"eval_loss": 1.0}
+
+    monkeypatch.setattr("run_glue.main", trained)
+    arguments = ["run_glue", "--try", "seed=1,2", "--metric", "eval_acuracy", "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="eval_loss"):
+        sweep.main(arguments)
+    assert len(run) == 1
 
 
 def swept(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:

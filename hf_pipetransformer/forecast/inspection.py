@@ -142,13 +142,13 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
             raise UnknownModelError(
                 f"transformers has no {task} model for {type(config).__name__}. Pass another --task."
             )
-        return _class(TASKS[task])
+        return _class_of_task(config, task)
     for name in config.architectures or ():
         if isinstance(getattr(transformers, name, None), type):
             return _class(name)
     for candidate in _TASK_ORDER:
         if takes(candidate) and (candidate != "sequence-classification" or takes("masked-lm")):
-            return _class(TASKS[candidate])
+            return _class_of_task(config, candidate)
     raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
 
 
@@ -346,6 +346,14 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _class_of_task(config: PreTrainedConfig, task: str) -> type:
+    """Return the Auto class of a task; of several classes for one configuration (LeViT), the first."""
+    auto = _class(TASKS[task])
+    found = auto._model_mapping[type(config)]  # type: ignore[attr-defined]
+    # an Auto class would look for the architectures that a configuration of a mere type does not name
+    return found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
 
 
 def _class(name: str) -> type:

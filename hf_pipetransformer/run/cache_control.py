@@ -184,7 +184,8 @@ class AutoCache:
         """Whether frozen layers will be cached, and why or where, in words."""
         if not self._allowed:
             return f"off ({next(filter(None, self._reasons.values()), 'this model has no layer that may be cached')})"
-        when = "" if self._is_forced else " where loading is measured to be faster than computing"
+        by_times = " where loading is measured to be faster (so another run may differ by rounding)"
+        when = "" if self._is_forced else by_times
         return f"on{when}, in {self._current.parent}"
 
     # ------------------------------------------------------------------------------------ decisions

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,10 @@ def generations_file(job: TrainingJob) -> Path | None:
 
     Collective over all processes.
     """
-    if not job.may_cache:
-        return None
+    return _generations_file(job) if job.may_cache else None
+
+
+def _generations_file(job: TrainingJob) -> Path:
     nodes = job.mesh.gather_objects(node_name())
     # all processes use the same file, even if each was given a temporary output_dir of its own
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
@@ -164,11 +167,18 @@ def generations_file(job: TrainingJob) -> Path | None:
     return current_file(folder, output_dir, nodes)
 
 
-def remove_default_store(job: TrainingJob) -> None:
-    """Remove the store of trainings that were given no folder. Collective over all processes."""
-    path = generations_file(job)
-    if path is not None and job.args.activation_cache_dir is None:
-        remove_store(open_store(path.parent), path)
+@contextmanager
+def shared_default_store(job: TrainingJob) -> Iterator[None]:
+    """Around several trainings that share a store; the default one is removed at the end, also after an error.
+
+    Entering is collective over all processes; leaving is not, because an error may be of one process alone.
+    """
+    current = _generations_file(job) if job.args.activation_cache_dir is None else None
+    try:
+        yield
+    finally:
+        if current is not None:
+            remove_store(open_store(current.parent), current)
 
 
 def keying_collator(

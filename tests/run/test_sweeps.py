@@ -133,3 +133,13 @@ def test_the_trials_of_a_search_share_the_default_store(tmp_path: Path) -> None:
     (found,) = run_ranks(searched, 1, str(tmp_path / "out"), trials)
     assert found == [(48, 0), (48, 48), (48, 0)]
     assert not list(tmp_path.glob("out/_activation_cache"))
+
+
+def searched_in_vain(rank: int, world_size: int, folder: str) -> None:
+    with pytest.raises(ValueError, match="layers"):
+        searched(rank, world_size, folder, [{"learning_rate": 1e-3}, {"freeze_schedule": {0: 99}}])
+
+
+def test_a_search_that_fails_leaves_no_store(tmp_path: Path) -> None:
+    run_ranks(searched_in_vain, 2, str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out/_activation_cache"))
