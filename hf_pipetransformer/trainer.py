@@ -358,6 +358,7 @@ class PipeTransformerTrainer(Trainer):
             return stock(dataloader)
         generates = self._job.generates(prediction_loss_only)
         if self._placed is not None:
+            self._expect_all_outside_of_training("evaluate or predict")
             run, before = self._pipeline_run, self._evaluated_loader
             cache, generations = (run.cache, run.generations) if run is not None else (None, None)
             with evaluation.in_training(self._job, self._placed, cache, generations, dataloader, generates) as loader:
@@ -417,12 +418,16 @@ class PipeTransformerTrainer(Trainer):
         pipeline = self._placed
         if pipeline is None:
             return super().save_model(output_dir, _internal_call)
-        if self._pipeline_run is None:
-            self._job.mesh.expect_all("save_model", SECONDS_TO_MEET)
+        self._expect_all_outside_of_training("save_model")
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
         with pipeline.weights.gathered(pipeline.holders(), spill), self._keeping_errors(), saving_shards(self.model):
             super().save_model(output_dir, _internal_call)
+
+    def _expect_all_outside_of_training(self, what: str) -> None:
+        """Refuse a call by some processes only, of a distributed model; during training the watchdog sees it."""
+        if self._pipeline_run is None:
+            self._job.mesh.expect_all(what, SECONDS_TO_MEET)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pipeline = self._placed

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+WRITTEN_AT_ONCE = 2**24
+
 
 class SpillFile:
     """Space for tensors in a file without a name. It vanishes with this object and the tensors that were opened.
@@ -42,7 +44,7 @@ class SpillFile:
             self._offsets.append(self._end)
             self._end += -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._end > begin:
-            os.posix_fallocate(self._file.fileno(), begin, self._end - begin)
+            _allocate(self._file.fileno(), begin, self._end - begin)
         return range(first, len(self._like))
 
     def open(self, number: int) -> torch.Tensor:
@@ -52,3 +54,12 @@ class SpillFile:
             return torch.empty(like.shape, dtype=like.dtype)
         pages = mmap.mmap(self._file.fileno(), like.nbytes, offset=self._offsets[number])
         return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
+def _allocate(file: int, begin: int, size: int) -> None:
+    """Give a part of a file its space on the disk; where the system cannot (macOS), by writing zeros."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, begin, size)
+        return
+    for offset in range(0, size, WRITTEN_AT_ONCE):
+        os.pwrite(file, bytes(min(WRITTEN_AT_ONCE, size - offset)), begin + offset)

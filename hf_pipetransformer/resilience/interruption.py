@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
@@ -33,6 +34,20 @@ SECONDS_TO_TELL = 0.5
 """Seconds for which a process that is blocked waits until what is left of the training has been said."""
 SECONDS_TO_LEAVE = 2.4
 """Seconds after the signal in which the main thread must have left the training."""
+
+
+_WATCHING: weakref.WeakSet[Interruption] = weakref.WeakSet()
+"""Trainings of this process that have set the wakeup descriptor."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: a signal to it shall not wake the parent's thread, whose descriptor it has inherited."""
+    if _WATCHING:
+        signal.set_wakeup_fd(-1)
+        _WATCHING.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Interruption:
@@ -81,6 +96,7 @@ class Interruption:
         self._tell = _nothing  # the thread, which may end later, shall not keep the training alive
         self._has_left.set()
         if self._wake is not None:
+            _WATCHING.discard(self)
             signal.set_wakeup_fd(self._fd_before)
             for end in reversed(self._wake):  # the writing end first, so that the thread reads the end of the stream
                 end.close()
@@ -111,6 +127,7 @@ class Interruption:
             writing.close()
             self._wake = None
             return
+        _WATCHING.add(self)
         thread = threading.Thread(target=self._end_if_blocked, args=(reading,), name="interruption", daemon=True)
         end_at_exit(thread)
         thread.start()

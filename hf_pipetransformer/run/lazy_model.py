@@ -395,13 +395,23 @@ def _looks_like(stored: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _copy_by_name(table: ParameterTable, names: Collection[str], files: Sequence[Path]) -> list[str]:
-    """Copy weights from files; returns the names of those that are in none of them."""
+    """Copy weights from files; returns the names of those that are in none of them.
+
+    Raises:
+        ValueError: a weight has another shape in its file.
+    """
     name_of = {alias: name for name in names for alias in table.aliases[name] if table[name].numel()}
     missing = dict.fromkeys(name_of.values())
     for path in files:
         with safe_open(path, framework="pt") as file:
             for alias in name_of.keys() & set(file.keys()):
-                table[name_of[alias]].copy_(file.get_tensor(alias))
+                weight, stored = table[name_of[alias]], file.get_tensor(alias)
+                if stored.shape != weight.shape:
+                    raise ValueError(
+                        f"{alias!r} has the shape {tuple(stored.shape)} in {path}, but {tuple(weight.shape)} in the"
+                        " model. Resume with a model that is changed (labels, vocabulary) as the one that was saved."
+                    )
+                weight.copy_(stored)
                 missing.pop(name_of[alias], None)
     return [*missing]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def test_values_stay_when_the_tensor_is_gone(tmp_path: Path) -> None:
         found = file.open(number)
         assert found.dtype == value.dtype and torch.equal(found, value)
     assert list((tmp_path / "new").iterdir()) == []  # it has no name that could be left behind
+
+
+def test_space_is_written_where_the_system_cannot_reserve_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no such call; a file with holes would end the process when the disk is full."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    file = SpillFile(tmp_path)
+    file.reserve([torch.empty(3 * 2**20), torch.empty(7)])
+    status = os.fstat(file._file.fileno())
+    assert status.st_blocks * 512 >= status.st_size > 12 * 2**20
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from test_restarts import ROOT, TESTS, environment
 
 from hf_pipetransformer.resilience import exit
+from hf_pipetransformer.resilience.interruption import Interruption
 
 MOST_SECONDS = 3.0
 """On a machine with a core for each program."""
@@ -114,3 +115,18 @@ def test_a_process_that_is_blocked_goes_as_well(
     output, seconds = interrupt(job, tmp_path, after=6)
     assert output.count("Interrupted at step") == 1 and not (tmp_path / "_activation_cache").exists()
     assert seconds < MOST_SECONDS
+
+
+def test_a_signal_to_a_forked_process_is_not_the_parents() -> None:
+    """A loader's worker inherits the descriptor that wakes the parent's thread."""
+    with Interruption(has_peers=True, tell=lambda: None) as interruption:
+        child = os.fork()
+        if child == 0:
+            with suppress(KeyboardInterrupt):
+                time.sleep(30)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGINT)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.1)
+        assert not interruption.is_asked

@@ -13,7 +13,7 @@ import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from model_zoo import LABELS, MODELS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from training_data import Kind, PadCollator, TrainingData
 from transformers import (
@@ -29,6 +29,7 @@ import hf_pipetransformer.trainer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
+from hf_pipetransformer.model.placeholders import ParameterTable
 from hf_pipetransformer.run import lazy_model
 
 WORLD = 2
@@ -215,7 +216,7 @@ def test_all_processes_load_in_the_same_way(tmp_path: Path) -> None:
         )
 
 
-def saved_alone(rank: int, world_size: int, folder: Path) -> str:
+def used_alone(rank: int, world_size: int, folder: Path) -> str:
     hf_pipetransformer.trainer.SECONDS_TO_MEET = 1.0
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
     logging.getLogger(lazy_model.__name__).addHandler(heard := Heard())
@@ -224,8 +225,10 @@ def saved_alone(rank: int, world_size: int, folder: Path) -> str:
         assert "trainer.save_model() on all processes" in "".join(heard.messages)
         with pytest.raises(ValueError, match="save_model was not called on all processes"):
             trainer.save_model()
+        with pytest.raises(ValueError, match="evaluate or predict was not called on all processes"):
+            trainer.evaluate(trainer.train_dataset)
     else:
-        time.sleep(3)
+        time.sleep(5)
     return "went on"
 
 
@@ -238,9 +241,9 @@ class Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def test_a_distributed_model_is_not_saved_by_the_main_process_alone(tmp_path: Path) -> None:
+def test_a_distributed_model_is_not_used_by_the_main_process_alone(tmp_path: Path) -> None:
     tied_llama(tmp_path / "checkpoint")
-    assert run_ranks(saved_alone, WORLD, tmp_path) == ["went on"] * WORLD
+    assert run_ranks(used_alone, WORLD, tmp_path) == ["went on"] * WORLD
 
 
 def load_own(rank: int, world_size: int, folder: Path) -> None:
@@ -390,3 +393,10 @@ def test_what_would_be_converted_in_memory_is_refused(tmp_path: Path) -> None:
     MODELS["mixtral"].build().save_pretrained(tmp_path / "mixtral")  # experts are stored one by one, and merged
     with pytest.raises(ValueError, match=r"MixtralForCausalLM cannot be loaded lazily .*'model.layers.0.mlp.experts"):
         load_lazily(AutoModelForCausalLM, tmp_path / "mixtral")
+
+
+def test_a_weight_of_another_shape_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
+    model = torch.nn.Linear(2, 4, bias=False)
+    with pytest.raises(ValueError, match=r"'weight' has the shape \(3, 2\) in .*, but \(4, 2\) in the model"):
+        lazy_model._copy_by_name(ParameterTable(model), ["weight"], [tmp_path / "model.safetensors"])
