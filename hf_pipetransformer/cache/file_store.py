@@ -54,6 +54,8 @@ from .activation_files import (
 )
 from .activation_store import Row, StoreFull
 
+MOST_PROBES = 20
+"""Maximum number of attempts to write to a folder that other processes probe, and remove, at the same time."""
 PROBED_BYTES = 4096
 """Size of the file that shows whether the store can be written to."""
 USABLE_DISK = 0.8
@@ -292,20 +294,30 @@ class FileStore:
 
     def why_unwritable(self) -> str | None:
         """Create the folder and a small file in it, and remove them again; why that fails, in words, or None."""
+        try:
+            for attempt in range(MOST_PROBES):
+                try:
+                    self._probe()
+                    break
+                except FileNotFoundError:  # another process has removed the folder that it had created as well
+                    if attempt == MOST_PROBES - 1:
+                        raise
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _probe(self) -> None:
         name, is_there = self._unique(".probe-"), self.folder.exists()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(open_private(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.write(bytes(PROBED_BYTES))
-        except OSError as error:
-            return str(error)
         finally:
             with suppress(OSError):
                 name.unlink()
             if not is_there:
                 with suppress(OSError):
                     self.folder.rmdir()
-        return None
 
     def usable_bytes(self) -> int | None:
         """What is stored, and most of what the disk has free; None if that cannot be found out."""

@@ -36,6 +36,7 @@ from stored_rows import (
     put,
 )
 
+from hf_pipetransformer.cache import file_store
 from hf_pipetransformer.cache.activation_files import HEADER_BYTES, RECORDS_PER_BUCKET
 from hf_pipetransformer.cache.activation_store import StoreFull
 from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
@@ -628,3 +629,19 @@ def test_what_has_not_been_used_for_longest_is_evicted_first(store: FileStore) -
     assert store.evict(began) and store.generations() == [names[0], *names[2:]]
     assert store.evict(began) and store.generations() == names[2:]
     assert not store.evict(began) and store.generations() == names[2:]
+
+
+def test_another_process_may_remove_the_folder_while_it_is_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All processes probe a folder that is not there yet, and each removes what it has created."""
+    opened, removals = file_store.open_private, iter([True, True])
+
+    def removed_first(name: Path, flags: int) -> Any:
+        if next(removals, False):
+            name.parent.rmdir()
+        return opened(name, flags)
+
+    monkeypatch.setattr(file_store, "open_private", removed_first)
+    assert FileStore(tmp_path / "new").why_unwritable() is None
+    assert next(removals, None) is None
