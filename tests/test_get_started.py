@@ -103,6 +103,8 @@ def test_the_plan_of_the_readme_fits_and_gains_what_it_says() -> None:
     assert result.exit_code == 0, result.output
     gain = re.search(r"best static layout .*×([\d.]+)", result.output)
     assert gain is not None and f"{gain[1]} times as fast as the best static layout" in text
+    gain = re.search(r"plain FSDP .*×([\d.]+)", result.output)
+    assert gain is not None and f"{gain[1]} times as fast as FSDP" in text
 
 
 def example(rank: int, world_size: int, code: str, folder: str) -> None:

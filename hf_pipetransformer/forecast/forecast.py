@@ -27,6 +27,7 @@ from ..planning.unit_times import ModelTimes
 from ..token_slices.slice_planning import RowSlices, whole_rows
 from ..token_slices.slice_timeline import choose_slices, seconds_of_slices
 from .device_table import CacheHost, Device
+from .fsdp import FsdpRun, fsdp_run
 from .workload import Workload, frozen_latency, stage_latencies
 
 
@@ -279,6 +280,7 @@ class Forecast:
         best_static: the fastest of all static layouts that fit.
         static_pipeline: a static pipeline with K > 1: the requested K, or that of the first epoch, or else the
             smallest possible; None if no K > 1 is possible.
+        fsdp: plain FSDP over all devices; None if there is one device.
         flop_bound: FLOPs of the training without freezing divided by those with freezing.
         cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
         cache_peak_bytes: largest size of the two generations that exist together after a freeze.
@@ -292,6 +294,7 @@ class Forecast:
     ddp: StaticRun
     best_static: StaticRun
     static_pipeline: StaticRun | None
+    fsdp: FsdpRun | None
     flop_bound: float
     cache_bytes: float
     cache_peak_bytes: float
@@ -314,9 +317,16 @@ class Forecast:
 
         return [tuple(epochs) for _, epochs in groupby(self.epochs, alike)]
 
-    def speed_up_over(self, static: StaticRun) -> float | None:
-        """Speed-up over a static layout; None if that layout does not fit."""
-        return static.seconds / self.seconds if static.fits else None
+    @property
+    def fastest_plain(self) -> StaticRun | FsdpRun:
+        """What is fastest without freezing: a static layout, or FSDP."""
+        return (
+            self.fsdp if self.fsdp is not None and self.fsdp.seconds < self.best_static.seconds else self.best_static
+        )
+
+    def speed_up_over(self, plain: StaticRun | FsdpRun) -> float | None:
+        """Speed-up over a training without freezing; None if that does not fit."""
+        return plain.seconds / self.seconds if plain.fits else None
 
 
 def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
@@ -348,6 +358,7 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
         _static_run(replace(job, replica_sharding="none"), workload, machine, 1),
         min(statics.values(), key=lambda static: (not static.fits, static.seconds)),
         statics[longer] if longer > 1 else None,
+        _fsdp_run(job, workload, machine) if job.num_devices > 1 else None,
         without / with_freezing if with_freezing else 1.0,
         max(sizes.values(), default=0.0),
         max(live),
@@ -511,6 +522,17 @@ def _static_run(job: Job, workload: Workload, machine: Machine, k: int) -> Stati
     missing = 0 if budget is None else max(largest - budget, 0)
     seconds = float("inf") if missing else epoch.seconds * job.num_epochs
     return StaticRun(plan, seconds, missing, epoch.num_microbatches, largest)
+
+
+def _fsdp_run(job: Job, workload: Workload, machine: Machine) -> FsdpRun:
+    return fsdp_run(
+        workload.unit_costs,
+        machine.times,
+        job.num_devices,
+        job.rows_per_device,
+        job.steps_per_epoch * job.num_epochs,
+        machine.memory_budget_bytes,
+    )
 
 
 def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float:

@@ -14,6 +14,7 @@ from ..planning.plan_choice import largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start
+from .fsdp import FsdpRun
 
 GIB = 2**30
 
@@ -28,7 +29,8 @@ FULL_PIPELINE = 0.2
 
 ALWAYS_ASSUMED = (
     "every row is as long as --seq; padding and evaluation are not counted",
-    "gradients are reduced after the backward, not during it; messages between stages take no time",
+    "gradients are reduced after the backward, not during it; messages between stages take no time; FSDP's transfers"
+    " take place while it computes",
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
     "the allocator's waste is not in the memory figures; activations are counted as without autocast (bf16=True)",
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
@@ -41,7 +43,7 @@ def advise(result: Forecast) -> list[str]:
     """Advice for the user who launches the training, from the forecast; at least one sentence."""
     job, gain = result.job, result.speed_up_over(result.best_static)
     freezes = result.epochs[-1].num_frozen > 0
-    sentences = _about_pipelining(result)
+    sentences = [*_about_pipelining(result), *_about_fsdp(result)]
     if freezes and gain is not None and gain < WORTH_FREEZING:
         sentences.append(
             f"Gain below {100 * (WORTH_FREEZING - 1):.0f}% (×{gain:.2f} over the best static layout): do not freeze;"
@@ -58,6 +60,25 @@ def advise(result: Forecast) -> list[str]:
     sentences += [*_about_slices(result), *_about_fewer_devices(result)]
     k = result.first.pipeline_parallel_size
     return sentences or [f"Train it so, K = {k} at the start: no other layout is predicted to be much faster."]
+
+
+def _about_fsdp(result: Forecast) -> list[str]:
+    """Advice on FSDP, which has no bubble and replicates nothing, but moves all parameters in each step."""
+    fsdp = result.fsdp
+    if fsdp is None or not fsdp.fits or result.best_static.plan.pipeline_parallel_size == 1:
+        return []  # where one device is enough, FSDP is for less memory, not for speed
+    gain = fsdp.seconds / result.seconds
+    if fsdp.seconds < result.best_static.seconds and gain < WORTH_FREEZING:
+        return [
+            f"Use FSDP with plain transformers instead: this training is predicted to be only ×{gain:.2f} as fast, and"
+            " FSDP freezes nothing."
+        ]
+    if fsdp.seconds * HARDLY_FASTER < result.best_static.seconds:
+        return [
+            "Without freezing, FSDP is predicted to be"
+            f" {result.best_static.seconds / fsdp.seconds:.2f} times as fast as the best pipeline."
+        ]
+    return []
 
 
 def _about_pipelining(result: Forecast) -> list[str]:
@@ -148,7 +169,7 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
         ("epoch", "frozen", "cached", "K × R", "M", "stages", "GiB", "step ms", "rows/s", "spent on", "time"),
         *(_period_row(period) for period in result.periods),
     ]
-    statics = [("compared with", "layout", "M", "GiB", "time", "speed-up")]
+    statics: list[tuple[str, ...]] = [("compared with", "layout", "M", "GiB", "time", "speed-up")]
     for name, static in _statics(result):
         gain = result.speed_up_over(static)
         statics.append(
@@ -161,6 +182,8 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
                 "does not fit" if gain is None else f"×{gain:.2f}",
             )
         )
+    if result.fsdp is not None:
+        statics.append(_fsdp_row(result, result.fsdp))
     statics.append(("counted FLOPs alone", "", "", "", "", f"×{result.flop_bound:.2f}"))
     parts = [
         title,
@@ -174,6 +197,18 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
         "Assumed\n" + "\n".join(f"- {sentence}" for sentence in _all_assumed(result, assumed)),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _fsdp_row(result: Forecast, fsdp: FsdpRun) -> tuple[str, ...]:
+    gain = result.speed_up_over(fsdp)
+    return (
+        "plain FSDP",
+        f"{fsdp.num_devices} shards",
+        str(fsdp.num_microbatches),
+        f"{fsdp.largest_bytes / GIB:,.1f}",
+        _duration(fsdp.seconds) if fsdp.fits else "-",
+        "does not fit" if gain is None else f"×{gain:.2f}",
+    )
 
 
 def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
@@ -207,11 +242,11 @@ def _statics(result: Forecast) -> list[tuple[str, StaticRun]]:
 
 
 def rival_epochs(result: Forecast) -> float | None:
-    """Return how many epochs the best static layout trains, with nothing frozen, in the time of this training.
+    """Return how many epochs the fastest training without freezing runs in the time of this training.
 
-    None if nothing is frozen, or if no static layout fits.
+    None if nothing is frozen, or if nothing else fits.
     """
-    gain = result.speed_up_over(result.best_static)
+    gain = result.speed_up_over(result.fastest_plain)
     return None if gain is None or not result.epochs[-1].num_frozen else len(result.epochs) / gain
 
 
@@ -219,8 +254,9 @@ def _about_rival(result: Forecast) -> str:
     epochs = rival_epochs(result)
     if epochs is None:
         return ""
+    by = "FSDP" if isinstance(result.fastest_plain, FsdpRun) else "best static layout"
     return (
-        f"Equal cost: plain training for {epochs:.1f} epochs (best static layout, nothing frozen) takes as long.\n"
+        f"Equal cost: plain training for {epochs:.1f} epochs ({by}, nothing frozen) takes as long.\n"
         "With a learning rate tuned for so many epochs it may reach more: try it first (docs/when_it_pays.md)."
     )
 
@@ -335,6 +371,7 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
             }
             for name, static in _statics(result)
         },
+        "fsdp": None if result.fsdp is None else _fsdp_values(result, result.fsdp),
         "flop_bound": result.flop_bound,
         "plain_epochs_of_equal_cost": rival_epochs(result),
         "cache": {
@@ -344,6 +381,17 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         },
         "advice": advise(result),
         "assumed": _all_assumed(result, assumed),
+    }
+
+
+def _fsdp_values(result: Forecast, fsdp: FsdpRun) -> dict[str, Any]:
+    return {
+        "num_microbatches": fsdp.num_microbatches,
+        "device_bytes": fsdp.largest_bytes,
+        "fits": fsdp.fits,
+        "step_seconds": fsdp.step_seconds,
+        "seconds": fsdp.seconds if fsdp.fits else None,
+        "speed_up": result.speed_up_over(fsdp),
     }
 
 

@@ -75,7 +75,7 @@ def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
         "model", "profile", "devices", "batch_rows", "samples", "steps_per_epoch", "memory_budget_bytes",
-        "token_slices", "replica_sharding", "epochs", "seconds", "compared_with", "flop_bound",
+        "token_slices", "replica_sharding", "epochs", "seconds", "compared_with", "fsdp", "flop_bound",
         "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
