@@ -29,6 +29,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 ScheduleUnit = Literal["epoch", "step"]
 FreezeStrategy = Literal["epoch", "steps"]
 
+ALL = "all"
+"""In a schedule: as many layers as can be frozen."""
 ROUNDING = 1e-9
 """Tolerance of `ceil` for floating-point error: with it, 10 (1 - 0.9) rounds up to 1, not 2."""
 
@@ -187,11 +189,13 @@ class AutoFreezePolicy(FreezePolicy):
 class SchedulePolicy(FreezePolicy):
     """Freezes layers by a schedule of the user, which maps an epoch or a step to a number of frozen layers.
 
-    `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers after one epoch and 7 after two; `{0: 4}` freezes 4 from the start.
+    `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers after one epoch and 7 after two; `{0: 4}` freezes 4 from the start,
+    and `{0: "all"}` as many as can be frozen, so that the head is trained alone.
     Layers are frozen at decisions only, so a step in the map is rounded up to the next decision.
 
     Args:
-        schedule: number of epochs or steps done -> number of frozen layers. Keys may be strings, as in JSON.
+        schedule: number of epochs or steps done -> number of frozen layers, or "all" for as many as can be frozen
+            while something is left to train. Keys may be strings, as in JSON.
         by: whether the keys are epochs or steps.
 
     Raises:
@@ -214,14 +218,15 @@ class SchedulePolicy(FreezePolicy):
             )
         self.schedule = dict(sorted((self._start(key), self._layers(key)) for key in self.schedule))
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
-            if fewer < layers:
+            if layers == ALL != fewer or (fewer != ALL and fewer < layers):
                 raise ValueError(
                     f"freeze_schedule decreases from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
                     f" {later:g}, but frozen layers stay frozen. Use numbers that do not decrease."
                 )
 
     def num_frozen(self, decision: FreezeDecision) -> int:
-        most = max(self.schedule.values())
+        numbers = [layers for layers in self.schedule.values() if layers != ALL]
+        most = max(numbers, default=0)
         if most > decision.num_layers:
             raise ValueError(
                 f"freeze_schedule requests {most} frozen layers, but the model has {decision.num_layers}. Reduce its"
@@ -233,7 +238,8 @@ class SchedulePolicy(FreezePolicy):
                 f" train: at most {decision.max_frozen} can be frozen in this model. Reduce its numbers."
             )
         now = decision.epoch if self.by == "epoch" else decision.global_step
-        return max((layers for start, layers in self.schedule.items() if start <= now + ROUNDING), default=0)
+        reached = [layers for start, layers in self.schedule.items() if start <= now + ROUNDING]
+        return max((decision.max_frozen if layers == ALL else layers for layers in reached), default=0)
 
     def _start(self, key: Any) -> float:
         try:
@@ -246,12 +252,14 @@ class SchedulePolicy(FreezePolicy):
             )
         return start
 
-    def _layers(self, key: Any) -> int:
+    def _layers(self, key: Any) -> int | str:
         layers = self.schedule[key]
+        if layers == ALL:
+            return ALL
         if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
             raise ValueError(
                 f"freeze_schedule has {layers!r} at {self.by} {key}, but a number of frozen layers must be an integer"
-                " of at least 0."
+                " of at least 0, or 'all'."
             )
         return layers
 

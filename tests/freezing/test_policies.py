@@ -199,6 +199,16 @@ def test_schedule_beyond_the_model_is_refused_at_the_first_decision() -> None:
         next_num_frozen(SchedulePolicy({9: 12}), decision(0, max_frozen=11))
 
 
+def test_all_is_what_leaves_something_to_train() -> None:
+    policy = SchedulePolicy({"0": 2, "3": "all"})
+    asked = [decision(t, max_frozen=11, epoch=float(t)) for t in range(5)]
+    assert [next_num_frozen(policy, one) for one in asked] == [2, 2, 2, 11, 11]
+    with pytest.raises(ValueError, match="decreases from all layers"):
+        SchedulePolicy({0: "all", 1: 3})
+    with pytest.raises(ValueError, match="or 'all'"):
+        SchedulePolicy({0: "most"})
+
+
 # ------------------------------------------------------------------------------------ what holds for all
 @given(
     num_layers=st.integers(1, 60),
