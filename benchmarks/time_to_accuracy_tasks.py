@@ -219,7 +219,7 @@ UNWANTED = (
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October")
 
 
-class _Requests:
+class Requests:
     """Draws requests."""
 
     def __init__(self, seed: int) -> None:
@@ -251,11 +251,11 @@ class _Requests:
 def _intents(seed: int, folder: Path) -> Task:
     classes = len(ACTIONS) * len(OBJECTS)
 
-    def rows(drawn: _Requests, each: int) -> list[tuple[str, int]]:
+    def rows(drawn: Requests, each: int) -> list[tuple[str, int]]:
         return [(drawn.text(divmod(k, len(OBJECTS))), k) for k in range(classes) for _ in range(each)]
 
-    texts = {"train": rows(_Requests(seed), 10), "validation": rows(_Requests(10_000), 8)}
-    texts["test"] = rows(_Requests(20_000), 16)
+    texts = {"train": rows(Requests(seed), 10), "validation": rows(Requests(10_000), 8)}
+    texts["test"] = rows(Requests(20_000), 16)
     return _text_task(texts, classes, folder, 16, (2, 4, 8))
 
 
@@ -266,7 +266,7 @@ POOL = 200
 
 
 def _pairs(seed: int, folder: Path) -> Task:
-    def split(drawn: _Requests, count: int) -> Split:
+    def split(drawn: Requests, count: int) -> Split:
         texts = [text for _ in range(count) for text in drawn.pair()]
         return Split(_tokens(texts, folder), torch.arange(count))
 
@@ -281,12 +281,12 @@ def _pairs(seed: int, folder: Path) -> Task:
             found.append(cosines.argmax(1) == torch.arange(len(cosines)))
         return torch.cat(found)
 
-    train = split(_Requests(seed), 256)
+    train = split(Requests(seed), 256)
     return Task(
         lambda: _bert(folder, train.inputs, lambda weights, hidden: MeanHead()),
         train,
-        split(_Requests(10_000), 3 * POOL),
-        split(_Requests(20_000), 5 * POOL),
+        split(Requests(10_000), 3 * POOL),
+        split(Requests(20_000), 5 * POOL),
         loss,
         right,
         per_sample=2,
