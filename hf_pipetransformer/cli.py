@@ -83,6 +83,8 @@ def inspect(
         _fail(1, str(error))
     except (ImportError, ValueError) as error:  # a package is missing, or the model rejects its configuration or batch
         _fail(1, f"{model_or_config} cannot be inspected: {error}")
+    except Exception as error:  # the code of the model's class fails, with whatever error
+        _fail(1, f"{model_or_config} cannot be inspected: {_failure_of_class(cls.__name__, error)}")
     report = inspection.make_report(model, batch, units, [number for number in numbers if number <= len(units)])
     typer.echo(json.dumps(report, indent=2) if as_json else inspection.as_text(report, units))
 
@@ -170,6 +172,8 @@ def plan(
         _fail(1, f"{model_or_config} cannot be planned: {error}")
     except ValueError as error:
         _fail(2, str(error))
+    except Exception as error:  # the code of the model's class fails, with whatever error
+        _fail(1, f"{model_or_config} cannot be planned: {_failure_of_class('its class', error)}")
     if as_json:
         values = forecast_text.as_values(answer.forecast, answer.model, profile, answer.assumed)
         typer.echo(json.dumps(values, indent=2))
@@ -200,6 +204,15 @@ def _check_task(task: str) -> None:
 
     if task != "auto" and task not in TASKS:
         _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(TASKS)}.")
+
+
+def _failure_of_class(name: str, error: Exception) -> str:
+    """What is said of a model's class that cannot be built from its configuration, or not be run on a small batch."""
+    reason = " ".join(str(error).split())[:200].rstrip(".")
+    return (
+        f"{name} fails on a small batch ({type(error).__name__}: {reason}). Pass another --task, or a folder whose"
+        " config.json has the values of a real model and names its class in 'architectures'."
+    )
 
 
 def _fail(code: int, message: str) -> NoReturn:

@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import record
 
 STORE = "_activation_cache"
+FEW_SAMPLES = 16
+"""So many are evaluated before the first trial, to see which metrics there are."""
+TRAIN_METRICS = (
+    "train_loss",
+    "train_runtime",
+    "train_samples",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "total_flos",
+    "epoch",
+)
+"""What each recipe gives of a training."""
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -86,6 +99,37 @@ def _split(values: str) -> list[str]:
     return found
 
 
+def probe_metric(recipe: Any, arguments: list[str], options: argparse.Namespace) -> None:
+    """Refuse a metric that the recipe does not give, before the first trial. Every rank must call this.
+
+    Only an evaluation shows what it gives, so the model is evaluated on a few samples before it has been trained. A
+    recipe that always trains does one step first.
+
+    Raises:
+        ValueError: the recipe gives no such metric.
+    """
+    if options.metric in TRAIN_METRICS or "--lazy_loading" in arguments:  # no process could hold all of that model
+        return
+    folder = options.output_dir / "_untrained"
+    few = {"max_eval_samples": FEW_SAMPLES, "max_train_samples": FEW_SAMPLES, "max_steps": 1, "do_train": False}
+    given = recipe.main([*arguments, *_as_arguments({**few, "output_dir": folder})])
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        shutil.rmtree(folder, ignore_errors=True)
+    check_metric(options.metric, [*TRAIN_METRICS, *given])
+
+
+def check_metric(metric: str, given: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: the metric is not among those given.
+    """
+    if metric not in given:
+        raise ValueError(
+            f"--metric {metric!r} is not among the metrics: {', '.join(sorted(given))}. Pass one of"
+            " these, and --do_eval for those that begin with eval_."
+        )
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Run all trials. Every rank must call this.
 
@@ -93,7 +137,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         The values, the seconds and the metrics of each trial.
 
     Raises:
-        ValueError: there is no such recipe, `--try` is invalid, or the first trial gives no such metric.
+        ValueError: there is no such recipe, `--try` is invalid, or the recipe gives no such metric.
     """
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
     trials, known = trials_of(options.values), sorted(path.stem for path in Path(__file__).parent.glob("run_*.py"))
@@ -102,16 +146,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     recipe = importlib.import_module(options.recipe)
     is_first = os.environ.get("RANK", "0") == "0"
     store = options.activation_cache_dir or options.output_dir / STORE
+    probe_metric(recipe, [*rest, *_as_arguments(trials[0])], options)
     done = []
     for number, trial in enumerate(trials):
         fields = {**trial, "output_dir": options.output_dir / f"trial-{number}", "activation_cache_dir": store}
         began = time.perf_counter()
-        metrics = recipe.main([*rest, *(part for name, value in fields.items() for part in (f"--{name}", str(value)))])
-        if options.metric not in metrics:  # known after a trial at the earliest
-            raise ValueError(
-                f"--metric {options.metric!r} is not among the metrics: {', '.join(sorted(metrics))}. Pass one of"
-                " these, and --do_eval for those that begin with eval_."
-            )
+        metrics = recipe.main([*rest, *_as_arguments(fields)])
+        check_metric(options.metric, metrics)
         done.append({**trial, "seconds": time.perf_counter() - began, **metrics})
         if is_first:
             with (options.output_dir / "trials.jsonl").open("a", encoding="utf-8") as file:
@@ -121,6 +162,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if is_first:
         show(done, options.metric, options.smaller_is_better or options.metric.endswith("loss"))
     return done
+
+
+def _as_arguments(fields: Mapping[str, Any]) -> list[str]:
+    return [part for name, value in fields.items() for part in (f"--{name}", str(value))]
 
 
 def show(done: list[dict[str, Any]], metric: str, smaller_is_better: bool) -> None:

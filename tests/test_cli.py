@@ -135,6 +135,21 @@ def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str,
     assert "Traceback" not in result.output
 
 
+def test_a_family_of_several_classes_for_a_task_is_inspected() -> None:
+    """Its Auto class chooses by `architectures`, which a default configuration lacks."""
+    levit = AutoConfig.for_model("levit")
+    assert inspection.model_class(levit).__name__ == "LevitForImageClassification"
+
+
+@pytest.mark.parametrize("command_line", [["inspect"], ["plan", "--devices", "2", "--batch", "8", "--epochs", "2"]])
+def test_a_class_that_fails_ends_in_one_line(command_line: list[str]) -> None:
+    """Its default configuration does not fit its own front end."""
+    result = run(command_line[0], "glmasr_encoder", *command_line[1:])
+    assert result.exit_code == 1 and result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "fails on a small batch (RuntimeError: " in line and "Pass another --task, or a folder" in line
+
+
 def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(name: str) -> None:
         raise OSError("We couldn't connect to the Hub.\nMore lines.")
@@ -147,6 +162,8 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "could not be loaded from the Hugging Face Hub (We couldn't connect to the Hub)" in " ".join(
         result.stderr.split()
     )
+    result = run("inspect", "brt")
+    assert result.exit_code == 2 and "Model types of a similar name: bert" in " ".join(result.stderr.split())
 
 
 def test_inspect_counts_a_sample_of_the_length_that_is_asked_for() -> None:

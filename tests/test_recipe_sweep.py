@@ -51,18 +51,17 @@ def test_an_unknown_recipe_is_told(tmp_path: Path) -> None:
         sweep.main(["run_gleu", "--try", "seed=1", "--output_dir", str(tmp_path)])
 
 
-def test_an_unknown_metric_is_told_after_the_first_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run: list[list[str]] = []
+def mistaken(rank: int, world_size: int, folder: Path) -> str:
+    with pytest.raises(ValueError, match="--metric 'eval_acuracy' is not among") as refusal:
+        sweep.main(["run_glue", "--try", "seed=1,2", "--metric", "eval_acuracy", "--output_dir", str(folder), *SMALL])
+    return str(refusal.value)
 
-    def trained(arguments: list[str]) -> dict[str, float]:
-        run.append(arguments)
-        return {"eval_loss": 1.0}
 
-    monkeypatch.setattr("run_glue.main", trained)
-    arguments = ["run_glue", "--try", "seed=1,2", "--metric", "eval_acuracy", "--output_dir", str(tmp_path)]
-    with pytest.raises(ValueError, match="eval_loss"):
-        sweep.main(arguments)
-    assert len(run) == 1
+@pytest.mark.slow
+def test_a_mistyped_metric_is_refused_before_the_first_trial(tmp_path: Path) -> None:
+    refusals = run_ranks(mistaken, 2, tmp_path)
+    assert all("eval_accuracy" in text and "train_loss" in text for text in refusals)
+    assert not list(tmp_path.glob("*trial*")), "something was trained"
 
 
 def swept(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:

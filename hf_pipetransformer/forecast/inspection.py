@@ -9,6 +9,7 @@ parameter, so a laptop can inspect a model with billions of parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from os.path import commonpath
 from pathlib import Path
@@ -99,7 +100,13 @@ def load_config(name: str) -> PreTrainedConfig:
     path = Path(name)
     is_path = path.is_file() or (path / "config.json").is_file()
     if not is_path and name in CONFIG_MAPPING:
-        return AutoConfig.for_model(name)
+        try:
+            return AutoConfig.for_model(name)
+        except Exception as error:  # its class does not accept its own default values, with whatever error
+            raise UnknownModelError(
+                f"model type {name!r} has no default configuration ({_first_line(error)}). Pass a folder or a"
+                " config.json with the values of a real model."
+            ) from error
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -112,6 +119,9 @@ def load_config(name: str) -> PreTrainedConfig:
                 f"it is not a folder, a config.json or one of the {len(list(CONFIG_MAPPING.keys()))} model types, "
                 f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
             )
+            similar = get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
+            if similar:
+                reason += f". Model types of a similar name: {', '.join(similar)}"
         raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
     return config
 

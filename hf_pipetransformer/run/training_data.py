@@ -171,13 +171,15 @@ def _generations_file(job: TrainingJob) -> Path:
 def shared_default_store(job: TrainingJob) -> Iterator[None]:
     """Around several trainings that share a store; the default one is removed at the end, also after an error.
 
-    Entering is collective over all processes; leaving is not, because an error may be of one process alone.
+    One that is there before, kept for a training that was interrupted, stays. Entering is collective over all
+    processes; leaving is not, because an error may be of one process alone.
     """
     current = _generations_file(job) if job.args.activation_cache_dir is None else None
+    is_new = current is not None and not job.mesh.any(current.parent.exists())
     try:
         yield
     finally:
-        if current is not None:
+        if current is not None and is_new:
             remove_store(open_store(current.parent), current)
 
 
