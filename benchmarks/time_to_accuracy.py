@@ -163,12 +163,14 @@ def _upper_first(budget: float, layers: int, steps: int) -> list[Phase]:
     return [upper, Phase(budget / 2, NeverFreeze(), head=1.0)]
 
 
-def _plain(factor: float) -> Callable[[float, int, int], list[Phase]]:
-    return lambda budget, layers, steps: [Phase(factor * budget, NeverFreeze())]
+def _plain(factor: float, head: float = HEAD) -> Callable[[float, int, int], list[Phase]]:
+    return lambda budget, layers, steps: [Phase(factor * budget, NeverFreeze(), head)]
 
 
 RECIPES = {
     "plain": Recipe(_plain(1.0)),
+    "plain-fast-head": Recipe(_plain(1.0, head=25.0)),
+    "plain-faster-head": Recipe(_plain(1.0, head=100.0)),
     "lora": Recipe(_plain(1.5), uses_adapters=True),
     "half": Recipe(_static(1 / 2)),
     "two-thirds": Recipe(_static(2 / 3)),

@@ -174,7 +174,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             interpreted as a fraction of all training steps.
         freeze_schedule (`dict`, *optional*):
             Schedule for `freeze_policy="schedule"`. It maps an epoch (or a step, if `freeze_strategy="steps"`) to the
-            number of layers that are frozen from then on. On the command line it is given as JSON.
+            number of layers that are frozen from then on, or to `"all"` for as many as can be frozen. On the command
+            line it is given as JSON.
         max_frozen_layers (`int`, *optional*):
             Upper bound on the number of frozen layers.
         elastic (`bool`, *optional*, defaults to `True`):

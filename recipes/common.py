@@ -10,7 +10,6 @@ print_summary(trainer, results)
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections import Counter
@@ -37,7 +36,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.report.report_data import Layout, read_trainings
@@ -126,13 +124,6 @@ class ModelArguments:
         metadata={"help": "Names of the layers that get an adapter; None: PEFT's for the model, or all linear ones."},
     )
 
-    head_first_epochs: float = field(
-        default=0.0,
-        metadata={
-            "help": "Train the head alone for so many epochs first, over the cached outputs of the frozen layers."
-        },
-    )
-    head_first_learning_rate: float = field(default=1e-3, metadata={"help": "The learning rate of these epochs."})
     lora_first_layer: int = field(
         default=0,
         metadata={"help": "Adapters on this layer and those above it; those below may be frozen and cached."},
@@ -411,54 +402,17 @@ def find_checkpoint(training_args: PipeTransformerTrainingArguments) -> str | No
     return "last" if str(wanted).lower() in {"last", "true", "yes"} else wanted
 
 
-def train(trainer: PipeTransformerTrainer, model_args: ModelArguments | None = None) -> dict[str, float]:
-    """Trains if `do_train` says so, saves model and metrics. Every rank must call this.
-
-    Args:
-        trainer: the trainer.
-        model_args: says whether the head is trained first; None if this recipe has no such argument.
-    """
+def train(trainer: PipeTransformerTrainer) -> dict[str, float]:
+    """Trains if `do_train` says so, saves model and metrics. Every rank must call this."""
     if not trainer.args.do_train:
         return {}
-    checkpoint = find_checkpoint(trainer.args)
-    if model_args is not None and model_args.head_first_epochs and checkpoint is None:
-        train_head(trainer, model_args)
-    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    metrics = trainer.train(resume_from_checkpoint=find_checkpoint(trainer.args)).metrics
     metrics["train_samples"] = len(trainer.train_dataset)
     trainer.save_model()  # saves the tokenizer, too
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     trainer.save_state()
     return metrics
-
-
-def train_head(trainer: PipeTransformerTrainer, model_args: ModelArguments) -> None:
-    """Trains the model's head alone: in the first epoch over its frozen layers, afterwards over their cached outputs.
-
-    Args:
-        trainer: of the training that follows; its model, data and arguments are used.
-        model_args: for how long, and at which learning rate.
-
-    Raises:
-        ValueError: the recipe trains in a way of its own.
-    """
-    if type(trainer) is not PipeTransformerTrainer:
-        raise ValueError(f"head_first_epochs: this recipe trains with a {type(trainer).__name__}. Leave it out.")
-    args = copy.copy(trainer.args)
-    args.output_dir = str(Path(trainer.args.output_dir or ".") / "head")
-    args.num_train_epochs, args.max_steps = model_args.head_first_epochs, -1
-    args.learning_rate = model_args.head_first_learning_rate
-    args.freeze_policy, args.freeze_schedule, args.freeze_strategy = "schedule", {0: "all"}, "epoch"
-    args.activation_cache = "on"
-    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
-    args.load_best_model_at_end = args.push_to_hub = False
-    PipeTransformerTrainer(
-        trainer.model,
-        args,
-        train_dataset=trainer.train_dataset,
-        data_collator=trainer.data_collator,
-        processing_class=trainer.processing_class,
-    ).train()
 
 
 def evaluate(trainer: PipeTransformerTrainer, eval_datasets: Mapping[str, Dataset]) -> dict[str, float]:

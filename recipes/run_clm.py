@@ -281,10 +281,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         processing_class=tokenizer,
         data_collator=make_collator(tokenizer, data_args.line_by_line, padding_multiple(training_args)),
     )
-    results = {
-        **train(trainer, model_args),
-        **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset}),
-    }
+    results = {**train(trainer), **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset})}
     if training_args.push_to_hub:
         trainer.push_to_hub(finetuned_from=model_args.model_name_or_path, tasks="text-generation")
     print_summary(trainer, results)

@@ -407,7 +407,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         data_collator=default_data_collator if data_args.pad_to_max_length else padding_collator,
     )
 
-    results = {**train(trainer, model_args), **evaluate(trainer, eval_datasets)}
+    results = {**train(trainer), **evaluate(trainer, eval_datasets)}
 
     if training_args.do_predict:
         for name in split_names("test", splits):

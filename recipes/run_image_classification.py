@@ -344,10 +344,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         processing_class=processor,
         data_collator=default_data_collator,
     )
-    results = {
-        **train(trainer, model_args),
-        **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset}),
-    }
+    results = {**train(trainer), **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset})}
     if training_args.push_to_hub:
         trainer.push_to_hub(finetuned_from=model_args.model_name_or_path, tasks="image-classification")
     print_summary(trainer, results)

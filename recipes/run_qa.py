@@ -406,10 +406,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.pad_to_max_length else padding_collator,
     )
-    results = {
-        **train(trainer, model_args),
-        **evaluate(trainer, {} if eval_windows is None else {"validation": eval_windows}),
-    }
+    results = {**train(trainer), **evaluate(trainer, {} if eval_windows is None else {"validation": eval_windows})}
 
     if training_args.do_predict:
         predict(trainer, splits, tokenizer, data_args, training_args)

@@ -297,10 +297,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             tokenizer, label_pad_token_id=IGNORED, pad_to_multiple_of=padding_multiple(training_args)
         ),
     )
-    results = {
-        **train(trainer, model_args),
-        **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset}),
-    }
+    results = {**train(trainer), **evaluate(trainer, {} if eval_dataset is None else {"validation": eval_dataset})}
     if training_args.push_to_hub:
         trainer.push_to_hub(finetuned_from=model_args.model_name_or_path, tasks="summarization")
     print_summary(trainer, results)
