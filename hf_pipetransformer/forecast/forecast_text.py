@@ -65,10 +65,10 @@ def advise(result: Forecast) -> list[str]:
 def _about_fsdp(result: Forecast) -> list[str]:
     """Advice on FSDP, which has no bubble and replicates nothing, but moves all parameters in each step."""
     fsdp = result.fsdp
-    if fsdp is None or not fsdp.fits or result.best_static.plan.pipeline_parallel_size == 1:
-        return []  # where one device is enough, FSDP is for less memory, not for speed
+    if fsdp is None or result.fastest_plain is not fsdp:
+        return []
     gain = fsdp.seconds / result.seconds
-    if fsdp.seconds < result.best_static.seconds and gain < WORTH_FREEZING:
+    if gain < WORTH_FREEZING:
         return [
             f"Use FSDP with plain transformers instead: this training is predicted to be only ×{gain:.2f} as fast, and"
             " FSDP freezes nothing."

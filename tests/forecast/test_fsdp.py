@@ -51,3 +51,11 @@ def test_advice_where_freezing_gains_less_than_fsdp() -> None:
     many = forecast(job(DEVICES, 9, SchedulePolicy({1: 11})), workload(), machine(budget=needed))
     assert many.fsdp is not None and many.fsdp.seconds > 1.15 * many.seconds
     assert not any("Use FSDP" in sentence for sentence in advise(many))
+
+
+def test_where_ddp_is_possible_fsdp_is_no_rival() -> None:
+    times = replace(times_of(UNITS), reduce_seconds_per_byte=1e-3)  # hidden in FSDP, but not in the count of DDP
+    result = forecast(job(DEVICES, 3, SchedulePolicy({2: 1})), workload(), replace(machine(), times=times))
+    assert result.fsdp is not None and result.fsdp.seconds < result.ddp.seconds
+    assert result.fastest_plain is result.best_static and result.best_static.plan.pipeline_parallel_size == 1
+    assert not any("FSDP" in sentence for sentence in advise(result))
