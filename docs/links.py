@@ -1,11 +1,14 @@
-"""For the site: links out of docs/, which lead to files of the repository, lead to the page that documents them.
+"""For the site: what is written for other readers becomes links.
 
-The pages are read in the repository, too, where a path to the module is the right link. In the site a module is on the
-page under api/ that names it; other files are no part of it, and their names stay as text.
+Links out of docs/ lead to files of the repository, where the pages are read, too. In the site a module is on the page
+under api/ that names it; other files are no part of it, and their names stay as text.
+
+Docstrings have Hugging Face's way of writing: [`Class`] for a link, and *optional* beside a type.
 """
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
@@ -37,3 +40,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return text
 
     return _LINK.sub(inside, markdown)
+
+
+_NAME = re.compile(r"\[<code>~?(?:\w+\.)*(\w+)</code>\]")
+_TYPE = re.compile(r"\(<code>([^<]*`[^<]*)</code>(?:, default:\s*<code>[^<]*</code>)?\s*\)")
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Called by MkDocs with each page when it is rendered."""
+
+    def link(match: re.Match[str]) -> str:
+        anchor = re.search(rf'id="([\w.]+\.{match[1]})"', content)
+        name = f"<code>{match[1]}</code>"
+        return f'<a href="#{anchor[1]}">{name}</a>' if anchor else name
+
+    def as_text(match: re.Match[str]) -> str:
+        text = re.sub(r"\*(\w+)\*", r"<em>\1</em>", html.unescape(match[1]).replace('`"', '"').replace('"`', '"'))
+        return "(" + re.sub(r"`([^`]*)`", r"<code>\1</code>", text) + ")"
+
+    return _TYPE.sub(as_text, _NAME.sub(link, content))

@@ -58,7 +58,7 @@ def test_inspect_default_configurations(model_type: str) -> None:
     report = inspect_json(model_type)
     assert (report["model"], len(report["units"])) == (name, num_units)
     assert round(report["parameters"] / 1e6) == millions
-    assert all(unit["parameters"] > 0 and unit["forward_flops_per_row"] > 0 for unit in report["units"])
+    assert all(unit["parameters"] > 0 and unit["forward_flops_per_sample"] > 0 for unit in report["units"])
     assert list(report["stages"]) == [str(k) for k in (1, 2, 4, 8) if k <= num_units]
     for stages in report["stages"].values():
         assert stages[0]["first_unit"] == 0
@@ -168,8 +168,8 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inspect_counts_a_sample_of_the_length_that_is_asked_for() -> None:
     short, long = (inspect_json("bert", "--seq", str(tokens))["units"][1] for tokens in (64, 128))
-    assert long["boundary_bytes_per_row"] == 2 * short["boundary_bytes_per_row"] == 128 * 768 * 4
-    assert long["forward_flops_per_row"] > 2 * short["forward_flops_per_row"]  # attention
+    assert long["boundary_bytes_per_sample"] == 2 * short["boundary_bytes_per_sample"] == 128 * 768 * 4
+    assert long["forward_flops_per_sample"] > 2 * short["forward_flops_per_sample"]  # attention
 
 
 def test_inspect_says_that_batch_normalisation_needs_a_single_micro_batch() -> None:

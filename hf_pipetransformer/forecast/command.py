@@ -122,7 +122,7 @@ class Request:
         name = "none" if not self.freezes else "alpha" if schedule is None else "schedule"
         return Job(
             num_devices=self.devices,
-            batch_rows=self.batch,
+            batch=self.batch,
             num_epochs=self.epochs,
             num_samples=DEFAULT_SAMPLES if self.samples is None else self.samples,
             freeze_policy=make_policy(name, alpha=self.alpha, schedule=schedule),
@@ -182,13 +182,13 @@ def answer(name: str, task: str, request: Request) -> Answer:
     if request.samples is None:
         assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
     if not workload.tokens_matter and request.seq is not None:
-        assumed = ("rows have the size of the configuration; --seq does not matter for this model", *assumed)
+        assumed = ("samples have the size of the configuration; --seq does not matter for this model", *assumed)
     result = forecast(job, workload, machine)
-    row = f"rows × {workload.tokens} tokens" if workload.tokens_matter else "rows"
+    size = f"samples × {workload.tokens} tokens" if workload.tokens_matter else "samples"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
-        f" devices, {job.batch_rows} {row} a step, {job.num_epochs} epochs of"
+        f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of"
         f" {job.num_samples:,} samples"
     )
     return Answer(result, type(model).__name__, title, assumed)
@@ -229,12 +229,12 @@ def _assumed_of_precision(model: PreTrainedModel) -> str:
 
 def _assumed_of_slices(machine: Machine) -> tuple[str, ...]:
     return (
-        "token slices: the activation cache is off, because it keeps whole rows; stages are chosen as without slices",
-        f"a slice is computed as efficiently as a whole row down to {machine.flat_tokens} tokens (an estimate); its"
+        "token slices: the activation cache is off, because it keeps whole samples; stages are chosen as without slices",
+        f"a slice is computed as efficiently as a whole sample down to {machine.flat_tokens} tokens (an estimate); its"
         " fixed cost is that of a micro-batch",
-        "a row's time is divided by FLOPs into what grows with its tokens and with pairs of them; earlier keys and"
-        " values are read at no cost, and slices keep no more for the backward than whole rows do",
-        "the model may be cut along its tokens; the trainer finds that out by running rows of the data, and measures"
+        "a sample's time is divided by FLOPs into what grows with its tokens and with pairs of them; earlier keys and"
+        " values are read at no cost, and slices keep no more for the backward than whole samples do",
+        "the model may be cut along its tokens; the trainer finds that out by running samples of the data, and measures"
         " what slices take",
     )
 
@@ -293,7 +293,7 @@ def _measured_here(
     )
     machine = Machine(profile.times, budget, profile.processes, _with_disk(host, request), None, FLAT_TOKENS[kind])
     assumed = [
-        f"times measured here, {profile.processes} processes at once, on {rows} rows with random weights",
+        f"times measured here, {profile.processes} processes at once, on {rows} samples with random weights",
     ]
     if profile.processes < job.num_devices:
         assumed.append(

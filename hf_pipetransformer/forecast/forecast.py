@@ -37,7 +37,7 @@ class Job:
 
     Args:
         num_devices: number of devices, with one process each.
-        batch_rows: number of samples in the global batch; each device contributes an equal part.
+        batch: number of samples in the global batch; each device contributes an equal part.
         num_epochs: number of epochs; freezing is decided at the start of each.
         num_samples: number of samples in an epoch.
         freeze_policy: a policy that needs no gradients.
@@ -56,7 +56,7 @@ class Job:
     """
 
     num_devices: int
-    batch_rows: int
+    batch: int
     num_epochs: int
     num_samples: int
     freeze_policy: FreezePolicy
@@ -72,13 +72,13 @@ class Job:
     virtual_pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "batch_rows", "num_epochs", "num_samples"):
+        for name in ("num_devices", "batch", "num_epochs", "num_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        if self.batch_rows % self.num_devices:
-            below = self.batch_rows - self.batch_rows % self.num_devices
+        if self.batch % self.num_devices:
+            below = self.batch - self.batch % self.num_devices
             raise ValueError(
-                f"batch_rows is {self.batch_rows}, but must be a multiple of the {self.num_devices} devices. Set it to"
+                f"batch is {self.batch}, but must be a multiple of the {self.num_devices} devices. Set it to"
                 f" {f'{below} or ' if below else ''}{below + self.num_devices}."
             )
         if self.freeze_policy.needs_gradient_norms:
@@ -89,11 +89,11 @@ class Job:
 
     @property
     def rows_per_device(self) -> int:
-        return self.batch_rows // self.num_devices
+        return self.batch // self.num_devices
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.num_samples // self.batch_rows)
+        return -(-self.num_samples // self.batch)
 
     def num_frozen(self, num_layers: int, max_frozen: int) -> list[int]:
         """f in each epoch.
@@ -217,7 +217,7 @@ class Epoch:
         return self.step_seconds * self.num_steps
 
     @property
-    def rows_per_second(self) -> float:
+    def samples_per_second(self) -> float:
         return self.plan.rows_per_device * self.plan.world_size / self.step_seconds
 
     @cached_property
@@ -381,7 +381,7 @@ class _Course:
         self._refused = 0  # number of layers whose output is not worth caching
         self._off: str | None = None if job.caches else "switched off"
         if job.caches and job.token_slices != "off":
-            self._off = f"token_slices={job.token_slices!r} cuts sequences, and the cache keeps whole rows"
+            self._off = f"token_slices={job.token_slices!r} cuts sequences, and the cache keeps whole samples"
 
     def run(self) -> tuple[list[Epoch], str | None]:
         job, costs = self._job, self._workload.unit_costs
@@ -436,13 +436,13 @@ class _Course:
 
         The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
-        rows_of_node = self._job.batch_rows / self._machine.num_nodes(self._job.num_devices)
+        rows_of_node = self._job.batch / self._machine.num_nodes(self._job.num_devices)
         loading = self._load_seconds(self._boundary) / min(plan.rows_per_pipeline, rows_of_node)
         computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
         if is_worth_loading(loading, computing):
             return True
         self._off = (
-            f"loading would take {1e3 * loading:.3g} ms a row, computing the {self._boundary} frozen layers"
+            f"loading would take {1e3 * loading:.3g} ms a sample, computing the {self._boundary} frozen layers"
             f" {1e3 * computing:.3g} ms"
         )
         self._boundary, self._refused = 0, self._boundary
@@ -465,7 +465,7 @@ class _Course:
         live = self._node_bytes(cached) + self._node_bytes(puts)
         in_memory = host.memory_bytes is None or live <= host.memory_bytes
         speed = host.read_bytes_per_second if in_memory else host.disk_bytes_per_second
-        return self._workload.cache_row_bytes(cached) * self._job.batch_rows / nodes / speed
+        return self._workload.cache_row_bytes(cached) * self._job.batch / nodes / speed
 
 
 def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePlan:

@@ -28,14 +28,14 @@ FULL_PIPELINE = 0.2
 """Fraction of forward and backward that devices may wait in a pipeline that is considered full."""
 
 ALWAYS_ASSUMED = (
-    "every row is as long as --seq; padding and evaluation are not counted",
+    "every sample is as long as --seq; padding and evaluation are not counted",
     "gradients are reduced after the backward, not during it; messages between stages take no time; FSDP's transfers"
     " take place while it computes",
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
     "the allocator's waste is not in the memory figures; activations are counted as without autocast (bf16=True)",
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
 )
-MAY_BE_CACHED = "the model may be cached; the trainer finds that out by running rows of the data"
+MAY_BE_CACHED = "the model may be cached; the trainer finds that out by running samples of the data"
 """Assumed if sequences are not split."""
 
 
@@ -166,7 +166,7 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
         assumed: assumptions of this forecast, in addition to those of every forecast.
     """
     epochs = [
-        ("epoch", "frozen", "cached", "K × R", "M", "stages", "GiB", "step ms", "rows/s", "spent on", "time"),
+        ("epoch", "frozen", "cached", "K × R", "M", "stages", "GiB", "step ms", "samples/s", "spent on", "time"),
         *(_period_row(period) for period in result.periods),
     ]
     statics: list[tuple[str, ...]] = [("compared with", "layout", "M", "GiB", "time", "speed-up")]
@@ -223,7 +223,7 @@ def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
         "|".join(_sizes(plan, stage) for stage in range(plan.pipeline_parallel_size)),
         f"{max(first.stage_bytes) / GIB:,.1f}",
         f"{1e3 * first.step_seconds:,.1f}",
-        f"{first.rows_per_second:,.0f}",
+        f"{first.samples_per_second:,.0f}",
         f"{first.limit} {100 * first.shares[first.limit]:.0f}%",
         _duration(sum(epoch.seconds for epoch in period)),
     )
@@ -265,7 +265,7 @@ def _about_cuts(result: Forecast) -> str:
     """Describe how batches are split along their tokens, and the speed-up; empty if this was not requested."""
     if result.job.token_slices == "off":
         return ""
-    lines = ["Token slices (the activation cache is off: it keeps whole rows)"]
+    lines = ["Token slices (the activation cache is off: it keeps whole samples)"]
     for period in result.periods:
         first = period[0]
         lines.append(f"- epoch{'' if len(period) == 1 else 's'} {_epochs(period)}: {_cut_of(first)}")
@@ -292,11 +292,11 @@ def _cut_of(epoch: Epoch) -> str:
 
 
 def describe_parts(parts: Sequence[RowSlices]) -> str:
-    """Samples of the parts and tokens of their slices: "2 parts of 4 rows in 3 slices (512 + 2×256 tokens)"."""
+    """Samples of the parts and tokens of their slices: "2 parts of 4 samples in 3 slices (512 + 2×256 tokens)"."""
     words = []
     for (rows, lengths), count in Counter((part.rows, part.lengths) for part in parts).items():
         slices = "one slice" if len(lengths) == 1 else f"{len(lengths)} slices ({_run_together(lengths)} tokens)"
-        words.append(f"{count} part{'' if count == 1 else 's'} of {rows} row{'' if rows == 1 else 's'} in {slices}")
+        words.append(f"{count} part{'' if count == 1 else 's'} of {rows} sample{'' if rows == 1 else 's'} in {slices}")
     return ", ".join(words)
 
 
@@ -351,7 +351,7 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "model": model,
         "profile": profile,
         "devices": job.num_devices,
-        "batch_rows": job.batch_rows,
+        "batch": job.batch,
         "samples": job.num_samples,
         "steps_per_epoch": job.steps_per_epoch,
         "memory_budget_bytes": budget,
@@ -414,7 +414,7 @@ def _epoch_values(epoch: Epoch) -> dict[str, Any]:
         "uncut_step_seconds": epoch.uncut_step_seconds,
         "bubble": epoch.bubble,
         "load_seconds": epoch.load_seconds,
-        "rows_per_second": epoch.rows_per_second,
+        "samples_per_second": epoch.samples_per_second,
         "shares": epoch.shares,
         "seconds": epoch.seconds,
     }

@@ -252,7 +252,7 @@ def make_report(
             needed_by.setdefault(name, []).append(index)
     return {
         "model": type(model).__name__,
-        "row": {name: list(value.shape[1:]) for name, value in batch.items()},
+        "sample": {name: list(value.shape[1:]) for name, value in batch.items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         "units": [
@@ -260,9 +260,9 @@ def make_report(
                 "name": unit.name,
                 "parameters": sum(number_of[name] for name in unit.parameters),
                 "bytes": sum(unit.parameters.values()),
-                "forward_flops_per_row": unit.forward_flops,
-                "activation_bytes_per_row": unit.activation_bytes,
-                "boundary_bytes_per_row": unit.boundary_bytes,
+                "forward_flops_per_sample": unit.forward_flops,
+                "activation_bytes_per_sample": unit.activation_bytes,
+                "boundary_bytes_per_sample": unit.boundary_bytes,
             }
             for unit in units
         ],
@@ -275,7 +275,7 @@ def make_report(
                     "first_unit": plan.units_of(stage)[0],
                     "last_unit": plan.units_of(stage)[-1],
                     "parameter_bytes": plan.parameter_bytes_of(stage),
-                    "forward_flops_per_row": plan.forward_flops_of(stage),
+                    "forward_flops_per_sample": plan.forward_flops_of(stage),
                 }
                 for stage in range(k)
             ]
@@ -300,13 +300,13 @@ def _plan(units: Sequence[UnitCost], k: int, in_one_micro_batch: bool) -> Pipeli
 def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
     """Return the report as tables."""
     is_coupled = report["single_micro_batch"] is not None
-    row = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["row"].items())
-    header = ("unit", "name", "parameters", "MiB", "MFLOPs/row", "boundary KiB/row")
+    sample = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["sample"].items())
+    header = ("unit", "name", "parameters", "MiB", "MFLOPs/sample", "boundary KiB/sample")
     table = [(index, name, *costs) for index, name, costs in _equal_units(report["units"])]
     shared = [("shared parameters", "needed by units"), *_equal_shares(report["shared_parameters"])]
     parts = [
         f"{report['model']}: {report['parameters']:,} parameters, {report['bytes'] / MIB:,.1f} MiB, "
-        f"{len(units)} units; one row: {row}",
+        f"{len(units)} units; one sample: {sample}",
         "\n".join(align([header, *table], left=(1,))),
         "\n".join(align(shared, left=(0, 1))) if len(shared) > 1 else "no shared parameters",
         *([SINGLE_MICRO_BATCH.format(report["single_micro_batch"])] if is_coupled else []),
@@ -322,8 +322,8 @@ def _equal_units(units: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, tup
         return (
             f"{unit['parameters']:,}",
             f"{unit['bytes'] / MIB:,.1f}",
-            f"{unit['forward_flops_per_row'] / 1e6:,.2f}",
-            f"{unit['boundary_bytes_per_row'] / 1024:,.1f}",
+            f"{unit['forward_flops_per_sample'] / 1e6:,.2f}",
+            f"{unit['boundary_bytes_per_sample'] / 1024:,.1f}",
         )
 
     rows = []

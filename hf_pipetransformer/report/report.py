@@ -146,7 +146,7 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
         )
     hits = training.curve("cache_hit_rate")[1]
     if any(hits):
-        tiles.append((f"{max(hits):.0%}", "of rows cached, at best"))
+        tiles.append((f"{max(hits):.0%}", "of samples cached, at best"))
     quality = final_quality(training)
     if quality is not None:
         tiles.append((f"{quality[1]:.4g}", f"{quality[0]} at the end"))
@@ -207,7 +207,7 @@ def _slice_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
         for layout in layouts
         for cut in layout.slices
     ]
-    head = ("K × R", "frozen", "rows × tokens", "parts", "rows of a part × (slices, in tokens)", "ms predicted")
+    head = ("K × R", "frozen", "samples × tokens", "parts", "samples of a part × (slices, in tokens)", "ms predicted")
     return [head, *rows] if rows else []
 
 

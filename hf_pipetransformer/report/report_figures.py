@@ -206,7 +206,7 @@ def draw_cache(training: Training) -> Drawing:
     if not any((*hits, *older)):
         return Drawing(name, title, _why_uncached(training))
     figure = make_subplots(specs=[[{"secondary_y": True}]])
-    _style(figure, "rows found")
+    _style(figure, "samples found")
     size = training.curve("cache_bytes")[1]
     width = max(training.last_step / 40, 1)
     for label, values, color in (("behind all frozen layers", hits, TEAL), ("behind fewer", older, "#a9d6d6")):
@@ -225,7 +225,7 @@ def draw_cache(training: Training) -> Drawing:
     figure.update_yaxes(title_text="size, MiB", rangemode="tozero", showgrid=False, tickmode="auto", secondary_y=True)
     _over_steps(figure, training)
     figure.update_xaxes(range=[0, training.last_step + width])
-    caption = "Share of an epoch's rows that were found, drawn at the epoch's end, and size of the store on this node."
+    caption = "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
     return Drawing(name, title, caption, figure)
 
 
@@ -239,7 +239,7 @@ def _why_uncached(training: Training) -> str:
         return 'There was none: activation_cache="off".'
     stored = sum(training.curve("cache_rows_stored")[1])
     if stored:
-        return f"{stored:,.0f} rows were put into it, but none was read: other layers froze, or the training ended."
+        return f"{stored:,.0f} samples were put into it, but none was read: other layers froze, or the training ended."
     return "No layers were looked for in a cache: they were frozen too late, or the cache was off."
 
 
@@ -474,7 +474,7 @@ def draw_step(training: Training) -> Drawing:
         margin={"t": 64},
     )
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
-    figure.update_xaxes(showticklabels=True, rangemode="tozero", showgrid=True)
+    figure.update_xaxes(rangemode="tozero", showgrid=True)
     figure.update_xaxes(title_text="milliseconds", row=len(steps), col=1)
     words = [
         "Simulated from the times of the model's parts, measured before the training, on the slowest process;",

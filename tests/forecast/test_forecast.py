@@ -41,7 +41,7 @@ def machine(units: int = 12, budget: int | None = None, host: CacheHost | None =
 
 def job(devices: int = 1, epochs: int = 1, policy: FreezePolicy | None = None, **changes: Any) -> Job:
     """Steps of 16 rows, two of them in an epoch."""
-    arguments: dict[str, Any] = {"batch_rows": 16, "num_samples": 32, **changes}
+    arguments: dict[str, Any] = {"batch": 16, "num_samples": 32, **changes}
     return Job(devices, num_epochs=epochs, freeze_policy=policy or NeverFreeze(), **arguments)
 
 
@@ -69,7 +69,7 @@ def test_one_device_takes_what_its_layers_take() -> None:
     steps = [12 * active, 8 * active + 4 * frozen, 8 * active, 4 * active + 4 * frozen]
     assert [epoch.prediction.seconds for epoch in result.epochs] == steps
     assert result.seconds == pytest.approx(2 * sum(steps))
-    assert [epoch.rows_per_second for epoch in result.epochs] == pytest.approx([16 / step for step in steps])
+    assert [epoch.samples_per_second for epoch in result.epochs] == pytest.approx([16 / step for step in steps])
 
 
 def test_flop_bound_by_hand() -> None:
@@ -107,7 +107,7 @@ def test_shares_add_up_and_name_the_limit() -> None:
     for epoch in slow.epochs:
         assert sum(epoch.shares.values()) == pytest.approx(1)
     assert [epoch.limit for epoch in slow.epochs] == ["active layers", "frozen layers", "frozen layers"]
-    assert slow.cache_off is not None and "loading would take 2e+04 ms a row" in slow.cache_off
+    assert slow.cache_off is not None and "loading would take 2e+04 ms a sample" in slow.cache_off
     fast = dataclasses.replace(machine(), host=CacheHost(4.0, 4.0))
     assert forecast(job(2, 3, SchedulePolicy({1: 12})), workload(), fast).epochs[2].limit == "loading"
 
@@ -132,13 +132,13 @@ def test_first_stages_of_a_node_read_at_once() -> None:
 
     assert made_with(4).epochs[2].num_cached == 6
     assert made_with(1).epochs[2].num_cached == 0
-    assert "loading would take 1e+04 ms a row" in str(made_with(1).cache_off)
+    assert "loading would take 1e+04 ms a sample" in str(made_with(1).cache_off)
 
 
 @pytest.mark.parametrize(("stages", "per_node"), [(3, 8), (2, 1)])
 def test_only_what_the_first_stage_can_read_is_put(stages: int, per_node: int) -> None:
     """Each other stage keeps a unit, and what lies on another node cannot be read: as `AutoCache` has it."""
-    course = job(stages, 3, SchedulePolicy({1: 12}), batch_rows=18, pipeline_parallel_size=stages, is_elastic=False)
+    course = job(stages, 3, SchedulePolicy({1: 12}), batch=18, pipeline_parallel_size=stages, is_elastic=False)
     filling = forecast(course, workload(), machine(per_node=per_node)).epochs[1]
     assert filling.puts == (10 if per_node > stages else filling.plan.stage_bounds[1])
     assert 0 < filling.puts < 11
@@ -203,8 +203,8 @@ def test_plans_are_those_of_the_trainer(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_rows": 15}, "batch_rows is 15, but must be a multiple of the 2 devices. Set it to 14 or 16"),
-        ({"batch_rows": 1}, "batch_rows is 1, but must be a multiple of the 2 devices. Set it to 2"),
+        ({"batch": 15}, "batch is 15, but must be a multiple of the 2 devices. Set it to 14 or 16"),
+        ({"batch": 1}, "batch is 1, but must be a multiple of the 2 devices. Set it to 2"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"policy": AdaptivePolicy()}, "AdaptivePolicy decides from gradients.*'alpha' or 'schedule'"),
     ],
@@ -240,7 +240,7 @@ def test_advice_k_1_throughout() -> None:
 
 def test_advice_where_nothing_is_to_be_changed() -> None:
     """Two stages with 32 micro-batches take 33 / 32 of plain DDP's time."""
-    result = made(4, pipeline_parallel_size=2, batch_rows=64, num_microbatches=32, **LONG)
+    result = made(4, pipeline_parallel_size=2, batch=64, num_microbatches=32, **LONG)
     assert advise(result) == ["Train it so, K = 2 at the start: no other layout is predicted to be much faster."]
 
 
@@ -311,7 +311,7 @@ def slicing_machine(fixed: float = 0.01, budget: int | None = None) -> Machine:
 def cut(devices: int = 4, policy: FreezePolicy | None = None, epochs: int = 2, **changes: Any) -> Forecast:
     """One row a device, in a pipeline of all of them."""
     arguments: dict[str, Any] = {"pipeline_parallel_size": devices, "is_elastic": False, "token_slices": "auto"}
-    arguments = {"batch_rows": devices, **arguments, **changes}
+    arguments = {"batch": devices, **arguments, **changes}
     return forecast(job(devices, epochs, policy, **arguments), long_rows(), slicing_machine())
 
 
@@ -380,7 +380,7 @@ def test_frozen_layers_in_slices() -> None:
 
 
 def test_many_rows_stay_whole() -> None:
-    result = cut(2, batch_rows=64, num_microbatches=32)
+    result = cut(2, batch=64, num_microbatches=32)
     assert [epoch.sliced for epoch in result.epochs] == [None, None]
     epoch = result.epochs[0]
     assert epoch.step_seconds == epoch.uncut_step_seconds == epoch.prediction.seconds
@@ -404,7 +404,7 @@ def test_one_stage_is_untouched() -> None:
 def test_rows_too_short_to_be_cut(tokens: int) -> None:
     """They have fewer tokens than a device computes at once."""
     short = dataclasses.replace(long_rows(), tokens=tokens)
-    course = job(4, 1, batch_rows=4, pipeline_parallel_size=4, token_slices="auto")
+    course = job(4, 1, batch=4, pipeline_parallel_size=4, token_slices="auto")
     result = forecast(course, short, slicing_machine())
     assert result.epochs[0].sliced is None
     assert "with 4 micro-batches devices wait 43% of the time, and slices would not save 15%" in as_text(
@@ -421,7 +421,7 @@ def test_rows_are_cut_as_asked_for() -> None:
 
 def test_many_rows_in_more_parts_are_what_the_trainer_runs() -> None:
     """Of whole rows the planner tries 4 K micro-batches at most; no sequence is cut."""
-    epoch = cut(2, batch_rows=64, plan_by="times").epochs[0]
+    epoch = cut(2, batch=64, plan_by="times").epochs[0]
     assert epoch.prediction.num_microbatches == 8
     assert epoch.sliced is not None and {part.lengths for part in epoch.sliced.parts} == {(TOKENS,)}
     assert len(epoch.sliced.parts) > 8 and epoch.step_seconds < 0.98 * epoch.uncut_step_seconds
@@ -432,19 +432,19 @@ def test_sequences_that_are_cut_are_not_cached() -> None:
     result = cut(policy=policy, epochs=8)
     assert {(epoch.num_cached, epoch.puts) for epoch in result.epochs} == {(0, 0)}
     assert "Frozen layers are not cached: token_slices='auto' cuts sequences" in advice(result)
-    assert "the activation cache is off: it keeps whole rows" in as_text(result, "", ())
+    assert "the activation cache is off: it keeps whole samples" in as_text(result, "", ())
     assert any(epoch.num_cached for epoch in cut(policy=policy, epochs=8, token_slices="off").epochs)
 
 
 def test_advice_that_the_cache_gains_more() -> None:
     """Of two stages the second one alone computes, once the layers of the first are cached."""
-    result = cut(2, batch_rows=16, policy=SchedulePolicy({1: 10}), epochs=20)
+    result = cut(2, batch=16, policy=SchedulePolicy({1: 10}), epochs=20)
     assert "Set token_slices='off': frozen layers are then cached, which is predicted to be" in advice(result)
 
 
 def test_slices_keep_no_more_rows_than_micro_batches() -> None:
     """By time alone parts would have more rows than one; of eight whole rows the first stage keeps four."""
-    course = job(4, 1, batch_rows=8, pipeline_parallel_size=4, token_slices="auto")
+    course = job(4, 1, batch=8, pipeline_parallel_size=4, token_slices="auto")
     epoch = forecast(course, long_rows(activation_bytes=1000), slicing_machine()).epochs[0]
     assert epoch.sliced is not None and sum(part.rows for part in epoch.sliced.parts[:4]) <= 4
     assert max(epoch.stage_bytes) <= largest_stage_bytes(epoch.plan)
@@ -452,9 +452,9 @@ def test_slices_keep_no_more_rows_than_micro_batches() -> None:
 
 def test_cuts_in_words_and_values() -> None:
     assert describe_parts([RowSlices(2, (48, 16, 16)), RowSlices(2, (48, 16, 16)), RowSlices(1, (80,))]) == (
-        "2 parts of 2 rows in 3 slices (48 + 2×16 tokens), 1 part of 1 row in one slice"
+        "2 parts of 2 samples in 3 slices (48 + 2×16 tokens), 1 part of 1 sample in one slice"
     )
-    assert describe_parts([RowSlices(1, tuple(range(20, 10, -1)))]) == "1 part of 1 row in 10 slices (20 to 11 tokens)"
+    assert describe_parts([RowSlices(1, tuple(range(20, 10, -1)))]) == "1 part of 1 sample in 10 slices (20 to 11 tokens)"
     result = cut()
     values, epoch = as_values(result, "", "", ()), result.epochs[0]
     assert values["token_slices"] == "auto" and epoch.sliced is not None

@@ -416,7 +416,7 @@ def test_the_step_of_slices_is_that_of_the_simulation(tmp_path: Path, stages: An
 def test_cache_hits_or_why_there_are_none(tmp_path: Path) -> None:
     metrics = {"cache_hit_rate": 0.0, "cache_older_hit_rate": 0.0, "cache_rows_stored": 160, "cache_bytes": MIB}
     some = elastic_run(tmp_path / "hits").line("log", 60, values=metrics)
-    assert "160 rows were put into it" in page_of(some.folder).text
+    assert "160 samples were put into it" in page_of(some.folder).text
     some.line("log", 100, values={**metrics, "cache_hit_rate": 0.75})
     bars = page_of(some.folder).figures["cache"]["data"]
     assert bars[0]["x"] == [60, 100] and bars[0]["y"] == [0.0, 0.75]
