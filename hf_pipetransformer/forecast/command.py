@@ -229,13 +229,14 @@ def _assumed_of_precision(model: PreTrainedModel) -> str:
 
 def _assumed_of_slices(machine: Machine) -> tuple[str, ...]:
     return (
-        "token slices: the activation cache is off, because it keeps whole samples; stages are chosen as without slices",
+        "token slices: the activation cache is off, because it keeps whole samples; stages are chosen as without"
+        " slices",
         f"a slice is computed as efficiently as a whole sample down to {machine.flat_tokens} tokens (an estimate); its"
         " fixed cost is that of a micro-batch",
         "a sample's time is divided by FLOPs into what grows with its tokens and with pairs of them; earlier keys and"
         " values are read at no cost, and slices keep no more for the backward than whole samples do",
-        "the model may be cut along its tokens; the trainer finds that out by running samples of the data, and measures"
-        " what slices take",
+        "the model may be cut along its tokens; the trainer finds that out by running samples of the data, and"
+        " measures what slices take",
     )
 
 

@@ -225,7 +225,9 @@ def draw_cache(training: Training) -> Drawing:
     figure.update_yaxes(title_text="size, MiB", rangemode="tozero", showgrid=False, tickmode="auto", secondary_y=True)
     _over_steps(figure, training)
     figure.update_xaxes(range=[0, training.last_step + width])
-    caption = "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
+    caption = (
+        "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
+    )
     return Drawing(name, title, caption, figure)
 
 

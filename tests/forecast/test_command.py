@@ -46,7 +46,9 @@ def test_plan_prints_tables() -> None:
     result = run("bert", *TRAINING, "--samples", "6400")
     assert result.exit_code == 0
     out = result.stdout
-    assert "BertForSequenceClassification: 109,483,778 parameters, 12 layers; 4 devices, 64 samples × 128 tokens" in out
+    assert (
+        "BertForSequenceClassification: 109,483,778 parameters, 12 layers; 4 devices, 64 samples × 128 tokens" in out
+    )
     assert re.search(r"^1 +0 +0 +1 × 4 +1 +12 ", out, re.MULTILINE)
     assert "8 epochs of 100 steps: " in out
     assert "plain DDP" in out and "static pipeline" in out and "counted FLOPs alone" in out
@@ -181,7 +183,9 @@ def test_token_slices(tmp_path: Path) -> None:
     assert all(sum(lengths) == 4096 for _, lengths in first["slices"])
     assert {epoch["num_cached_layers"] for epoch in answer["epochs"]} == {0}
     assert any("the activation cache is off, because it keeps whole samples" in line for line in answer["assumed"])
-    assert any("as efficiently as a whole sample down to 256 tokens (an estimate)" in line for line in answer["assumed"])
+    assert any(
+        "as efficiently as a whole sample down to 256 tokens (an estimate)" in line for line in answer["assumed"]
+    )
     out = run(*arguments).stdout
     assert re.search(r"^- epoch 1: .* slices \(.* tokens\)(, .*)?; ×1\.\d\d over 4 micro-batches", out, re.MULTILINE)
     off = run(*training).stdout

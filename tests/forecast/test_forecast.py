@@ -454,7 +454,9 @@ def test_cuts_in_words_and_values() -> None:
     assert describe_parts([RowSlices(2, (48, 16, 16)), RowSlices(2, (48, 16, 16)), RowSlices(1, (80,))]) == (
         "2 parts of 2 samples in 3 slices (48 + 2×16 tokens), 1 part of 1 sample in one slice"
     )
-    assert describe_parts([RowSlices(1, tuple(range(20, 10, -1)))]) == "1 part of 1 sample in 10 slices (20 to 11 tokens)"
+    assert (
+        describe_parts([RowSlices(1, tuple(range(20, 10, -1)))]) == "1 part of 1 sample in 10 slices (20 to 11 tokens)"
+    )
     result = cut()
     values, epoch = as_values(result, "", "", ()), result.epochs[0]
     assert values["token_slices"] == "auto" and epoch.sliced is not None
