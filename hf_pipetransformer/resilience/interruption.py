@@ -24,7 +24,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from .exit import end_at_exit
+from .exit import end_at_exit, leave_quickly
 
 EXIT_CODE = 130
 """Exit code of a process that was interrupted while it was blocked, as a shell reports SIGINT."""
@@ -93,6 +93,7 @@ class Interruption:
             self._tell_once()
             if self._has_peers and error is not None:
                 _silence_traceback(error)
+                leave_quickly()
         self._tell = _nothing  # the thread, which may end later, shall not keep the training alive
         self._has_left.set()
         if self._wake is not None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,28 @@ def ends_beside_a_stuck_peer(rank: int, world_size: int) -> float:
 
 def test_the_end_is_bounded_where_a_peer_is_stuck() -> None:
     assert run_ranks(ends_beside_a_stuck_peer, 2)[0] < 4
+
+
+IN_A_CYCLE = """
+import atexit, gc, sys
+from hf_pipetransformer.resilience.exit import leave_quickly
+
+class Holder: pass
+
+atexit.register(lambda: print(gc.get_freeze_count() > 0, flush=True))
+leave_quickly()
+holder = Holder()
+holder.file, holder.itself = open(sys.argv[1], "w"), holder
+holder.file.write("the last line")
+del holder
+"""
+
+
+def test_an_exit_without_collections_keeps_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    program = (sys.executable, "-c", IN_A_CYCLE, str(path))
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout.strip(), path.read_text()) == (0, "True", "the last line"), ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------
