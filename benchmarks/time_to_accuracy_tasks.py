@@ -291,7 +291,7 @@ def _pairs(seed: int, folder: Path) -> Task:
         right,
         per_sample=2,
         batch=16,
-        rates=(2e-4, 4e-4),
+        rates=(2e-4, 4e-4, 8e-4),
         lora_rates=(1e-3, 3e-3),
         budgets=(2, 4, 8),
     )

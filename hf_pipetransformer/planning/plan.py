@@ -427,7 +427,7 @@ class PipelinePlan:
     def _describe_step(self, rows: int, m: int) -> str:
         """Return the line about the schedule, micro-batches, bubble and time of a step."""
         k = self.pipeline_parallel_size
-        words = [f"{rows} row{_s(rows)} a pipeline and step"]
+        words = [f"{rows} sample{_s(rows)} a pipeline and step"]
         if k > 1:
             virtual = f", {self.num_virtual_stages} virtual stages per stage" if self.num_virtual_stages > 1 else ""
             words.append(f"schedule {self.runs_as} with {m} micro-batch{'' if m == 1 else 'es'}{virtual}")

@@ -225,13 +225,13 @@ def test_plan_prints_a_table() -> None:
             "stage  units  first unit  parameters MiB  training MiB  FLOPs %",
             "    0  0-1    layer.0                6.0          32.0     50.0",
             "    1  2-3    layer.2                6.0          28.0     50.0",
-            "8 rows a pipeline and step; schedule 1f1b with 4 micro-batches; bubble 20.0 % if stages are equal",
+            "8 samples a pipeline and step; schedule 1f1b with 4 micro-batches; bubble 20.0 % if stages are equal",
         )
     )
 
 
 def test_plan_of_one_stage_speaks_of_no_schedule() -> None:
-    assert str(plan_of(1, world_size=1)).endswith("4 rows a pipeline and step")
+    assert str(plan_of(1, world_size=1)).endswith("4 samples a pipeline and step")
 
 
 def test_plan_with_times_predicts_the_step() -> None:
