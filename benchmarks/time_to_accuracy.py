@@ -99,10 +99,10 @@ def _longest(budget: float, layers: int, frozen_at: Callable[[float, float], int
     return epochs
 
 
-def _static(share: float) -> Callable[[float, int, int], list[Phase]]:
+def _static(share: float, head: float = HEAD) -> Callable[[float, int, int], list[Phase]]:
     def phases(budget: float, layers: int, steps: int) -> list[Phase]:
         frozen = round(share * layers)
-        return [Phase(_longest(budget, layers, lambda t, epochs: frozen), SchedulePolicy({0: frozen}))]
+        return [Phase(_longest(budget, layers, lambda t, epochs: frozen), SchedulePolicy({0: frozen}), head)]
 
     return phases
 
@@ -173,6 +173,7 @@ RECIPES = {
     "plain-faster-head": Recipe(_plain(1.0, head=100.0)),
     "lora": Recipe(_plain(1.5), uses_adapters=True),
     "half": Recipe(_static(1 / 2)),
+    "half-fast-head": Recipe(_static(1 / 2, head=25.0)),
     "two-thirds": Recipe(_static(2 / 3)),
     "late": Recipe(_late),
     "alpha": Recipe(_alpha),
