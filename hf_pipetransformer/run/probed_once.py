@@ -48,6 +48,15 @@ def found_by_each(mesh: ProcessMesh, once: bool, probe: Callable[[], T]) -> list
     return [pickle.loads(theirs) for theirs in mesh.gather_objects(told)[: 1 if once else None]]
 
 
+def can_be_told(found: object) -> bool:
+    """Whether something can be sent to another process."""
+    try:
+        pickle.dumps(found)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return False
+    return True
+
+
 @contextmanager
 def threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
     """Inside, this process computes with the threads of all processes of its host, which wait meanwhile."""
