@@ -116,6 +116,7 @@ def find_reduction(
                 apart=_collated_apart(job, data, collate),
                 tolerance=EXACT if loss.is_exact else HALF_PRECISION,
                 blocks=rows // num_samples if rows % num_samples == 0 else 1,
+                recalls=is_lazy(job.model),
             )
 
     # results may differ between processes by rounding, or by what a collator draws
