@@ -124,6 +124,29 @@ class MethodOverride:
         return MethodType(method, memo.get(id(self._module), self._module))
 
 
+@dataclass(frozen=True)
+class RunnerDescription:
+    """What a `LayerRangeRunner` has found out about its model, without the model; it can be sent to another process.
+
+    Attributes:
+        stacks: as in `LayerRangeRunner`.
+        copies_carry: as in `LayerRangeRunner`.
+        taps: as in `LayerRangeRunner`.
+        nested_in: the runner's.
+        calls: name and stack of each unit.
+        structures: of the output of each stack's last unit.
+        structure_of_unit: of each unit's output.
+    """
+
+    stacks: tuple[tuple[str, ...], ...]
+    copies_carry: bool
+    taps: Mapping[str, tuple[str, ...]]
+    nested_in: str | None
+    calls: tuple[tuple[str, int], ...]
+    structures: Mapping[int, _OutputStructure]
+    structure_of_unit: tuple[_OutputStructure, ...]
+
+
 @dataclass
 class _Pass:
     """One forward of the model in which only the units [start, stop) compute."""
@@ -171,7 +194,9 @@ class LayerRangeRunner:
         taps: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.model = model
+        self._stacks = tuple(map(tuple, stacks))
         self._copies_carry = copies_carry
+        self._names_of_taps = {layer: tuple(names) for layer, names in (taps or {}).items()}
         self._taps = {
             layer: tuple(model.get_submodule(name) for name in names) for layer, names in (taps or {}).items() if names
         }
@@ -206,6 +231,28 @@ class LayerRangeRunner:
         self._replaced: list[MethodOverride] = []
         self._refusing: list[MethodOverride] = []  # in place of `generate`, while this process has some units only
         self._hook: RemovableHandle | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, found: RunnerDescription) -> LayerRangeRunner:
+        """The runner of a model that another process has traced (`describe`)."""
+        runner = cls(model, found.stacks, found.copies_carry, found.taps)
+        runner.nested_in = found.nested_in
+        runner.units = tuple(Unit(name, model.get_submodule(name), stack) for name, stack in found.calls)
+        runner._structures = dict(found.structures)
+        runner._structure_of_unit = list(found.structure_of_unit)
+        return runner
+
+    def describe(self) -> RunnerDescription:
+        """What is known about the model since `trace`."""
+        return RunnerDescription(
+            self._stacks,
+            self._copies_carry,
+            self._names_of_taps,
+            self.nested_in,
+            tuple((unit.name, unit.stack) for unit in self.units),
+            self._structures,
+            tuple(self._structure_of_unit),
+        )
 
     # ------------------------------------------------------------------------------------ life cycle
     @property

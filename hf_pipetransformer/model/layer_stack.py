@@ -22,7 +22,7 @@ from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import global_state_kept
 from .batch_statistics import running_statistics_kept
 from .dropout import WithoutDropout
-from .layer_range import Carry, LayerRangeRunner, Unit
+from .layer_range import Carry, LayerRangeRunner, RunnerDescription, Unit
 from .nested import in_new_containers, tensors_of
 from .placeholders import ParameterTable, evaluation_mode, has_state, placeholder, reachable_leaves
 
@@ -37,6 +37,18 @@ class CarrySlot:
     position: int  # among the tensors in the stack's output
     is_used: bool  # False: no later unit reads it, and only its shape has to be known
     needs_gradient: bool  # the loss depends on it through autograd
+
+
+@dataclass(frozen=True)
+class StackDescription:
+    """A `LayerStack` without its model, as it was discovered; it can be sent to another process."""
+
+    runner: RunnerDescription
+    owners: tuple[frozenset[str], ...]
+    boundaries: tuple[tuple[CarrySlot, ...], ...]
+    unreached: frozenset[str]
+    only_returned: frozenset[str]
+    trained_with: tuple[frozenset[str], ...]
 
 
 class LayerStack:
@@ -203,6 +215,30 @@ class LayerStack:
         """The whole model as one unit. Works for any model, also one without layers; the model is not called."""
         table = ParameterTable(model)
         return cls(LayerRangeRunner(model, []), table, [frozenset(table.names)], [()], frozenset())
+
+    @classmethod
+    def of(cls, model: nn.Module, found: StackDescription) -> LayerStack:
+        """The units of a model that another process has discovered (`describe`). The model is not called."""
+        return cls(
+            LayerRangeRunner.of(model, found.runner),
+            ParameterTable(model),
+            found.owners,
+            found.boundaries,
+            found.unreached,
+            found.only_returned,
+            found.trained_with,
+        )
+
+    def describe(self) -> StackDescription:
+        """What was discovered, for other processes with the same model."""
+        return StackDescription(
+            self.runner.describe(),
+            self.owners,
+            self.boundaries,
+            self.unreached,
+            self.only_returned,
+            self.trained_with,
+        )
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
         carry: Carry = {}

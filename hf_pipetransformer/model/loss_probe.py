@@ -48,6 +48,7 @@ from .mapped_weights import FileMappings, is_written
 from .micro_batch import Batch, batch_rows
 from .nested import tensors_of
 from .placeholders import evaluation_mode, placeholder, reachable_leaves, values_of
+from .remembered_units import RememberedUnits
 
 ComputeLoss = Callable[[Batch, NumItems, int], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch` and a seed."""
@@ -96,6 +97,7 @@ def probe_loss(
     apart: Sequence[Batch] = (),
     tolerance: Tolerance,
     blocks: int = 1,
+    recalls: bool = False,
 ) -> LossProbe:
     """Probe a loss. Afterwards the model, its weights, random generators and `others` are as before.
 
@@ -111,13 +113,16 @@ def probe_loss(
         apart: as in `find_loss_reduction`.
         tolerance: tolerance of the comparisons.
         blocks: number of rows that the collator has made of each sample, perhaps in blocks.
+        recalls: whether the units below the last one are computed only once for the same arguments in step 4. Only
+            with several stages, as 5 computes them anew and refuses losses for which this would make a difference.
 
     Raises:
         UnsupportedModelError: with several stages, if the loss or the model keeps state, or the loss needs more of the
             model than its last stage.
     """
     first = batches[0]
-    study = _Probe(stack, compute_loss, tuple(others), items_passed(first, shifts_labels, passes_items))
+    items = items_passed(first, shifts_labels, passes_items)
+    study = _Probe(stack, compute_loss, tuple(others), items, recalls and is_cut)
     with left_as_found(stack.model, *others), global_state_kept():
         with study.mode(evaluates=False):
             reached = study.reached(first)
@@ -181,7 +186,7 @@ def _probe_moved(
             f"{keeps_state}. It would change once per micro-batch instead of once per batch.",
             f"Change it once per step in a callback. {ONE_STAGE}",
         )
-    with study.mode(evaluates=is_random):
+    with study.mode(evaluates=is_random), nullcontext() if is_random else study.recalling():
         if is_random:  # layers may have been skipped
             reached = study.reached(first)
         reduction = unexamined(shifts_labels, coupled or "")
@@ -215,7 +220,12 @@ class _Probe:
     """Calls the loss in a reproducible way."""
 
     def __init__(
-        self, stack: LayerStack, compute_loss: ComputeLoss, others: tuple[Any, ...], num_items: NumItems
+        self,
+        stack: LayerStack,
+        compute_loss: ComputeLoss,
+        others: tuple[Any, ...],
+        num_items: NumItems,
+        recalls: bool,
     ) -> None:
         self._stack, self._compute_loss, self._others, self._num_items = stack, compute_loss, others, num_items
         # for a split model only parameters of the last stage alone, as it has only a part of shared ones' gradients
@@ -225,6 +235,10 @@ class _Probe:
         self._probed: tuple[str, ...] = ()
         self._evaluates = False
         self._known: list[tuple[Batch, NumItems, bool, LossOutcome]] = []
+        last = [unit.module for unit in stack.units[-1:]]
+        below = [unit.module for unit in stack.units[:-1] if unit.module not in last]
+        # without parameters of its own the last unit's are changed and trained, and units below may have them
+        self._below = RememberedUnits(below if recalls and alone else [])
 
     @property
     def model(self) -> nn.Module:
@@ -244,6 +258,10 @@ class _Probe:
                 self._stack.model.train()
                 stack.enter_context(WithoutDropout())
             yield
+
+    def recalling(self) -> AbstractContextManager[None]:
+        """Inside, units below the last one are not computed again for the same arguments, if that was asked for."""
+        return self._below.recalling()
 
     @contextmanager
     def moved(self, reached: Sequence[str], factor: float) -> Iterator[None]:
@@ -267,9 +285,11 @@ class _Probe:
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.data.add_(noise * (MOVED_BY * spread or MOVED_BY * mean or NEW_SPREAD)).mul_(factor)
         self._known.clear()
+        self._below.forget()
         try:
             yield
         finally:
+            self._below.forget()
             for name, value in before.items():
                 table[name].data.copy_(value)
 
@@ -346,7 +366,8 @@ class _Probe:
             with torch.no_grad():
                 one = float(self._compute_loss(dict(batch), self._num_items, 1))
             before = _state_of(model, *self._others)
-            outcome = self._outcome(batch, self._num_items)
+            with self.recalling():  # nothing to recall yet
+                outcome = self._outcome(batch, self._num_items)
             changed = _changed(before, _state_of(model, *self._others))
             self._known.append((batch, self._num_items, self._evaluates, outcome))  # valid if no state is kept
             again = one
@@ -404,12 +425,12 @@ class _Probe:
         """
         # the parameters keep their `requires_grad` flags, which a penalty may inspect
         with left_as_found(self._stack.model, *self._others):
-            value = self._value(batch)
-        pairs = [(value, self._under_the_last_unit(batch, self._value))]
+            outcomes = [self._value(batch)]
+        computes: list[Callable[..., LossOutcome]] = [self._value]
         if self._compares_gradients_of_a_cut and not self._evaluates:
-            compute = partial(self._outcome, num_items=self._num_items)
-            pairs.append((self.outcome(batch, self._num_items), self._under_the_last_unit(batch, compute)))
-        for whole, cut in pairs:
+            outcomes.append(self.outcome(batch, self._num_items))
+            computes.append(partial(self._outcome, num_items=self._num_items))
+        for whole, cut in zip(outcomes, self._under_the_last_unit(batch, computes), strict=True):
             if math.isfinite(whole.value) and difference([(1.0, cut)], whole, tolerance) is not None:
                 self._refuse_cut(whole.value, cut.value)
 
@@ -471,20 +492,25 @@ class _Probe:
         if math.isfinite(whole) and difference([(1.0, LossOutcome(cut))], LossOutcome(whole), tolerance) is not None:
             self._refuse_cut(whole, cut)
 
-    def _under_the_last_unit(self, batch: Batch, compute: Callable[..., LossOutcome]) -> LossOutcome:
+    def _under_the_last_unit(self, batch: Batch, computes: Sequence[Callable[..., LossOutcome]]) -> list[LossOutcome]:
         """What the last stage would compute if it had one unit; the parameters of other stages are NaN.
 
         Args:
             batch: the samples.
-            compute: `_value` or `_outcome`.
+            computes: `_value` or `_outcome`, one after the other.
         """
         stack, last = self._stack, self._stack.num_units - 1
         stack.runner.install()
         try:
             with torch.no_grad(), left_as_found(stack.model, *self._others):
                 carry = stack.runner.run(0, last, None, batch) if last else {}
-            with left_as_found(stack.model, *self._others):
-                return compute(batch, place=self._on_the_last_stage(carry))
+            outcomes = []
+            for compute in computes:
+                # the model may change the values in place
+                copies = {of: tuple(tensor.clone() for tensor in tensors) for of, tensors in carry.items()}
+                with left_as_found(stack.model, *self._others):
+                    outcomes.append(compute(batch, place=self._on_the_last_stage(copies)))
+            return outcomes
         finally:
             stack.runner.remove()
 

@@ -24,7 +24,7 @@ from ..errors import UnsupportedModelError, is_out_of_memory
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
-from ..model.layer_stack import LayerStack, refuse_weights_with_state
+from ..model.layer_stack import LayerStack, StackDescription, refuse_weights_with_state
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import (
@@ -48,7 +48,8 @@ from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
-from .lazy_model import agree_on_laziness, sparing_memory, weights_in_checkpoint
+from .lazy_model import agree_on_laziness, is_lazy, sparing_memory, weights_in_checkpoint
+from .probed_once import can_be_told, found_by_each
 from .samples import SampleCollator
 
 logger = logging.getLogger(__name__)
@@ -196,8 +197,18 @@ def _find(
         if job.args.uses_pipeline:
             refuse_unnamed(sample)
             refuse_without_tensors(sample)
+        tells = is_lazy(model) and collate.is_shared
         with mesh.failing_together(), global_state_kept():
-            stack, freezable, unit_costs = _take_apart(job, sample, collate.padded(rows))
+            padded = collate.padded(rows)
+            # who is told the rest only looks at what the loss calls the model on
+            called = how_called(job, sample, only_first=tells and mesh.rank > 0)
+        told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
+        if told is not None:
+            stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
+            called.note(stack)
+        else:
+            with mesh.failing_together(), global_state_kept():
+                stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
         refuse_different_calls(job, stack)
     else:
         stack, freezable = LayerStack.uncut(model), None
@@ -251,8 +262,25 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
     return sample
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What `_take_apart` has found, as one process tells it to the others."""
+
+    stack: StackDescription
+    freezable: FreezableLayers | None
+    unit_costs: tuple[UnitCost, ...]
+
+
+def _tell(job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch) -> _Told | None:
+    """Take the model apart for other processes; None if its layers return objects that cannot be sent to them."""
+    with global_state_kept():
+        stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
+    told = _Told(stack.describe(), freezable, unit_costs)
+    return told if can_be_told(told) else None
+
+
 def _take_apart(
-    job: TrainingJob, sample: Batch, padded: Batch
+    job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch
 ) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
     """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
 
@@ -260,13 +288,11 @@ def _take_apart(
         UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
     """
     model = job.model
-    called = how_called(job, sample)
     inputs, padded = called.inputs(job, sample), called.inputs(job, padded)
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
         stack = LayerStack.discover(model, inputs, called.nested_in)
-        stack.runner.called = called.called
-        stack.runner.takes_batch = called.takes_batch
+        called.note(stack)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
         if job.freeze_callback is not None:
@@ -359,14 +385,24 @@ class HowCalled:
         assert calls, "the loss has called the model on another batch"
         return calls[0] if self.nested_in is None else dict(calls[0][self.nested_in])
 
+    def note(self, stack: LayerStack) -> None:
+        """Tell it to the runner of a model's units."""
+        stack.runner.called = self.called
+        stack.runner.takes_batch = self.takes_batch
 
-def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
+
+def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> HowCalled:
     """Find out how `compute_loss` calls the model.
+
+    Args:
+        job: the training job.
+        sample: a batch of a few samples.
+        only_first: as in `calls_of_loss`.
 
     Raises:
         UnsupportedModelError: it calls the model on other inputs than the batch's, and there are several stages.
     """
-    calls, given = calls_of_loss(job, sample)
+    calls, given = calls_of_loss(job, sample, only_first)
     if not calls:
         return HowCalled()
     called_on = calls[0].keys()

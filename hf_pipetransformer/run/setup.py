@@ -23,7 +23,7 @@ from ..errors import UnsupportedModelError, is_out_of_memory
 from ..logs import log_once
 from ..model.layer_stack import LayerStack, has_router_loss
 from ..model.left_as_found import left_as_found
-from ..model.loss_probe import probe_loss
+from ..model.loss_probe import LossProbe, probe_loss
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
 from ..planning.plan import PipelinePlan
@@ -34,7 +34,9 @@ from ..token_slices.slices import sequence_length
 from ..token_slices.slicing_probe import informative_samples, probe_slicing, without_autocast
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
+from .lazy_model import is_lazy
 from .loss import TrainersLoss
+from .probed_once import found_by_each
 from .samples import SampleCollator, elements_of_a_row, is_padded_further, of_different_classes
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def find_reduction(
 ) -> tuple[LossReduction, bool]:
     """Probe the loss, including a user-defined one, on the whole model with a few samples.
 
-    Collective over all processes.
+    A lazily loaded model is probed on process 0 only. Collective over all processes.
 
     Args:
         loss: the trainer's loss.
@@ -98,23 +100,27 @@ def find_reduction(
         may_ignore=loss.is_stock or job.device.type == "cpu" or loss.has_ignored(sample),
         model_inputs=[name for name in sample if name not in stack.runner.called.kept_back],
     )
-    exactly = without_autocast() if loss.is_exact else nullcontext()
-    with job.mesh.failing_together(), exactly, naming_long_rows(job.model, sample):
-        mine = probe_loss(
-            stack,
-            variants,
-            loss.of_batch,
-            others=(job.trainer,),
-            shifts_labels=loss.shifts_labels,
-            label_names=loss.label_names,
-            passes_items=loss.passes_items(sample),
-            is_cut=job.args.uses_pipeline,
-            apart=_collated_apart(job, data, collate),
-            tolerance=EXACT if loss.is_exact else HALF_PRECISION,
-            blocks=rows // num_samples if rows % num_samples == 0 else 1,
-        )
+
+    def probe() -> LossProbe:
+        exactly = without_autocast() if loss.is_exact else nullcontext()
+        with exactly, naming_long_rows(job.model, sample):
+            return probe_loss(
+                stack,
+                variants,
+                loss.of_batch,
+                others=(job.trainer,),
+                shifts_labels=loss.shifts_labels,
+                label_names=loss.label_names,
+                passes_items=loss.passes_items(sample),
+                is_cut=job.args.uses_pipeline,
+                apart=_collated_apart(job, data, collate),
+                tolerance=EXACT if loss.is_exact else HALF_PRECISION,
+                blocks=rows // num_samples if rows % num_samples == 0 else 1,
+                recalls=is_lazy(job.model),
+            )
+
     # results may differ between processes by rounding, or by what a collator draws
-    found = job.mesh.gather_objects(mine)
+    found = found_by_each(job.mesh, is_lazy(job.model) and collate.is_shared, probe)
     reduction = found[0].reduction
     if has_router_loss(job.model):  # its share of the loss is too small for the probe
         reason = "the router loss (output_router_logits=True) compares all tokens of a batch"
