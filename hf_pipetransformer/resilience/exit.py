@@ -51,6 +51,7 @@ _work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.Sim
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _is_registered = False
 _has_failed = False  # the latest training
+_leaves_quickly = False
 
 
 def note_training(has_failed: bool) -> None:
@@ -90,13 +91,13 @@ def end_at_exit(thread: threading.Thread | None = None) -> None:
         _is_registered = True
         for _ in range(2):  # the second one tries the other way if the first one hangs
             threading.Thread(target=_do_work, name="exit", daemon=True).start()
-        atexit.register(end)
+        atexit.register(_at_exit)
 
 
 def _forget_in_child() -> None:
     """Reset the state in a forked process, which has none of the threads."""
-    global _is_registered
-    _is_registered = False
+    global _is_registered, _leaves_quickly
+    _is_registered = _leaves_quickly = False
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -190,8 +191,15 @@ def leave_quickly() -> None:
     With torch and transformers they take more than a second of CPU time, in each process. What needs no collection
     to be freed is freed as always; files that only a collection would close are flushed here.
     """
-    atexit.unregister(_spare_collections)
-    atexit.register(_spare_collections)
+    global _leaves_quickly
+    end_at_exit()
+    _leaves_quickly = True
+
+
+def _at_exit() -> None:
+    end()
+    if _leaves_quickly:  # behind `end`, whose search for who refers to a group does not see frozen objects
+        _spare_collections()
 
 
 def _spare_collections() -> None:
