@@ -421,7 +421,8 @@ class PipeTransformerTrainer(Trainer):
         self._expect_all_outside_of_training("save_model")
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
-        with pipeline.weights.gathered(pipeline.holders(), spill), self._keeping_errors(), saving_shards(self.model):
+        gathered = pipeline.weights.gathered(pipeline.holders(), spill)
+        with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model):
             super().save_model(output_dir, _internal_call)
 
     def _expect_all_outside_of_training(self, what: str) -> None:
@@ -504,5 +505,5 @@ class PipeTransformerTrainer(Trainer):
             run.prepare_for_best()
         best = str(self.state.best_model_checkpoint)
         # loading a sharded checkpoint compares its keys with the model's
-        with pipeline.weights.listing_placeholders(), translating_names(self.model, best):
+        with pipeline.together(), pipeline.weights.listing_placeholders(), translating_names(self.model, best):
             return super()._load_best_model()

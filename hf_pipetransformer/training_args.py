@@ -153,8 +153,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         replica_sharding (`str`, *optional*, defaults to `"none"`):
             What the data-parallel replicas of a stage divide among them. `"none"`: each replica holds everything.
             `"optimizer"`: each replica holds the optimizer state of its part of the stage's parameters, updates these,
-            and receives the others from the other replicas after each step (ZeRO-1). The results are the same. It also
-            works with a single stage.
+            and receives the others from the other replicas after each step (ZeRO-1). `"full"`: each replica also
+            holds its part of the weights and gradients only (ZeRO-3, FSDP). With a single stage, the weights of a
+            layer are gathered when it runs; with several, those of a stage during a step. Between the steps the
+            model's parameters are placeholders, which callbacks cannot read. The results are the same. Both also work
+            with a single stage.
 
     > Parameters that control layer freezing
 
@@ -444,12 +447,15 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     def _check_sharding(self) -> None:
         """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
         if self.replica_sharding not in REPLICA_SHARDINGS:
-            why = ""
-            if self.replica_sharding == "full":
-                why = " Dividing parameters and gradients as well is not implemented (with one stage, use fsdp)."
             raise ValueError(
                 f"replica_sharding={self.replica_sharding!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, REPLICA_SHARDINGS))}.{why}"
+                f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
+            )
+        if self.replica_sharding == "full" and self.token_slices != "off":
+            raise ValueError(
+                f"replica_sharding='full' cannot be combined with token_slices={self.token_slices!r}, which run parts"
+                " of the model between the steps, when its weights are divided. Set replica_sharding='optimizer', or"
+                " token_slices='off'."
             )
 
     def _refuse_sharding_by_others(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
+from hf_pipetransformer.pipeline.elastic_pipeline import unwrapped
 
 MODELS = {
     "bert": Run("text-classification"),
@@ -43,6 +45,9 @@ MODELS = {
 }
 
 
+SHARDINGS = pytest.mark.parametrize("sharding", ["optimizer", "full"])
+
+
 @cache
 def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS[name])[0]
@@ -50,12 +55,20 @@ def expected(name: str) -> Outcome:
 
 # ------------------------------------------------------------------------------------------ as one process
 @pytest.mark.parametrize(
-    ("name", "stages"),
-    few([(name, k) for name in MODELS for k in (1, 2)], ("bert", 1), ("llama-tied", 2), ("adafactor", 1)),
+    ("name", "stages", "sharding"),
+    few(
+        [(name, k, sharding) for name in MODELS for k in (1, 2) for sharding in ("optimizer", "full")],
+        ("bert", 1, "optimizer"),
+        ("llama-tied", 2, "optimizer"),
+        ("adafactor", 1, "optimizer"),
+        ("bert", 1, "full"),
+        ("llama-tied", 2, "full"),
+        ("t5", 1, "full"),
+    ),
 )
-def test_equals_one_process(name: str, stages: int) -> None:
+def test_equals_one_process(name: str, stages: int, sharding: str) -> None:
     """Six steps with accumulation and clipping on 1 x 4 and on 2 x 2."""
-    outcomes = run_ranks(pipeline, WORLD, MODELS[name], stages, replica_sharding="optimizer")
+    outcomes = run_ranks(pipeline, WORLD, MODELS[name], stages, replica_sharding=sharding)
     assert_same_training(outcomes, expected(name))
 
 
@@ -63,21 +76,21 @@ def test_equals_one_process(name: str, stages: int) -> None:
     ("name", "change"),
     few([(name, change) for name in RUNS for change in CHANGES], ("bert", "shrink")),
 )
-def test_elastic_training_equals_one_process(name: str, change: str) -> None:
+@SHARDINGS
+def test_elastic_training_equals_one_process(name: str, change: str, sharding: str) -> None:
     """(4,1) -> (2,2) -> (1,4) and back up: the states of frozen layers go, the others are divided anew."""
-    results = run_ranks(
-        elastic, WORLD, RUNS[name], MID_EPOCH, CHANGES[change], replica_sharding="optimizer", timeout=240
-    )
+    results = run_ranks(elastic, WORLD, RUNS[name], MID_EPOCH, CHANGES[change], replica_sharding=sharding, timeout=240)
     assert_same_training([outcome for outcome, *_ in results], expected_of_elastic(name, True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2-tied"])
-def test_equals_one_process_with_cached_layers(name: str) -> None:
+@SHARDINGS
+def test_equals_one_process_with_cached_layers(name: str, sharding: str) -> None:
     """Layers freeze at epochs' beginnings, are cached from the next one on, and four stages become one."""
     run = CACHED_RUNS[name]
     results = run_ranks(
-        cached, WORLD, run, SHRINK, EPOCH_START, activation_cache="on", replica_sharding="optimizer", timeout=240
+        cached, WORLD, run, SHRINK, EPOCH_START, activation_cache="on", replica_sharding=sharding, timeout=240
     )
     assert_same_training([outcome for outcome, _ in results], expected_of(run, EPOCH_START))
     for _, epochs in results:
@@ -129,8 +142,10 @@ class ClipsValues(TrainerCallback):
         torch.nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], 1e-3)
 
 
-def train_as_the_user_wants(rank: int, world_size: int, run: Run, stages: int, how: str) -> Outcome:
-    trainer = pipeline_trainer(run, stages, replica_sharding="optimizer") if stages else reference_trainer(run)
+def train_as_the_user_wants(
+    rank: int, world_size: int, run: Run, stages: int, how: str, sharding: str = "none"
+) -> Outcome:
+    trainer = pipeline_trainer(run, stages, replica_sharding=sharding) if stages else reference_trainer(run)
     if how == "own-optimizer":
         trainer.optimizer = own_optimizer(trainer.model)
     elif how == "clips-values":
@@ -147,15 +162,16 @@ def train_as_the_user_wants(rank: int, world_size: int, run: Run, stages: int, h
 @pytest.mark.parametrize(
     ("how", "stages"), [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1), ("clips-values", 1)]
 )
-def test_equals_one_process_with_the_users_own(how: str, stages: int) -> None:
+@SHARDINGS
+def test_equals_one_process_with_the_users_own(how: str, stages: int, sharding: str) -> None:
     run = Run(epochs=3).with_options(lr_scheduler_type="constant", warmup_steps=0)
     wanted = run_ranks(train_as_the_user_wants, 1, run, 0, how)[0]
-    assert_same_training(run_ranks(train_as_the_user_wants, WORLD, run, stages, how), wanted)
+    assert_same_training(run_ranks(train_as_the_user_wants, WORLD, run, stages, how, sharding), wanted)
 
 
-def train_twice(rank: int, world_size: int, run: Run) -> Outcome:
+def train_twice(rank: int, world_size: int, run: Run, sharding: str) -> Outcome:
     """Two trainings with one optimizer: in between the model is whole, and the states stay where they are."""
-    trainer = pipeline_trainer(run, 1, replica_sharding="optimizer", max_steps=2)
+    trainer = pipeline_trainer(run, 1, replica_sharding=sharding, max_steps=2)
     trainer.train()
     trainer.args.pipeline_parallel_size = 2
     trainer.evaluate()
@@ -171,9 +187,10 @@ def train_twice_plainly(rank: int, world_size: int, run: Run) -> Outcome:
 
 
 @pytest.mark.slow
-def test_a_second_training_goes_on_with_the_states() -> None:
+@SHARDINGS
+def test_a_second_training_goes_on_with_the_states(sharding: str) -> None:
     run = MODELS["llama-tied"]
-    assert_same_training(run_ranks(train_twice, WORLD, run), run_ranks(train_twice_plainly, 1, run)[0])
+    assert_same_training(run_ranks(train_twice, WORLD, run, sharding), run_ranks(train_twice_plainly, 1, run)[0])
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
@@ -195,14 +212,15 @@ def resume(rank: int, world_size: int, run: Run, stages: int, sharding: str, fol
 
 
 STOCK = (0, "stock")
-KINDS = [(1, "optimizer"), (2, "optimizer"), (2, "none"), STOCK]
+KINDS = [(1, "optimizer"), (2, "optimizer"), (1, "full"), (2, "full"), (2, "none"), STOCK]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     few(
-        [(before, after) for before in KINDS for after in KINDS if "optimizer" in (before[1], after[1])],
+        [(before, after) for before in KINDS for after in KINDS if {"optimizer", "full"} & {before[1], after[1]}],
         ((1, "optimizer"), STOCK),
+        ((1, "full"), (2, "full")),
         (STOCK, (2, "optimizer")),
     ),
 )
@@ -221,33 +239,49 @@ def test_resumes_across_kinds(before: tuple[int, str], after: tuple[int, str], t
 
 
 # ------------------------------------------------------------------------------------------ memory
-def held_bytes(rank: int, world_size: int, stages: int) -> dict[str, int]:
+def held_bytes(rank: int, world_size: int, stages: int, sharding: str) -> dict[str, int]:
     seen: dict[str, int] = {}
 
     class Measure(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any
+        ) -> None:
+            held = {p for group in optimizer.param_groups for p in group["params"]} | set(model.parameters())
+            seen["weights"] = storage_bytes([p.detach() for p in held])
+            seen["gradients"] = storage_bytes([p.grad for p in held if p.grad is not None])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
             tensors = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
-            seen["optimizer"] = sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+            seen["optimizer"] = storage_bytes(tensors)
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors), "no view of what others have"
 
-    trainer = pipeline_trainer(Run("causal-lm", model="llama"), stages, replica_sharding="optimizer")
+    trainer = pipeline_trainer(Run("causal-lm", model="llama"), stages, replica_sharding=sharding)
     trainer.add_callback(Measure())
     trainer.train()
     seen["whole"] = sum(p.nbytes for p in trainer.model.parameters())
     return seen
 
 
-def test_a_replica_holds_its_part_only() -> None:
-    everyone = run_ranks(held_bytes, WORLD, 1)
-    whole = 2 * everyone[0]["whole"]  # Adam's two moments
-    assert sum(rank["optimizer"] for rank in everyone) == whole
-    assert max(rank["optimizer"] for rank in everyone) <= 1.1 / WORLD * whole
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@SHARDINGS
+def test_a_replica_holds_its_part_only(sharding: str) -> None:
+    everyone = run_ranks(held_bytes, WORLD, 1, sharding)
+    whole = everyone[0]["whole"]
+    assert sum(rank["optimizer"] for rank in everyone) == 2 * whole, "Adam's two moments"
+    assert max(rank["optimizer"] for rank in everyone) <= 1.1 / WORLD * 2 * whole
+    for what in ("weights", "gradients"):
+        most = max(rank[what] for rank in everyone)
+        assert most <= 1.15 / WORLD * whole if sharding == "full" else most >= whole
 
 
 # ------------------------------------------------------------------------------------------ a gradient scaler
-def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
+def scaled(rank: int, world_size: int, sharding: str) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
     """fp16's scaler on the CPU; in the second step an element that the last replica updates overflows."""
-    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding="optimizer")
+    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding=sharding)
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
 
     def unscale() -> None:
@@ -259,11 +293,12 @@ def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[st
     trainer.accelerator.unscale_gradients = unscale
     skipped: list[bool] = []
     norms: list[float] = []
+    full = sharding == "full"
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+            square = sum(float(p.grad.double().square().sum()) for p in having_gradients(trainer, sharding))
+            norms.append(math.sqrt(sum(trainer.pipeline.mesh.gather_objects(square)) / (1 if full else world_size)))
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             skipped.append(trainer.accelerator.optimizer_step_was_skipped)
@@ -273,8 +308,9 @@ def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[st
     def overflowing(*args: Any) -> Any:
         loss = step(*args)
         if trainer.state.global_step == 1:
-            [*_, last] = trainer.model.parameters()
-            last.grad.view(-1)[-1] = float("inf")
+            if rank == world_size - 1 or not full:
+                [*_, last] = having_gradients(trainer, sharding)
+                last.grad.view(-1)[-1] = float("inf")
         return loss
 
     trainer.training_step = overflowing
@@ -283,8 +319,16 @@ def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[st
     return skipped, norms, outcome.weights
 
 
-def test_an_overflow_in_one_part_skips_the_step_on_all_replicas() -> None:
-    first, *others = run_ranks(scaled, 2)
+def having_gradients(trainer: Any, sharding: str) -> list[torch.Tensor]:
+    """The parameters whose gradients a replica has when they are complete, or the parts of them."""
+    optimizer = unwrapped(trainer.optimizer)
+    of_parts = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in (of_parts if sharding == "full" else trainer.model.parameters()) if p.grad is not None]
+
+
+@SHARDINGS
+def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(sharding: str) -> None:
+    first, *others = run_ranks(scaled, 2, sharding)
     skipped, norms, weights = first
     assert skipped[:3] == [False, True, False]
     assert all(norm <= 1.001 for norm, skip in zip(norms, skipped, strict=True) if not skip), "unscaled and clipped"
@@ -299,21 +343,21 @@ class ScheduleFree(torch.optim.SGD):
         """Would move all weights."""
 
 
-def with_schedule_free(rank: int, world_size: int) -> None:
-    trainer = pipeline_trainer(Run(), 1, replica_sharding="optimizer")
+def with_schedule_free(rank: int, world_size: int, sharding: str) -> None:
+    trainer = pipeline_trainer(Run(), 1, replica_sharding=sharding)
     trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
     trainer.train()
 
 
 def test_an_optimizer_that_changes_all_weights_is_refused() -> None:
-    errors = run_ranks_expecting_error(with_schedule_free, 2)
+    errors = run_ranks_expecting_error(with_schedule_free, 2, "optimizer")
     assert all(type(error) is ValueError and "replica_sharding='optimizer'" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"replica_sharding": "full"}, "not implemented"),
+        ({"replica_sharding": "full", "pipeline_parallel_size": 2, "token_slices": 2}, "token_slices"),
         ({"replica_sharding": "optimizer", "auto_find_batch_size": True}, "stock Trainer"),
         *slow(({"replica_sharding": "optimizer", "fp16_full_eval": True}, "stock Trainer")),
     ],

@@ -16,6 +16,9 @@ from .devices import synchronise
 CHUNK_BYTES = 2**26
 """Upper bound, in bytes, for one message of weights or optimizer state, and so for the buffer that it needs."""
 
+BUCKET_BYTES = 25 * 2**20
+"""Size, in bytes, of one message that is put together from small tensors in a step; the same as DDP's."""
+
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A flat view of a contiguous tensor's bytes, because gloo does not support every dtype."""

@@ -72,15 +72,21 @@ class ProcessMesh:
         """Groups for K = `num_stages`. Collective over all processes the first time a K is requested."""
         if num_stages not in self._layouts:
             rows = self._pipelines(num_stages)
-            columns = [range(s, self.world_size, num_stages) for s in range(num_stages)]
             self._layouts[num_stages] = PipelineGroups(
-                self.subgroup(rows), self.subgroup(rows, backend="gloo"), self.subgroup(columns)
+                self.subgroup(rows), self.subgroup(rows, backend="gloo"), self.subgroup(self._replicas(num_stages))
             )
         return self._layouts[num_stages]
 
     def second_pipeline_group(self, num_stages: int) -> dist.ProcessGroup | None:
         """Another group of the same processes as `groups(num_stages).pipeline`. Collective like `groups`."""
         return self.subgroup(self._pipelines(num_stages), number=1)
+
+    def second_replicas_group(self, num_stages: int) -> dist.ProcessGroup | None:
+        """Another group of the same processes as `groups(num_stages).replicas`. Collective like `groups`."""
+        return self.subgroup(self._replicas(num_stages), number=1)
+
+    def _replicas(self, num_stages: int) -> list[range]:
+        return [range(stage, self.world_size, num_stages) for stage in range(num_stages)]
 
     def _pipelines(self, num_stages: int) -> list[range]:
         return [range(first, first + num_stages) for first in range(0, self.world_size, num_stages)]

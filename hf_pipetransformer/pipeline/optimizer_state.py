@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model.placeholders import ParameterTable
+from ..resilience.watchdog import phase
 from .chunks import on_cpu
 from .mesh import ProcessMesh
 from .shards import Shards, Span, segments_of
@@ -36,7 +37,8 @@ class OptimizerState:
 
     Replicas of a stage may divide its parameters (`assign`). Then the groups hold those that this process updates,
     and in the place of a parameter that is cut, its elements as a parameter of one dimension (a *part*); after each
-    step every replica gets what the others have updated.
+    step every replica gets what the others have updated. If they divide the weights as well (`divides_weights`), all
+    that a process updates is such a part, and while the weights are at rest its values are nowhere else.
 
     In a single process it may also update parameters outside of the model, such as a loss's own. They stay in their
     groups, at their places among the model's.
@@ -76,6 +78,8 @@ class OptimizerState:
         self._members: list[list[Member]] = []
         self._shards: Shards = {}  # a parameter that is missing is updated as a whole wherever it is
         self._parts: dict[str, tuple[Span, nn.Parameter]] = {}  # of the parameters that this process updates in part
+        self.divides_weights = False
+        """Whether the replicas divide the weights as well; takes effect with the next `assign`."""
         self._seen: dict[str, int] = {}  # where the gradients are that the parts have been shown for this step
         self._updated: UpdatedShards | None = None
         self._gathered: dict[str, Any] | None = None
@@ -139,6 +143,11 @@ class OptimizerState:
         return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
 
     @property
+    def parts(self) -> Mapping[str, nn.Parameter]:
+        """The parts of parameters that this process updates, by the parameters' names."""
+        return {name: part for name, (_, part) in self._parts.items()}
+
+    @property
     def names(self) -> list[str]:
         """The names of the model's parameters that are updated on some process, in the order of the groups."""
         return [name for names in self._group_names for name in names if not self._weights.is_frozen(name)]
@@ -162,18 +171,22 @@ class OptimizerState:
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
             # `keep_what_is_here` puts in those of the model
             group["params"] = [member for member in members if not isinstance(member, str)]
+        keys = {name: self._key(name) for name in shards}
         self._shards, before = shards, self._parts
         self._parts = {}
         for name in shards:
             span = self._span(name)
-            if span is None or span == (0, self._table[name].numel()):
+            if span is None or (span == (0, self._table[name].numel()) and not self.divides_weights):
                 continue
             known, part = before.get(name, (None, None))
             if known != span or part is None:
-                part = nn.Parameter(self._flat(name)[slice(*span)])
+                part = nn.Parameter(self._values_of_part(name, span))
             self._parts[name] = span, part
         for name, state in states.items():
             self._set_state(name, state)
+        for name, key in keys.items():  # the same elements, but a part now, or no longer
+            if name not in states and key is not self._key(name) and key in self.optimizer.state:
+                self._set_state(name, self.optimizer.state.pop(key))
         self.keep_what_is_here()
 
     def share_updates(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
@@ -184,7 +197,7 @@ class OptimizerState:
             ranks: their ranks.
         """
         self._updated = None
-        if group is not None:
+        if group is not None and not self.divides_weights:
             names = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
             spans = [(name, self._shards[name]) for name in names]
             rows = [[(name, of_ranks[rank]) for name, of_ranks in spans if rank in of_ranks] for rank in ranks]
@@ -196,7 +209,7 @@ class OptimizerState:
         Parameters that the user has frozen temporarily stay, with their state and without a gradient.
         """
         for name, (span, part) in self._parts.items():
-            part.data = self._flat(name)[slice(*span)]  # because the values may be in another place now
+            part.data = self._values_of_part(name, span)  # because the values may be in another place now
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
             group["params"] = [self._parameter(member) for member in members if self._updates(member)]
         if self._has_idle_parameter:
@@ -249,12 +262,12 @@ class OptimizerState:
         return self._is_idle or not any(map(self._updates, self.names))  # some optimizers refuse to have none
 
     def stand_in(self, value: float) -> None:
-        """If nothing is trained here, give an unused parameter a gradient, so that a gradient scaler finds one.
+        """If nothing is updated here, give an unused parameter a gradient, so that a gradient scaler finds one.
 
         Args:
             value: 0, or infinity if the other stages' gradients are infinite.
         """
-        if self._is_idle:
+        if self._has_idle_parameter:
             self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
 
     @contextmanager
@@ -336,6 +349,12 @@ class OptimizerState:
         """What stands in the optimizer's groups and state for a parameter: itself, or the part of it."""
         return self._parts[name][1] if name in self._parts else self._table[name]
 
+    def _values_of_part(self, name: str, span: Span) -> torch.Tensor:
+        """A view of a parameter's elements; in its shape if they are all of them."""
+        values = self._flat(name)[slice(*span)]
+        is_whole = span == (0, self._table[name].numel())
+        return values.view(self._table[name].shape) if is_whole else values
+
     def _flat(self, name: str) -> torch.Tensor:
         """The values of a parameter, flattened; no copy."""
         parameter = self._table[name]
@@ -356,8 +375,15 @@ class OptimizerState:
         self._seen = {}
         self._show_changed_gradients()
 
+    def forget_gradients(self) -> None:
+        """Free the gradients of the parts, where the model's parameters lose theirs. Not collective."""
+        for _, part in self._parts.values():
+            part.grad = None
+
     def _show_changed_gradients(self) -> None:
         """Before the step, the same for gradients that have been set since then; one that a part was given stays."""
+        if self.divides_weights:
+            return  # the parts have values and gradients of their own
         for name, (span, part) in self._parts.items():
             gradient = self._table[name].grad
             part.data = self._flat(name)[slice(*span)]
@@ -372,10 +398,10 @@ class OptimizerState:
 
     def _share_updates(self) -> None:
         self._seen = {}
-        for _, part in self._parts.values():
-            part.grad = None
+        self.forget_gradients()
         if self._updated is not None:
-            self._updated.gather()
+            with phase("update"):
+                self._updated.gather()
 
     def _gather(self, holders: Holders, spill: Path | None) -> dict[str, dict[str, Any]]:
         """On rank 0: parameter name -> its optimizer state, on the CPU."""
@@ -452,8 +478,11 @@ class OptimizerState:
         """What this process has of a parameter's saved state."""
         if not isinstance(member, str) or member not in self._parts:
             return values
-        span, shape = slice(*self._parts[member][0]), self._table[member].shape
-        return {key: v.reshape(-1)[span] if _has_shape(v, shape) else v for key, v in values.items()}
+        (span, part), shape = self._parts[member], self._table[member].shape
+        return {
+            key: v.reshape(-1)[slice(*span)].view(part.shape) if _has_shape(v, shape) else v
+            for key, v in values.items()
+        }
 
 
 ELEMENTS = "elements "

@@ -6,7 +6,7 @@ An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from ..cache.content_keys import KEYS_NAME
 from ..model.micro_batch import Batch, split_batch
 from ..planning.plan import PipelinePlan
 from .devices import synchronise
+from .divided_weights import DividedWeights
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
@@ -95,13 +96,19 @@ class PlacedPipeline:
         shared = _shared_parameters(plan, stage, is_trainable, mesh)
         trainable = [name for name in stage.names if stage.stack.table[name].requires_grad]
         unreached = stage.stack.unreached | (stage.stack.only_returned if stage.has_last_unit else frozenset())
+        self.rarely_reached = unreached
+        """Parameters that get a gradient only if the samples of some replica reach them."""
         slices_tokens = slicing is not None and groups.pipeline is not None
         replicated: ReplicatedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
+        self.divided: DividedWeights | None = None
+        # replicas that divide the weights reduce gradients themselves, layer by layer if there is one stage.
         # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward, and
         # not of a parameter of several virtual stages
-        averages_at_end = slices_tokens or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1
+        averages_at_end = (
+            slices_tokens or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1 or plan.divides_weights
+        )
         if groups.replicas is not None and averages_at_end:
             replicated = ReplicatedParameters(
                 tuple(name for name in trainable if name not in unreached),
@@ -144,8 +151,20 @@ class PlacedPipeline:
             partial(synchronise, stage.device),
         )
 
+    def use_divided(self, divided: DividedWeights) -> None:
+        """From now on, the replicas of the stage divide its weights. Not collective."""
+        self.divided = self.gradients.divided = divided
+
+    def end_dividing(self) -> None:
+        """The weights of the stage are together from now on. Not collective."""
+        assert self.divided is not None
+        self.divided.close()
+        self.divided = self.gradients.divided = None
+
     def close(self) -> None:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
+        if self.divided is not None:
+            self.divided.close()
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
         if self.wrapped is not None:
@@ -198,6 +217,19 @@ class PlacedPipeline:
         stage = self.stage.last
         stage.received = {} if keeps_received else None
         self.gradients.keep_sums_once()
+        with self._having_weights():
+            self._run(batch, gradients_synchronise)
+        received, stage.received = stage.received or {}, None
+        return [received[index] for index in sorted(received)] if self._scheduler is not None else []
+
+    def _having_weights(self) -> AbstractContextManager[None]:
+        """Inside, a step can run although the replicas divide the weights. Collective over the stage's replicas."""
+        if self.divided is None:
+            return nullcontext()
+        return self.divided.running() if self.divided.runs_by_layer else self.divided.together(may_change=False)
+
+    def _run(self, batch: Batch, gradients_synchronise: bool) -> None:
+        """Run forward and backward of this pipeline's share of a batch."""
         if self._token_scheduler is not None:
             self._token_scheduler.step(batch)
         elif self._scheduler is not None:
@@ -208,14 +240,21 @@ class PlacedPipeline:
             self._step_alone(batch, gradients_synchronise)
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.finish_step()
-        if gradients_synchronise:
+        if gradients_synchronise and (self.divided is None or not self.divided.runs_by_layer):
             self.gradients.average_over_replicas()
             self.gradients.sum_over_stages()
-        received, stage.received = stage.received or {}, None
-        return [received[index] for index in sorted(received)] if self._scheduler is not None else []
+            if self.divided is not None:
+                self.divided.keep_gradients()
 
     def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:
-        stage, wrapped = self.stage.first, self.wrapped
+        stage, wrapped, divided = self.stage.first, self.wrapped, self.divided
+        if divided is not None and divided.runs_by_layer:
+            with stage.holding((batch,)):
+                with divided.saving():
+                    loss = stage(index=FIRST)
+                divided.begin_backward()
+                loss.backward()
+            return
         unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
         with stage.holding((batch,)), unreduced:
             (wrapped if wrapped is not None else stage)(index=FIRST).backward()

@@ -56,12 +56,18 @@ class WeightState:
         self._gathered: dict[str, Callable[[], torch.Tensor]] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
+        self.resting: frozenset[str] = frozenset()
+        """Parameters of the stage here that are placeholders, because its replicas divide them (`DividedWeights`)."""
         self._here: tuple[nn.Parameter, ...] = ()
         self._flags_here: list[bool] = []  # the flags that `keep_only` has left in `_here`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
         """Return self: a copied model (a teacher, for example) has its hooks, which act on the original alone."""
         return self
+
+    @property
+    def table(self) -> ParameterTable:
+        return self._table
 
     @property
     def is_whole(self) -> bool:
@@ -357,6 +363,8 @@ class WeightState:
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if module is not self._table.model:
             return
+        if self.resting:
+            raise self._divided("load_state_dict() would fill placeholders")
         self.onload()  # because the loaded values are copied into the weights
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
@@ -370,6 +378,8 @@ class WeightState:
     def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if module is not self._table.model:
             return
+        if self.resting and not self._lists_placeholders:
+            raise self._divided("state_dict() would return placeholders")
         if self._gathered is None and self._missing and not self._lists_placeholders:
             raise ValueError(
                 f"{type(module).__name__} is split over the pipeline stages during training, and"
@@ -380,6 +390,13 @@ class WeightState:
             tensor = gathered()
             for alias in self._table.aliases[name]:
                 state_dict[prefix + alias] = tensor
+
+    def _divided(self, what: str) -> ValueError:
+        return ValueError(
+            f"{type(self._table.model).__name__}.{what}: with replica_sharding='full' each replica holds its part of"
+            f" {len(self.resting)} parameters between the steps. Call trainer.save_model() or trainer.evaluate() on"
+            " all processes, or do it before train() or after it has returned."
+        )
 
 
 def synchronise_weights(table: ParameterTable, mesh: ProcessMesh, known_equal: Collection[str] = ()) -> list[str]:

@@ -41,7 +41,7 @@ ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
 """Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 
 
-REPLICA_SHARDINGS = ("none", "optimizer")
+REPLICA_SHARDINGS = ("none", "optimizer", "full")
 """What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
 
 
@@ -174,6 +174,11 @@ class PipelinePlan:
     def shards_optimizer(self) -> bool:
         """Whether the replicas of a stage divide the optimizer's state among them."""
         return self.replica_sharding != "none" and self.data_parallel_size > 1
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether the replicas of a stage divide its weights and gradients as well."""
+        return self.replica_sharding == "full" and self.data_parallel_size > 1
 
     @property
     def num_virtual_stages(self) -> int:

@@ -8,7 +8,7 @@ clip     clips by the gradient norm over all stages
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from enum import Flag, auto
 from typing import Any
@@ -155,7 +155,8 @@ class Steps:
         PROGRESS.enter("step")
         # 1
         self._follow_flags()
-        is_rechecked = pipeline.num_stages > 1 and self._rechecks.is_due(state.global_step, state.epoch or 0.0)
+        has_placeholders = pipeline.num_stages > 1 or pipeline.current_plan.divides_weights
+        is_rechecked = has_placeholders and self._rechecks.is_due(state.global_step, state.epoch or 0.0)
         if is_rechecked:
             self._refuse_copied_placeholders()
         self._switch_to_training()
@@ -174,9 +175,11 @@ class Steps:
         with naming_long_rows(self._job.model, batch):
             pipeline.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
-            with _as_the_user_raised_it():
-                received = pipeline.step(batch, keeps_received=is_rechecked)
-        other_loss = self._recheck_loss(current, batch, received) if received else None
+            # a last stage of several computes the loss again after the step
+            with pipeline.together() if is_rechecked and pipeline.num_stages > 1 else nullcontext():
+                with _as_the_user_raised_it():
+                    received = pipeline.step(batch, keeps_received=is_rechecked)
+                other_loss = self._recheck_loss(current, batch, received) if received else None
         current.release()
         self._recorder.count_rows(current.part.global_rows, len(current.losses))
         empty_every = self._job.args.torch_empty_cache_steps

@@ -1,0 +1,436 @@
+"""The weights of a stage, which its replicas divide among them (ZeRO-3, as in FSDP).
+
+At rest each replica has its part of the stage's parameters, and the parameters themselves are placeholders. They are
+together
+
+    several stages   during a step, as micro-batches would ask for each layer again and again; afterwards each replica
+                     keeps its part of the gradients
+    one stage        a layer's while it runs, forward and backward (K = 1; one column a layer)
+
+                     forward    gather 0   gather 1   gather 2   -          the next layer's arrives meanwhile
+                                           free 0     free 1                 the last layer's stay for the backward
+                     backward              -          gather 1   gather 0
+                                           reduce 2   reduce 1   reduce 0    to the replica whose part it is
+
+What autograd would keep of a layer's weights until the backward is gathered again when the backward asks for it
+(`torch.autograd.graph.saved_tensors_hooks`). A layer that is computed again in the backward (gradient checkpointing)
+gathers its weights before it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import all_reduce, reduce  # by name, as in `updated_shards`
+
+from ..model.placeholders import placeholder
+from ..resilience.watchdog import phase
+from .shards import Span
+from .state import WeightState
+from .updated_shards import Arriving, Row, UpdatedShards
+
+
+class Layer(NamedTuple):
+    """A layer whose weights are gathered when it runs."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Bundle:
+    """Parameters that are gathered together.
+
+    Attributes:
+        names: their names.
+        rows: the part that each replica has of them.
+        shards: brings them together.
+        trained: those of them that get a gradient in every step.
+        rarely_reached: those that get one only if some replica's samples reach them.
+        is_here: whether their values are here, or arriving.
+        arriving: what is to be waited for before they are used.
+        num_gradients: how many gradients of `trained` the backward that runs has completed.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[Row, ...]
+    shards: UpdatedShards
+    trained: tuple[str, ...]
+    rarely_reached: tuple[str, ...]
+    is_here: bool = False
+    arriving: Arriving | None = None
+    num_gradients: int = 0
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps in place of a view of a gathered parameter."""
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class _Reducing:
+    """A sum of gradients that is under way to the replica `owner`, in the order of `names`."""
+
+    work: dist.Work
+    total: torch.Tensor
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = field(default=())
+
+
+class DividedWeights:
+    """The part that one replica has of a stage's parameters, and the gradients of it.
+
+    Args:
+        weights: the model's weights; those of the stage must be here.
+        rows: the parameters that each replica has a part of, with the elements, in the order of the group's ranks.
+        parts: the parts of this process, by name: the optimizer's own parameters, or plain tensors for what is not
+            trained. They get memory of their own.
+        layers: the layers whose weights are gathered apart from the others, in the order in which they run; none
+            gathers all weights of the stage for a step.
+        rarely_reached: parameters that get a gradient only if samples of some replica reach them.
+        group: the replicas of the stage.
+        gradients_group: the same processes in another group, if there are layers: gradients are sent while weights
+            arrive, and not on every process in the same order.
+        device: where the weights are computed with.
+    """
+
+    def __init__(
+        self,
+        weights: WeightState,
+        rows: Sequence[Row],
+        parts: Mapping[str, torch.Tensor],
+        layers: Sequence[Layer],
+        rarely_reached: frozenset[str],
+        group: dist.ProcessGroup,
+        gradients_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        assert gradients_group is not None or not layers
+        self.parts = parts
+        self._weights, self._table, self._device = weights, weights.table, device
+        self._group, self._gradients_group = group, gradients_group
+        self._rank = group.rank()
+        self._spans: dict[str, Span] = dict(rows[self._rank])
+        names = list(dict.fromkeys(name for row in rows for name, _ in row))
+        in_layers = {name for layer in layers for name in layer.names}
+        of_bundles = [tuple(name for name in names if name not in in_layers), *(layer.names for layer in layers)]
+        self._bundles = [self._bundle(of_bundle, rows, rarely_reached) for of_bundle in of_bundles]
+        self._bundle_of = {name: bundle for bundle in self._bundles for name in bundle.names}
+        self._nothing = {
+            name: placeholder(parameter, float("nan") if parameter.is_floating_point() else 0.0, device)
+            for name in names
+            for parameter in (self._table[name],)
+        }
+        self._depth = 0
+        self._is_running = self._in_backward = False
+        self._name_at: dict[int, str] = {}  # where the values are that autograd need not keep
+        self._lowest = 0  # the lowest layer that the backward has come to
+        self._num_waiting = 0  # bundles whose gradients have not been sent in the backward that runs
+        self._under_way: list[_Reducing] = []
+        self._hooks: list[Any] = []
+        for layer, bundle in zip(layers, self._bundles[1:], strict=True):
+            self._hooks += [
+                layer.module.register_forward_pre_hook(partial(self._before_layer, bundle), prepend=True),
+                layer.module.register_forward_hook(partial(self._after_layer, bundle)),
+                *(
+                    self._table[name].register_post_accumulate_grad_hook(partial(self._gradient_is_here, bundle))
+                    for name in bundle.trained
+                ),
+            ]
+        for part in parts.values():
+            part.data = part.data.clone()
+        for bundle in self._bundles:
+            bundle.is_here = True  # as a whole, until now
+        self._release_all()
+
+    def _bundle(self, names: Sequence[str], rows: Sequence[Row], rarely_reached: frozenset[str]) -> _Bundle:
+        inside = frozenset(names)
+        of_replicas = tuple(tuple((name, span) for name, span in row if name in inside) for row in rows)
+        trained = [name for name in names if self._table[name].requires_grad]
+        return _Bundle(
+            tuple(names),
+            of_replicas,
+            UpdatedShards(self._table, of_replicas, self._group),
+            tuple(name for name in trained if name not in rarely_reached),
+            tuple(name for name in trained if name in rarely_reached),
+        )
+
+    @property
+    def runs_by_layer(self) -> bool:
+        """Whether the weights of a layer are gathered when it runs."""
+        return len(self._bundles) > 1
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all of the stage's parameters have their values."""
+        return self._depth > 0
+
+    # ------------------------------------------------------------------------------------ all of them
+    @contextmanager
+    def together(self, may_change: bool = True) -> Iterator[None]:
+        """Inside, all parameters of the stage have their values. Collective over the stage's replicas.
+
+        Args:
+            may_change: whether code inside may change values, which each replica then keeps of its part.
+        """
+        self.gather()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                if may_change:
+                    self._keep_values()
+                self._release_all()
+
+    def gather(self) -> None:
+        """Give all parameters of the stage their values. Collective over the stage's replicas."""
+        assert not self._is_running
+        if not self._depth:
+            for bundle in self._bundles:
+                self._bring(bundle)
+        self._depth += 1
+        self._note_resting()
+
+    def close(self) -> None:
+        """Remove what has been registered on the model's modules and parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @torch.no_grad()
+    def _keep_values(self) -> None:
+        for name, part in self.parts.items():
+            start, stop = self._spans[name]
+            part.detach().view(-1).copy_(self._table[name].detach().reshape(-1)[start:stop])
+
+    def keep_gradients(self) -> None:
+        """Keep this replica's part of the gradients, which are complete, and free the others. Not collective."""
+        for bundle in self._bundles:
+            for name in (*bundle.trained, *bundle.rarely_reached):
+                gradient = self._table[name].grad
+                if gradient is not None and name in self._spans:
+                    start, stop = self._spans[name]
+                    self._add(name, _dense(gradient).reshape(-1)[start:stop].clone())
+                self._table[name].grad = None
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to the gradient of the part here of a parameter."""
+        part = self.parts[name]
+        gradient = gradient.view(part.shape)
+        part.grad = gradient if part.grad is None else part.grad.add_(gradient)
+
+    # ------------------------------------------------------------------------------------ layer by layer
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, a forward inside `saving` and then a backward (`begin_backward`) may run, which leaves the gradients
+        of the parts here. Collective over the stage's replicas, which run the same layers in the same order.
+        """
+        if self.is_together:
+            raise RuntimeError("a step cannot begin while the weights are together")
+        self._is_running, self._in_backward = True, False
+        self._num_waiting = self._lowest = len(self._bundles)
+        for bundle in self._bundles:
+            bundle.num_gradients = 0
+        try:
+            self._bring(self._bundles[0])
+            yield
+            while self._num_waiting:
+                self._reduce_next()
+            self._finish_reductions()
+        except BaseException:
+            for bundle in self._bundles:
+                bundle.arriving = None  # other replicas may not send any more
+            raise
+        finally:
+            self._is_running = self._in_backward = False
+            self._under_way = []
+            self._release_all()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Inside, autograd keeps no values of layers' weights."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def begin_backward(self) -> None:
+        """From now on, layers are run through backwards. Collective over the stage's replicas."""
+        self._in_backward = True
+        if len(self._bundles) > 2:
+            self._begin_to_bring(self._bundles[-2])
+
+    def _before_layer(self, bundle: _Bundle, *_: Any) -> None:
+        if not self._is_running:
+            return
+        if self._in_backward:  # gradient checkpointing runs the layer once more
+            self._turn_back_to(bundle)
+            return
+        self._bring(bundle)
+        following = self._bundles.index(bundle) + 1
+        if following < len(self._bundles):
+            self._begin_to_bring(self._bundles[following])
+
+    def _after_layer(self, bundle: _Bundle, *_: Any) -> None:
+        if self._is_running and not self._in_backward and bundle is not self._bundles[-1]:
+            self._release(bundle)
+
+    def _turn_back_to(self, bundle: _Bundle) -> None:
+        """The backward has come to a layer."""
+        index = self._bundles.index(bundle)
+        if not index:
+            return
+        if index < self._lowest:
+            self._lowest = index
+            self._reduce_what_is_complete()
+        if bundle.is_here and bundle.arriving is None:
+            return
+        self._bring(bundle)
+        for later in self._bundles[index + 1 :]:
+            self._release(later)
+        if index > 1:
+            self._begin_to_bring(self._bundles[index - 1])
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        name = self._name_at.get(tensor.untyped_storage().data_ptr())
+        if name is None or tensor.dtype != self._table[name].dtype:
+            return tensor
+        return _Saved(name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._turn_back_to(self._bundle_of[saved.name])
+        return self._table[saved.name].detach().as_strided(saved.size, saved.stride, saved.offset)
+
+    # ------------------------------------------------------------------------------------ values
+    def _bring(self, bundle: _Bundle) -> None:
+        """Give parameters their values. Collective over the stage's replicas if they are neither here nor arriving."""
+        self._begin_to_bring(bundle)
+        if bundle.arriving is not None:
+            with phase("weights"):
+                bundle.arriving.finish()
+            bundle.arriving = None
+
+    @torch.no_grad()
+    def _begin_to_bring(self, bundle: _Bundle) -> None:
+        if bundle.is_here:
+            return
+        for name in bundle.names:
+            parameter = self._table[name]
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+            if name in self._spans:
+                start, stop = self._spans[name]
+                value.view(-1)[start:stop] = self.parts[name].detach().view(-1)
+            parameter.data = value
+            if bundle is not self._bundles[0]:
+                self._name_at[value.untyped_storage().data_ptr()] = name
+        bundle.is_here, bundle.arriving = True, bundle.shards.begin()
+
+    def _release(self, bundle: _Bundle) -> None:
+        if not bundle.is_here:
+            return
+        if bundle.arriving is not None:
+            bundle.arriving.finish()
+        for name in bundle.names:
+            parameter = self._table[name]
+            self._name_at.pop(parameter.untyped_storage().data_ptr(), None)
+            parameter.data = self._nothing[name]
+        bundle.is_here, bundle.arriving = False, None
+
+    def _release_all(self) -> None:
+        for bundle in self._bundles:
+            self._release(bundle)
+        self._note_resting()
+
+    def _note_resting(self) -> None:
+        self._weights.resting = frozenset() if self.is_together else frozenset(self._bundle_of)
+
+    # ------------------------------------------------------------------------------------ gradients
+    def _gradient_is_here(self, bundle: _Bundle, _: torch.Tensor) -> None:
+        if not self._is_running:
+            return
+        bundle.num_gradients += 1
+        self._reduce_what_is_complete()
+
+    def _reduce_what_is_complete(self) -> None:
+        """Send what is complete, in the same order on all replicas: from the last layer to the first.
+
+        What is outside of layers is sent at the end.
+        """
+        while self._num_waiting > 1 and self._has_all_gradients(self._num_waiting - 1):
+            self._reduce_next()
+
+    def _has_all_gradients(self, index: int) -> bool:
+        bundle = self._bundles[index]
+        if bundle.rarely_reached and index <= self._lowest:
+            return False  # only a lower layer shows that no more of them will come
+        return bundle.num_gradients >= len(bundle.trained)
+
+    @torch.no_grad()
+    def _reduce_next(self) -> None:
+        """Begin to send the next bundle's gradients to the replicas whose parts they are of; wait for those before."""
+        self._num_waiting -= 1
+        bundle, number = self._bundles[self._num_waiting], self._group.size()
+        self._finish_reductions()
+        names = {*bundle.trained, *self._reached_somewhere(bundle)}
+        gradients: dict[str, torch.Tensor] = {}
+        for name in names:
+            parameter = self._table[name]
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(self._nothing[name])
+            gradients[name] = _dense(gradient).reshape(-1)
+        for replica, row in enumerate(bundle.rows):
+            of_dtypes: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+            for name, (start, stop) in row:
+                if name in names and stop > start:
+                    gradient = gradients[name][start:stop]
+                    of_dtypes.setdefault(gradient.dtype, []).append((name, gradient))
+            for pieces in of_dtypes.values():
+                total = torch.cat([gradient for _, gradient in pieces]).div_(number)
+                work = reduce(total, group=self._gradients_group, group_dst=replica, async_op=True)
+                assert work is not None
+                reducing = _Reducing(work, total)
+                if replica == self._rank:
+                    reducing.names = tuple(name for name, _ in pieces)
+                    reducing.sizes = tuple(gradient.numel() for _, gradient in pieces)
+                self._under_way.append(reducing)
+        for name in names:
+            self._table[name].grad = None
+
+    def _finish_reductions(self) -> None:
+        for reducing in self._under_way:
+            reducing.work.wait()
+            if reducing.names:
+                for name, gradient in zip(reducing.names, reducing.total.split(reducing.sizes), strict=True):
+                    self._add(name, gradient)
+        self._under_way = []
+
+    def _reached_somewhere(self, bundle: _Bundle) -> Sequence[str]:
+        """Those of the rarely reached parameters (an expert's) that some replica's samples have reached."""
+        names = bundle.rarely_reached
+        if not names:
+            return ()
+        has = torch.tensor([float(self._table[name].grad is not None) for name in names], device=self._device)
+        all_reduce(has, group=self._gradients_group)
+        return [name for name, count in zip(names, has.tolist(), strict=True) if count]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the parts here, by the parameters' names in the model."""
+        return {name: part.grad for name, part in self.parts.items() if part.grad is not None}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The replicas of the stage."""
+        return self._group
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
