@@ -307,10 +307,9 @@ def scaled(rank: int, world_size: int, sharding: str) -> tuple[list[bool], list[
 
     def overflowing(*args: Any) -> Any:
         loss = step(*args)
-        if trainer.state.global_step == 1:
-            if rank == world_size - 1 or not full:
-                [*_, last] = having_gradients(trainer, sharding)
-                last.grad.view(-1)[-1] = float("inf")
+        if trainer.state.global_step == 1 and (rank == world_size - 1 or not full):
+            [*_, last] = having_gradients(trainer, sharding)
+            last.grad.view(-1)[-1] = float("inf")
         return loss
 
     trainer.training_step = overflowing

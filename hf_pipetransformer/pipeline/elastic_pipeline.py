@@ -604,7 +604,8 @@ class ElasticPipeline(nn.Module):
     ) -> torch.Tensor:
         """Clip by the norm of the whole model's gradient: `StageGradients.clip`. Collective over the pipeline."""
         stand_in = self._optimizer.stand_in if self._optimizer is not None else None
-        if unscale is not None and self._optimizer is not None and self.current_plan.shards_optimizer:
+        plan = self.current_plan
+        if unscale is not None and self._optimizer is not None and plan.shards_optimizer and not plan.divides_weights:
             unscale = partial(self._optimizer.over_whole_gradients, unscale)
         norm = self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in)
         if self._optimizer is not None:
