@@ -6,14 +6,18 @@
 A BERT with random weights, in MiniLM-L6's size unless `--model` says otherwise, is trained with AdamW on all
 processes, by each variant in turn, in rounds, so that whatever else the machine does hits all of them alike:
 
-    round 1    ddp   K=1 none   K=1 optimizer
-    round 2    ddp   K=1 none   K=1 optimizer
+    round 1    ddp   fsdp   K=1 none   K=1 optimizer   K=1 full
+    round 2    ddp   fsdp   K=1 none   K=1 optimizer   K=1 full
     ...
 
+`fsdp` is the plain Trainer with FSDP2, each layer by itself (`--fsdp`).
+
 Memory is counted at the end of a step, and gradients before the optimizer's step: the bytes of the storages of the
-model's parameters, of their gradients, and of the optimizer's tensors, on the process that has most of them. The bound
-for the optimizer state is `BOUND` / R of what all replicas have without sharding. Times are those of rank 0; what is
-compared is the ratio of medians within a round, then the median over the rounds.
+model's parameters, of their gradients, and of the optimizer's tensors, on the process that has most of them. A share
+is that over what a process has without sharding, times R; its bound is `OPTIMIZER_BOUND` for the optimizer state, and
+`FULL_BOUND` for everything with "full". "In a step" is the most that parameters and gradients take when a layer has
+run forward or backward, seen in the step before those that are timed. Times are those of rank 0; what is compared is
+the ratio of medians within a round, then the median over the rounds.
 """
 
 from __future__ import annotations
@@ -35,27 +39,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from pipeline_step import RandomRows, StepClock, load_config, make_model
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.planning.plan import REPLICA_SHARDINGS
 
-BOUND = 1.1
-"""Most optimizer state on a process, times R, in relation to that of a process that holds all of it."""
+OPTIMIZER_BOUND, FULL_BOUND = 1.1, 1.15
+"""Most bytes on a process, times R, in relation to those of a process that holds all of them."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is measured. `sharding` None: plain `Trainer`, DDP."""
+    """What is measured. `stages` 0: the plain `Trainer`, with FSDP if `sharding` is set, otherwise with DDP."""
 
-    stages: int = 1
+    stages: int = 0
     sharding: str | None = None
 
     @property
     def name(self) -> str:
-        return "ddp" if self.sharding is None else f"K={self.stages} {self.sharding}"
+        return f"K={self.stages} {self.sharding}" if self.stages else self.sharding or "ddp"
 
 
 @dataclass
@@ -65,31 +72,57 @@ class Measured:
     Attributes:
         steps_ms: wall-clock time of each step after the warm-up, on rank 0.
         parameters, gradients, optimizer: bytes on each process.
+        in_step: the most bytes that parameters and gradients take on each process while a step runs.
     """
 
     steps_ms: list[float]
     parameters: list[int]
     gradients: list[int]
     optimizer: list[int]
+    in_step: list[int]
 
 
 class Memory(TrainerCallback):
     """Counts what this process holds."""
 
     def __init__(self) -> None:
-        self.parameters = self.gradients = self.optimizer = 0
+        self.parameters = self.gradients = self.optimizer = self.in_step = 0
+        self._hooks: list[Any] = []
 
-    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        self.gradients = bytes_of(p.grad for p in model.parameters() if p.grad is not None)
+    def on_step_begin(self, _: Any, state: Any, *__: Any, model: Any, optimizer: Any, **___: Any) -> None:
+        """In the second step, look at what is held whenever a layer has run; this takes time."""
+        if state.global_step != 1:
+            for hook in self._hooks:
+                hook.remove()
+            return
+
+        def look(*_: Any) -> None:
+            held = held_by(model, optimizer)
+            self.in_step = max(self.in_step, bytes_of(held) + bytes_of(p.grad for p in held if p.grad is not None))
+
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self._hooks = [layer.register_forward_hook(look) for layer in layers]
+        self._hooks += [layer.register_full_backward_hook(look) for layer in layers]
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+        held = held_by(model, optimizer)
+        self.gradients = bytes_of(p.grad for p in held if p.grad is not None)
 
     def on_step_end(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-        self.parameters = bytes_of(model.parameters())
+        self.parameters = bytes_of(held_by(model, optimizer))
         states = optimizer.state.values()
         self.optimizer = bytes_of(v for state in states for v in state.values() if torch.is_tensor(v) and v.dim())
 
 
+def held_by(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of the model, and what the optimizer updates in their place."""
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    return list({id(p): p for p in (*model.parameters(), *updated)}.values())
+
+
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = [(t._values() if t.is_sparse else t).untyped_storage() for t in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -99,13 +132,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32, help="rows of the global batch")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each row")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="numbers of stages K")
+    parser.add_argument("--fsdp", action="store_true", help="compare with the plain Trainer's FSDP2 as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="of each run, with the warm-up")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of each run that do not count")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    if not 0 < arguments.warmup < arguments.steps:
-        parser.error(f"--warmup {arguments.warmup} must lie between 1 and --steps {arguments.steps} - 1")
+    if not 2 < arguments.warmup < arguments.steps:
+        parser.error(f"--warmup {arguments.warmup} must lie between 3 and --steps {arguments.steps} - 1")
     return arguments
 
 
@@ -126,12 +160,13 @@ def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfi
         }
         training_arguments: TrainingArguments
         trainer_class: type[Trainer]
-        if variant.sharding is None:
-            trainer_class, training_arguments = Trainer, TrainingArguments(**options)
+        if not variant.stages:
+            fsdp = {"fsdp": True, "fsdp_config": {"version": 2}} if variant.sharding == "fsdp" else {}
+            trainer_class, training_arguments = Trainer, TrainingArguments(**options, **fsdp)
         else:
             trainer_class = PipeTransformerTrainer
             training_arguments = PipeTransformerTrainingArguments(
-                pipeline_parallel_size=variant.stages, replica_sharding=variant.sharding, **options
+                pipeline_parallel_size=variant.stages, replica_sharding=str(variant.sharding), **options
             )
         trainer = trainer_class(
             model=make_model(arguments.model, config),
@@ -143,9 +178,13 @@ def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfi
         gc.collect()
         dist.barrier()
         trainer.train()
+    if variant.sharding == "fsdp":  # Accelerate's settings would stay for the next variant
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_USE_FSDP", "FSDP_"))]:
+            del os.environ[name]
+        AcceleratorState._reset_state()
     wall = [1e3 * (b - a) for a, b in zip(clock.wall, clock.wall[1:], strict=False)][arguments.warmup - 1 :]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (memory.parameters, memory.gradients, memory.optimizer))
+    dist.all_gather_object(everyone, (memory.parameters, memory.gradients, memory.optimizer, memory.in_step))
     return Measured(wall, *(list(of_all) for of_all in zip(*everyone, strict=True)))
 
 
@@ -159,16 +198,18 @@ def summary(variants: list[Variant], rounds: list[dict[str, Measured]]) -> dict[
             "parameter_bytes": max(first.parameters),
             "gradient_bytes": max(first.gradients),
             "optimizer_bytes": max(first.optimizer),
+            "in_step_bytes": max(first.in_step),
+            "all_bytes": max(map(sum, zip(first.parameters, first.gradients, first.optimizer, strict=True))),
             "step_ms": statistics.median(_median(r[variant.name]) for r in rounds),
             "ratio_to_ddp": statistics.median(ratios),
             "ratios_to_ddp": ratios,
         }
     for variant in variants:
         if variant.sharding not in (None, "none"):
-            undivided = table[Variant(variant.stages, "none").name]["optimizer_bytes"]
-            replicas = world // variant.stages
-            share = table[variant.name]["optimizer_bytes"] * replicas / undivided
-            table[variant.name] |= {"optimizer_share_times_replicas": share, "within_bound": share <= BOUND}
+            what, bound = ("optimizer", OPTIMIZER_BOUND) if variant.sharding == "optimizer" else ("all", FULL_BOUND)
+            undivided = table[Variant(variant.stages, "none").name if variant.stages else "ddp"][f"{what}_bytes"]
+            share = table[variant.name][f"{what}_bytes"] * (world // max(variant.stages, 1)) / undivided
+            table[variant.name] |= {f"{what}_share_times_replicas": share, "within_bound": share <= bound}
     return table
 
 
@@ -180,7 +221,8 @@ def main() -> None:
     arguments = parse_arguments()
     PartialState(cpu=not torch.accelerator.is_available())
     config = load_config(arguments.model)
-    variants = [Variant(), *(Variant(k, sharding) for k in arguments.stages for sharding in REPLICA_SHARDINGS)]
+    plain = [Variant(), Variant(0, "fsdp")] if arguments.fsdp else [Variant()]
+    variants = [*plain, *(Variant(k, sharding) for k in arguments.stages for sharding in REPLICA_SHARDINGS)]
     load = os.getloadavg()[0]
     rounds = [{variant.name: run(variant, arguments, config) for variant in variants} for _ in range(arguments.rounds)]
     table = summary(variants, rounds)
@@ -189,6 +231,7 @@ def main() -> None:
             held = ", ".join(
                 f"{what} {row[f'{what}_bytes'] / 2**20:,.1f}" for what in ("parameter", "gradient", "optimizer")
             )
+            held += f", in a step {row['in_step_bytes'] / 2**20:,.1f}"
             print(
                 f"{name:16} MiB on a process: {held}; step {row['step_ms']:,.0f} ms, {row['ratio_to_ddp']:.3f} x DDP"
             )

@@ -20,6 +20,7 @@ from transformers.training_args import OptimizerNames
 
 from .errors import refuse_wrong_order
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
+from .fsdp_arguments import asks_for_full_sharding
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES, virtual_stages_of
@@ -323,6 +324,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, SCHEDULES))}."
             )
+        self._shard_for_fsdp()
         self._check_sharding()
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
         if not isinstance(self.elastic, bool):
@@ -444,6 +446,16 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 " runs. Set plan_by='counts'."
             )
 
+    def _shard_for_fsdp(self) -> None:
+        """Take the Trainer's `fsdp` for `replica_sharding="full"` where FSDP itself cannot be used."""
+        stages, policy = self.pipeline_parallel_size, self.freeze_policy
+        wanted = f"pipeline_parallel_size={stages}" if self.uses_pipeline else f"freeze_policy={policy!r}"
+        if (self.uses_pipeline or policy != "none") and asks_for_full_sharding(self.fsdp, self.fsdp_config, wanted):
+            if self.replica_sharding == "none":
+                self.replica_sharding = "full"
+                logger.warning("fsdp=%r with %s means replica_sharding='full'.", self.fsdp, wanted)
+            self.fsdp, self.fsdp_config = None, None
+
     def _check_sharding(self) -> None:
         """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
         if self.replica_sharding not in REPLICA_SHARDINGS:
@@ -551,7 +563,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         """Refuse settings that are incompatible with several stages and are known before any device is set up."""
         wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
         for name, why in (
-            ("fsdp", "FSDP shards the parameters that the stages hold"),
             ("deepspeed", "DeepSpeed distributes the model itself"),
             ("torch_compile", "a compiled forward cannot be split between two layers"),
             ("torch_compile_backend", "a compiled forward cannot be split between two layers"),

@@ -63,7 +63,8 @@ def test_unknown_schedule() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"fsdp": True},
+        {"fsdp": "shard_grad_op"},
+        {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
         {"deepspeed": {"zero_optimization": {"stage": 1}}},
         {"torch_compile": True},
         {"auto_find_batch_size": True},

@@ -336,6 +336,18 @@ def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(sharding: str) -
         assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
 
 
+# ------------------------------------------------------------------------------------------ the Trainer's own words
+def with_fsdp(rank: int, world_size: int) -> Outcome:
+    trainer = pipeline_trainer(Run(), 2, fsdp="full_shard auto_wrap", fsdp_config={"version": 2})
+    assert trainer.args.replica_sharding == "full" and not trainer.args.fsdp
+    return outcome_of(trainer)
+
+
+@pytest.mark.slow
+def test_fsdp_means_full_where_stages_move() -> None:
+    assert_same_training(run_ranks(with_fsdp, WORLD), run_ranks(reference, 1, Run())[0])
+
+
 # ------------------------------------------------------------------------------------------ refusals
 class ScheduleFree(torch.optim.SGD):
     def eval(self) -> None:
