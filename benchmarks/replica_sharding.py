@@ -6,11 +6,11 @@
 A BERT with random weights, in MiniLM-L6's size unless `--model` says otherwise, is trained with AdamW on all
 processes, by each variant in turn, in rounds, so that whatever else the machine does hits all of them alike:
 
-    round 1    ddp   fsdp   K=1 none   K=1 optimizer   K=1 full
-    round 2    ddp   fsdp   K=1 none   K=1 optimizer   K=1 full
+    round 1    ddp   K=1 none   K=1 optimizer   K=1 full
+    round 2    ddp   K=1 none   K=1 optimizer   K=1 full
     ...
 
-`fsdp` is the plain Trainer with FSDP2, each layer by itself (`--fsdp`).
+(The plain Trainer's FSDP needs an accelerator.)
 
 Memory is counted at the end of a step, and gradients before the optimizer's step: the bytes of the storages of the
 model's parameters, of their gradients, and of the optimizer's tensors, on the process that has most of them. A share
@@ -39,9 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.state import AcceleratorState
 from pipeline_step import RandomRows, StepClock, load_config, make_model
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -55,14 +53,14 @@ OPTIMIZER_BOUND, FULL_BOUND = 1.1, 1.15
 
 @dataclass(frozen=True)
 class Variant:
-    """What is measured. `stages` 0: the plain `Trainer`, with FSDP if `sharding` is set, otherwise with DDP."""
+    """What is measured. `sharding` None: plain `Trainer`, DDP."""
 
-    stages: int = 0
+    stages: int = 1
     sharding: str | None = None
 
     @property
     def name(self) -> str:
-        return f"K={self.stages} {self.sharding}" if self.stages else self.sharding or "ddp"
+        return "ddp" if self.sharding is None else f"K={self.stages} {self.sharding}"
 
 
 @dataclass
@@ -121,8 +119,7 @@ def held_by(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    storages = [(t._values() if t.is_sparse else t).untyped_storage() for t in plain]
+    storages = [(t._values() if t.is_sparse else t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -132,7 +129,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32, help="rows of the global batch")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each row")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="numbers of stages K")
-    parser.add_argument("--fsdp", action="store_true", help="compare with the plain Trainer's FSDP2 as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="of each run, with the warm-up")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of each run that do not count")
@@ -160,9 +156,8 @@ def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfi
         }
         training_arguments: TrainingArguments
         trainer_class: type[Trainer]
-        if not variant.stages:
-            fsdp = {"fsdp": True, "fsdp_config": {"version": 2}} if variant.sharding == "fsdp" else {}
-            trainer_class, training_arguments = Trainer, TrainingArguments(**options, **fsdp)
+        if variant.sharding is None:
+            trainer_class, training_arguments = Trainer, TrainingArguments(**options)
         else:
             trainer_class = PipeTransformerTrainer
             training_arguments = PipeTransformerTrainingArguments(
@@ -178,10 +173,6 @@ def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfi
         gc.collect()
         dist.barrier()
         trainer.train()
-    if variant.sharding == "fsdp":  # Accelerate's settings would stay for the next variant
-        for name in [name for name in os.environ if name.startswith(("ACCELERATE_USE_FSDP", "FSDP_"))]:
-            del os.environ[name]
-        AcceleratorState._reset_state()
     wall = [1e3 * (b - a) for a, b in zip(clock.wall, clock.wall[1:], strict=False)][arguments.warmup - 1 :]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (memory.parameters, memory.gradients, memory.optimizer, memory.in_step))
@@ -207,8 +198,8 @@ def summary(variants: list[Variant], rounds: list[dict[str, Measured]]) -> dict[
     for variant in variants:
         if variant.sharding not in (None, "none"):
             what, bound = ("optimizer", OPTIMIZER_BOUND) if variant.sharding == "optimizer" else ("all", FULL_BOUND)
-            undivided = table[Variant(variant.stages, "none").name if variant.stages else "ddp"][f"{what}_bytes"]
-            share = table[variant.name][f"{what}_bytes"] * (world // max(variant.stages, 1)) / undivided
+            undivided = table[Variant(variant.stages, "none").name][f"{what}_bytes"]
+            share = table[variant.name][f"{what}_bytes"] * (world // variant.stages) / undivided
             table[variant.name] |= {f"{what}_share_times_replicas": share, "within_bound": share <= bound}
     return table
 
@@ -221,8 +212,7 @@ def main() -> None:
     arguments = parse_arguments()
     PartialState(cpu=not torch.accelerator.is_available())
     config = load_config(arguments.model)
-    plain = [Variant(), Variant(0, "fsdp")] if arguments.fsdp else [Variant()]
-    variants = [*plain, *(Variant(k, sharding) for k in arguments.stages for sharding in REPLICA_SHARDINGS)]
+    variants = [Variant(), *(Variant(k, sharding) for k in arguments.stages for sharding in REPLICA_SHARDINGS)]
     load = os.getloadavg()[0]
     rounds = [{variant.name: run(variant, arguments, config) for variant in variants} for _ in range(arguments.rounds)]
     table = summary(variants, rounds)

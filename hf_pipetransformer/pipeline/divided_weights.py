@@ -13,8 +13,8 @@ together
                                            reduce 2   reduce 1   reduce 0    to the replica whose part it is
 
 What autograd would keep of a layer's weights until the backward is gathered again when the backward asks for it
-(`torch.autograd.graph.saved_tensors_hooks`). A layer that is computed again in the backward (gradient checkpointing)
-gathers its weights before it runs.
+(`torch.autograd.graph.saved_tensors_hooks`). For a layer that is computed again in the backward (gradient
+checkpointing) they are gathered when the gradient of its output is there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import all_reduce, reduce  # by name, as in `updated_shards`
 
+from ..model.nested import tensors_of
 from ..model.placeholders import placeholder
 from ..resilience.watchdog import phase
 from .shards import Span
@@ -67,6 +68,9 @@ class _Bundle:
     is_here: bool = False
     arriving: Arriving | None = None
     num_gradients: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Bundle:
+        return self
 
 
 class _Saved(NamedTuple):
@@ -166,6 +170,12 @@ class DividedWeights:
             tuple(name for name in trained if name in rarely_reached),
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DividedWeights:
+        """What the hooks of a copied module refer to: they do nothing, as no step runs the copy."""
+        inert: DividedWeights = object.__new__(type(self))
+        inert._is_running = False
+        return inert
+
     @property
     def runs_by_layer(self) -> bool:
         """Whether the weights of a layer are gathered when it runs."""
@@ -198,6 +208,7 @@ class DividedWeights:
         """Give all parameters of the stage their values. Collective over the stage's replicas."""
         assert not self._is_running
         if not self._depth:
+            self._refuse_writes()
             for bundle in self._bundles:
                 self._bring(bundle)
         self._depth += 1
@@ -239,6 +250,7 @@ class DividedWeights:
         """
         if self.is_together:
             raise RuntimeError("a step cannot begin while the weights are together")
+        self._refuse_writes()
         self._is_running, self._in_backward = True, False
         self._num_waiting = self._lowest = len(self._bundles)
         for bundle in self._bundles:
@@ -279,9 +291,19 @@ class DividedWeights:
         if following < len(self._bundles):
             self._begin_to_bring(self._bundles[following])
 
-    def _after_layer(self, bundle: _Bundle, *_: Any) -> None:
-        if self._is_running and not self._in_backward and bundle is not self._bundles[-1]:
+    def _after_layer(self, bundle: _Bundle, _: nn.Module, __: Any, output: Any) -> None:
+        if not self._is_running or self._in_backward:
+            return
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, bundle))
+        if bundle is not self._bundles[-1]:
             self._release(bundle)
+
+    def _before_backward(self, bundle: _Bundle, _: torch.Tensor) -> None:
+        """Gather the weights of a layer that gradient checkpointing will run again, maybe without its hooks."""
+        if self._is_running:
+            self._turn_back_to(bundle)
 
     def _turn_back_to(self, bundle: _Bundle) -> None:
         """The backward has come to a layer."""
@@ -353,6 +375,22 @@ class DividedWeights:
 
     def _note_resting(self) -> None:
         self._weights.resting = frozenset() if self.is_together else frozenset(self._bundle_of)
+        self._versions = self._versions_here()
+
+    def _versions_here(self) -> int:
+        return sum(self._table[name]._version for name in self._bundle_of)
+
+    def _refuse_writes(self) -> None:
+        """Refuse what user code has written to placeholders, which would be lost.
+
+        Raises:
+            ValueError: it has written to one of them.
+        """
+        if self._versions_here() != self._versions:
+            raise ValueError(
+                "A callback wrote to parameters of the model, but with replica_sharding='full' these are placeholders"
+                " between the steps. Change weights before or after train(), or set replica_sharding='optimizer'."
+            )
 
     # ------------------------------------------------------------------------------------ gradients
     def _gradient_is_here(self, bundle: _Bundle, _: torch.Tensor) -> None:

@@ -180,7 +180,7 @@ class OptimizerState:
                 continue
             known, part = before.get(name, (None, None))
             if known != span or part is None:
-                part = nn.Parameter(self._values_of_part(name, span))
+                part = nn.Parameter(self._values_of_part(name, span).data)  # with a version of its own
             self._parts[name] = span, part
         for name, state in states.items():
             self._set_state(name, state)

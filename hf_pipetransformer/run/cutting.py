@@ -104,7 +104,7 @@ class CutModel:
         return (
             self.pipeline.model is job.model
             and (self.pipeline.freezable is not None or job.freeze_callback is None)
-            and (bool(self.pipeline.stack.units) or not job.args.uses_pipeline)
+            and (bool(self.pipeline.stack.units) or not _needs_units(job))
         )
 
     def write_times(self, checkpoint: Path) -> None:
@@ -189,10 +189,10 @@ def _find(
     """`find_units`, without the pipeline. Collective over all processes."""
     mesh, model = job.mesh, job.model
     sample: Batch = {}
-    if _cuts_or_freezes(job) or mesh.world_size > 1:
+    if _needs_units(job) or mesh.world_size > 1:
         assert collate is not None
         sample = _sample_alike(job, rows[: min(SAMPLE_ROWS, job.rows_at_once)], collate)
-    if _cuts_or_freezes(job):
+    if _needs_units(job):
         assert collate is not None
         if job.args.uses_pipeline:
             refuse_unnamed(sample)
@@ -239,8 +239,10 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
         )
 
 
-def _cuts_or_freezes(job: TrainingJob) -> bool:
-    return job.args.uses_pipeline or job.freeze_callback is not None
+def _needs_units(job: TrainingJob) -> bool:
+    """Whether the model's layers are needed: to split it, to freeze it, or to gather its weights layer by layer."""
+    gathers_layers = job.args.replica_sharding == "full" and job.mesh.world_size > 1
+    return job.args.uses_pipeline or job.freeze_callback is not None or gathers_layers
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:

@@ -184,10 +184,14 @@ class PipelineRun(TrainerCallback):
             except RuntimeError as error:
                 if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
                     raise
+                if self.pipeline.weights.resting:
+                    who, remedy = "replica", "replica_sharding='optimizer'"
+                else:
+                    who, remedy = f"of the {self.pipeline.num_stages} stages", "pipeline_parallel_size=1"
                 raise ValueError(
-                    f"A callback wrote to parameters of the model, but each of the {self.pipeline.num_stages} stages"
-                    " of the pipeline holds only its own parameters. Change weights before or after train(), or set"
-                    f" pipeline_parallel_size=1. The original error was: {error}"
+                    f"A callback wrote to parameters of the model, but each {who} of the pipeline holds only its own"
+                    f" between the steps. Change weights before or after train(), or set {remedy}. The original error"
+                    f" was: {error}"
                 ) from error
 
         before = vars(handler).get("call_event")

@@ -325,11 +325,16 @@ class Steps:
         mine = keeper_of_placeholders(owners, pipeline.model, list(pipeline.missing_parameters.values()))
         name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
         if name is not None:
+            if pipeline.num_stages > 1:
+                holds = f"each of the {pipeline.num_stages} stages of the pipeline holds only its own parameters"
+                remedy = "pipeline_parallel_size=1"
+            else:
+                holds = "each replica holds only its part of the parameters (replica_sharding='full')"
+                remedy = "replica_sharding='optimizer'"
             raise ValueError(
                 f"{name} keeps copies of the model's parameters (for example a running average), but during training"
-                f" each of the {pipeline.num_stages} stages of the pipeline holds only its own parameters; the others"
-                " are placeholders that contain NaN. Average saved checkpoints instead, or set"
-                " pipeline_parallel_size=1."
+                f" {holds}; the others are placeholders that contain NaN. Average saved checkpoints instead, or set"
+                f" {remedy}."
             )
 
 

@@ -1,0 +1,163 @@
+"""`replica_sharding="full"`: a layer's weights are there while it runs; otherwise nobody reads a plausible number."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from selection import few
+from torch import nn
+from training_runs import (
+    WORLD,
+    Outcome,
+    Run,
+    assert_same_training,
+    outcome_of,
+    pipeline_trainer,
+    reference_trainer,
+)
+from transformers import Trainer, TrainerCallback
+
+RUNS = {
+    "checkpointing": Run().with_options(gradient_checkpointing=True),
+    "mixtral": Run("causal-lm", model="mixtral"),  # experts that some replicas' samples do not reach
+    "albert": Run(model="albert"),  # one module is all layers
+    "biases-only": Run(),
+    "batches-of-one-length": Run(accumulation=1).with_options(dataloader_num_workers=1),
+}
+
+
+def prepared(name: str, trainer: Trainer) -> Trainer:
+    if name == "biases-only":  # most weights have no gradient, and are divided nevertheless
+        for parameter in trainer.model.named_parameters():
+            parameter[1].requires_grad_("bias" in parameter[0] or "classifier" in parameter[0])
+    return trainer
+
+
+def divided(rank: int, world_size: int, name: str, stages: int) -> Outcome:
+    return outcome_of(prepared(name, pipeline_trainer(RUNS[name], stages, replica_sharding="full")))
+
+
+def on_one_process(rank: int, world_size: int, name: str) -> Outcome:
+    return outcome_of(prepared(name, reference_trainer(RUNS[name])))
+
+
+@cache
+def expected(name: str) -> Outcome:
+    return run_ranks(on_one_process, 1, name)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), few([(name, k) for name in RUNS for k in (1, 2)], ("checkpointing", 1), ("mixtral", 1))
+)
+def test_equals_one_process(name: str, stages: int) -> None:
+    assert_same_training(run_ranks(divided, WORLD, name, stages), expected(name))
+
+
+# ------------------------------------------------------------------------------------------ what is where
+def layers_at_once(rank: int, world_size: int, checkpoints: bool) -> list[int]:
+    """How many layers' weights are here whenever a layer has run, forward or backward, or runs again."""
+    run = Run(epochs=1).with_options(gradient_checkpointing=checkpoints)
+    trainer = pipeline_trainer(run, 1, replica_sharding="full")
+    layers = list(trainer.model.bert.encoder.layer)
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        here = sum(all(p.is_contiguous() for p in layer.parameters()) for layer in layers)  # a placeholder is not
+        gradients = sum(any(p.grad is not None for p in layer.parameters()) for layer in layers)
+        seen.append(max(here, gradients))
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            for layer in layers:
+                layer.register_forward_hook(look)
+                layer.register_full_backward_hook(look)
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_at_most_two_layers_are_here(checkpoints: bool) -> None:
+    """The one that runs, and the one that comes next. There are four."""
+    for seen in run_ranks(layers_at_once, 2, checkpoints):
+        assert len(seen) >= 2 * 4 and max(seen) <= 2
+
+
+class Evaluated(TrainerCallback):
+    """Notes the weights that a callback sees between the steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.seen.append(torch.cat([p.detach().reshape(-1)[:1] for p in model.parameters()]))
+
+
+def evaluates(rank: int, world_size: int, stages: int, folder: str) -> tuple[Outcome, bool]:
+    run = Run().with_options(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    run = run.with_options(load_best_model_at_end=True)
+    keywords = {"eval_dataset": run.data(21, 1)}
+    if not stages:
+        trainer: Trainer = reference_trainer(run, folder)
+    else:
+        trainer = pipeline_trainer(run, stages, folder, replica_sharding="full")
+    trainer.eval_dataset = keywords["eval_dataset"]
+    watch = Evaluated()
+    trainer.add_callback(watch)
+    outcome = outcome_of(trainer)
+    return outcome, all(bool(seen.isnan().all()) for seen in watch.seen)
+
+
+@pytest.mark.parametrize("stages", few([1, 2], 1))
+def test_evaluates_saves_and_loads_the_best(stages: int, tmp_path: Path) -> None:
+    [(wanted, _)] = run_ranks(evaluates, 1, 0, str(tmp_path / "one"))
+    for outcome, saw_nothing in run_ranks(evaluates, WORLD, stages, str(tmp_path / "several")):
+        assert_same_training([outcome], wanted)
+        assert outcome.metrics["eval_loss"] == pytest.approx(wanted.metrics["eval_loss"], abs=1e-5)
+        assert saw_nothing
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+class Reads(TrainerCallback):
+    """Uses the weights between two steps, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.average: nn.Module | None = None
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        if self.how == "state_dict":
+            model.state_dict()
+        elif self.how == "forward":
+            model.eval()
+            with torch.no_grad():
+                model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        elif self.how == "writes":
+            with torch.no_grad():
+                next(iter(model.parameters())).zero_()
+        else:
+            self.average = copy.deepcopy(model)
+
+
+def reading(rank: int, world_size: int, how: str) -> None:
+    trainer = pipeline_trainer(Run(), 1, replica_sharding="full")
+
+    class OfUsersModel(Reads):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            super().on_step_end(model=trainer.pipeline if how == "forward" else trainer.model)
+
+    trainer.add_callback(OfUsersModel(how))
+    trainer.train()
+
+
+@pytest.mark.parametrize("how", few(["state_dict", "forward", "writes", "averages"], "state_dict", "averages"))
+def test_what_reads_divided_weights_is_refused(how: str) -> None:
+    for error in run_ranks_expecting_error(reading, 2, how):
+        assert type(error) is ValueError and "replica_sharding" in str(error), error
