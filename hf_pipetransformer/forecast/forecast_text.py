@@ -90,13 +90,20 @@ def _about_fsdp(result: Forecast) -> list[str]:
 
 def _about_sharding(result: Forecast) -> list[str]:
     """What to set in the training, whose arguments have no "auto" for the sharding."""
-    if result.sharding_choice is None:
+    job, choice, plan = result.job, result.sharding_choice, result.first
+    if choice is None or not choice.fits(plan):
         return []
-    plan = result.first
+    k, sharding = plan.pipeline_parallel_size, plan.replica_sharding
+    settings = f"Set replica_sharding={sharding!r}"
+    least = f"the least sharding with which {k} stage{'' if k == 1 else 's'} fit{'s' if k == 1 else ''}"
+    if job.pipeline_parallel_size != "auto":
+        return [f"{settings}: {least}."]
+    with_auto = plan_at_start(replace(job, replica_sharding=sharding), result.workload, result.machine)
+    # "auto" where it finds this K: then K falls as in the forecast, by the memory of a device
+    size = "'auto'" if with_auto.pipeline_parallel_size == k else str(k)
     return [
-        f"Set replica_sharding={plan.replica_sharding!r}, pipeline_parallel_size={plan.pipeline_parallel_size}: the"
-        " least sharding with which so many stages fit, and the shortest pipeline that is predicted to take at most"
-        f" {WORTH_A_LONGER_PIPELINE:.0%} longer than the fastest."
+        f"{settings}, pipeline_parallel_size={size} (K = {k} at the start): {least}, and the shortest pipeline that is"
+        f" predicted to take at most {WORTH_A_LONGER_PIPELINE:.0%} longer than the fastest."
     ]
 
 

@@ -135,7 +135,7 @@ def test_sharding_is_chosen_by_memory() -> None:
     for gib, sharding in (("8", "none"), ("1.2", "optimizer"), ("1", "full")):
         auto = values(*bert, "--memory-gib", gib, "--replica-sharding", "auto")
         assert auto["replica_sharding"] == sharding and auto["epochs"][0]["stages"] == 1
-        assert f"Set replica_sharding={sharding!r}, pipeline_parallel_size=1" in auto["advice"][0]
+        assert f"Set replica_sharding={sharding!r}, pipeline_parallel_size='auto' (K = 1 " in auto["advice"][0]
         (chosen,) = (considered for considered in auto["sharding_choice"] if considered["chosen"])
         given = values(*bert, "--memory-gib", gib, "--replica-sharding", sharding)
         assert given["sharding_choice"] is None

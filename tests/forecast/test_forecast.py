@@ -152,6 +152,24 @@ def test_one_stage_that_divides_everything_takes_what_fsdp_takes() -> None:
     assert max(result.epochs[0].stage_bytes) == fsdp.largest_bytes
 
 
+def test_advice_on_sharding() -> None:
+    """One stage needs 4,800 bytes without sharding, 3,000 or 1,600 with; one of two 2,400 or 1,800, one of four 1,200."""
+
+    def advice(budget: int, reduce: float, k: Any = "auto") -> str:
+        times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=reduce)
+        course = job(4, replica_sharding="auto", pipeline_parallel_size=k)
+        return advise(forecast(course, workload(), dataclasses.replace(machine(budget=budget), times=times)))[0]
+
+    assert "replica_sharding='optimizer', pipeline_parallel_size='auto' (K = 1 at the start): the" in advice(
+        3000, 0.01
+    )
+    assert advice(1900, 0.01, k=2) == "Set replica_sharding='optimizer': the least sharding with which 2 stages fit."
+    assert "Set replica_sharding='none', pipeline_parallel_size='auto' (K = 4 at" in advice(1700, 4.0)
+    # by counts, 'auto' would find one stage, whose reduction takes too long
+    assert "Set replica_sharding='none', pipeline_parallel_size=4 (K = 4 at" in advice(4800, 4.0)
+    assert "Set replica_sharding" not in advice(1599, 0.01, k=1), "nothing fits"
+
+
 def test_reading_takes_the_time_of_a_nodes_rows() -> None:
     """16 rows x 10 bytes over two nodes at 8 bytes/s; from disk where generations exceed the memory."""
     host = CacheHost(read_bytes_per_second=8.0, disk_bytes_per_second=4.0, memory_bytes=160.0)
