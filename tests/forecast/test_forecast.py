@@ -153,7 +153,7 @@ def test_one_stage_that_divides_everything_takes_what_fsdp_takes() -> None:
 
 
 def test_advice_on_sharding() -> None:
-    """One stage needs 4,800 bytes without sharding, 3,000 or 1,600 with; one of two 2,400 or 1,800, one of four 1,200."""
+    """One stage needs 4,800 bytes, with sharding 3,000 or 1,600; one of two 2,400 or 1,800, one of four 1,200."""
 
     def advice(budget: int, reduce: float, k: Any = "auto") -> str:
         times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=reduce)
