@@ -129,8 +129,11 @@ def plan(
         str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
     ] = "off",
     replica_sharding: Annotated[
-        str, typer.Option(help="What the replicas of a stage divide among them: none, or the optimizer state.")
+        str, typer.Option(help="What the replicas of a stage divide: none, optimizer (state), full, or auto.")
     ] = "none",
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(help="Batches in which the global batch is run, one after the other.")
+    ] = 1,
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -164,6 +167,7 @@ def plan(
             token_slices=token_slices,
             plan_by=plan_by,
             replica_sharding=replica_sharding,
+            gradient_accumulation_steps=gradient_accumulation_steps,
         )
         answer = command.answer(model_or_config, task, request)
     except UnsupportedModelError as error:

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
-from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS
+from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS, WHAT_REPLICAS_DIVIDE, PipelinePlan
 from ..planning.schedules import SCHEDULES, virtual_stages_of
+from ..planning.sharding_choice import AUTO
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
 from .device_table import GIB, CacheHost, device_named
@@ -67,15 +68,23 @@ class Request:
     token_slices: str = "off"
     plan_by: str = "counts"
     replica_sharding: str = "none"
+    gradient_accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
         if self.plan_by not in PLAN_BY:
             raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(PLAN_BY)}.")
-        if self.replica_sharding not in REPLICA_SHARDINGS:
+        shardings = (*REPLICA_SHARDINGS, AUTO)
+        if self.replica_sharding not in shardings:
             raise ValueError(
-                f"replica_sharding is {self.replica_sharding!r}, but must be one of {', '.join(REPLICA_SHARDINGS)}."
+                f"replica_sharding is {self.replica_sharding!r}, but must be one of {', '.join(shardings)}."
+            )
+        if self.token_slices != "off" and self.replica_sharding in ("full", AUTO):
+            raise ValueError(
+                f"token_slices is {self.token_slices!r} and replica_sharding is {self.replica_sharding!r}, but what"
+                " slices take whose replicas divide parameters cannot be forecast. Set token_slices='off', or"
+                " replica_sharding='none' or 'optimizer'."
             )
         if self.token_slices not in TOKEN_SLICES:
             raise ValueError(
@@ -135,6 +144,7 @@ class Request:
             token_slices="off" if self.token_slices == "off" else "auto",
             plan_by=self.plan_by,
             replica_sharding=self.replica_sharding,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
             virtual_pipeline_parallel_size=virtual_stages_of(
                 self.pipeline_schedule, self.virtual_pipeline_parallel_size
             ),
@@ -176,14 +186,12 @@ def answer(name: str, task: str, request: Request) -> Answer:
     assumed = (*assumed, _assumed_of_precision(model))
     if job.token_slices != "off":
         assumed = (*assumed, *_assumed_of_slices(machine))
-    if job.replica_sharding != "none":
-        words = "the replicas of a stage divide the optimizer state, and exchange updated weights after each step"
-        assumed = (*assumed, words)
     if request.samples is None:
         assumed = (f"{DEFAULT_SAMPLES:,} samples, as --samples is not given", *assumed)
     if not workload.tokens_matter and request.seq is not None:
         assumed = ("samples have the size of the configuration; --seq does not matter for this model", *assumed)
     result = forecast(job, workload, machine)
+    assumed = (*assumed, *_assumed_of_sharding(result.first), *_assumed_of_accumulation(job))
     size = f"samples × {workload.tokens} tokens" if workload.tokens_matter else "samples"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
@@ -224,6 +232,30 @@ def _assumed_of_precision(model: PreTrainedModel) -> str:
     return (
         f"{counted}, the dtype of the configuration, in which from_pretrained loads the weights; with"
         " dtype='float32' they take more memory"
+    )
+
+
+def _assumed_of_sharding(plan: PipelinePlan) -> tuple[str, ...]:
+    """When replicas that divide something exchange it, in the plan that the training begins with."""
+    if plan.replica_sharding == "none":
+        return ()
+    divided = f"the replicas of a stage divide {WHAT_REPLICAS_DIVIDE[plan.replica_sharding]}"
+    if plan.replica_sharding == "optimizer":
+        return (f"{divided}, and exchange updated weights after each step",)
+    return (
+        f"{divided}; one stage gathers the parameters of a layer for its forward and its backward and reduces its"
+        " gradient while another layer computes; several stages do so once for each batch, while nothing computes",
+    )
+
+
+def _assumed_of_accumulation(job: Job) -> tuple[str, ...]:
+    if job.gradient_accumulation_steps == 1:
+        return ()
+    return (
+        f"a step is {job.gradient_accumulation_steps} batches one after the other"
+        f" (gradient_accumulation_steps={job.gradient_accumulation_steps},"
+        f" per_device_train_batch_size={job.rows_per_device}), after which gradients are reduced once, unless replicas"
+        " divide them",
     )
 
 

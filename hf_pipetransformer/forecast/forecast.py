@@ -23,6 +23,7 @@ from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_c
 from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
+from ..planning.sharding_choice import AUTO, ShardingChoice
 from ..planning.unit_times import ModelTimes
 from ..token_slices.slice_planning import RowSlices, whole_rows
 from ..token_slices.slice_timeline import choose_slices, seconds_of_slices
@@ -38,6 +39,7 @@ class Job:
     Args:
         num_devices: number of devices, with one process each.
         batch: number of samples in the global batch; each device contributes an equal part.
+        gradient_accumulation_steps: number of batches, run one after the other, in which the global batch is run.
         num_epochs: number of epochs; freezing is decided at the start of each.
         num_samples: number of samples in an epoch.
         freeze_policy: a policy that needs no gradients.
@@ -48,7 +50,8 @@ class Job:
             whole samples.
         token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
         plan_by: "counts", or "times" to choose K and M by predicted steps, as the training argument of this name.
-        replica_sharding: what the replicas of a stage divide among them; nothing in the comparison with plain DDP.
+        replica_sharding: what the replicas of a stage divide among them, or "auto" to choose it by memory and K, where
+            that is "auto" as well, by predicted steps; nothing in the comparison with plain DDP.
         virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
 
     Raises:
@@ -70,16 +73,20 @@ class Job:
     plan_by: str = "counts"
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
+    gradient_accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "batch", "num_epochs", "num_samples"):
+        for name in ("num_devices", "batch", "num_epochs", "num_samples", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        if self.batch % self.num_devices:
-            below = self.batch - self.batch % self.num_devices
+        parts = self.num_devices * self.gradient_accumulation_steps
+        if self.batch % parts:
+            below = self.batch - self.batch % parts
+            steps = self.gradient_accumulation_steps
+            times = "" if steps == 1 else f" times gradient_accumulation_steps={steps}"
             raise ValueError(
-                f"batch is {self.batch}, but must be a multiple of the {self.num_devices} devices. Set it to"
-                f" {f'{below} or ' if below else ''}{below + self.num_devices}."
+                f"batch is {self.batch}, but must be a multiple of the {self.num_devices} devices{times}. Set it to"
+                f" {f'{below} or ' if below else ''}{below + parts}."
             )
         if self.freeze_policy.needs_gradient_norms:
             raise ValueError(
@@ -89,7 +96,8 @@ class Job:
 
     @property
     def rows_per_device(self) -> int:
-        return self.batch // self.num_devices
+        """Samples of a device in one of the batches of a step, `per_device_train_batch_size`."""
+        return self.batch // (self.num_devices * self.gradient_accumulation_steps)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -173,6 +181,7 @@ class Epoch:
         num_steps: number of steps in the epoch.
         sliced: prediction for a step that the dynamic program splits along tokens; None if it splits no sequence
             because that saves too little, or if splitting is off.
+        num_batches: number of batches of a step, run one after the other; `prediction` and `sliced` are for one.
     """
 
     number: int
@@ -184,16 +193,17 @@ class Epoch:
     load_seconds: float
     num_steps: int
     sliced: SlicedStep | None = None
+    num_batches: int = 1
 
     @property
     def step_seconds(self) -> float:
         computing = self.prediction.timeline.seconds if self.sliced is None else self.sliced.seconds
-        return computing + self.prediction.seconds_at_end + self.load_seconds
+        return self.num_batches * computing + self.prediction.seconds_at_end + self.load_seconds
 
     @property
     def uncut_step_seconds(self) -> float:
         """Time of a step with whole sequences."""
-        return self.prediction.seconds + self.load_seconds
+        return _seconds_of_batches(self.prediction, self.num_batches) + self.load_seconds
 
     @property
     def num_microbatches(self) -> int:
@@ -218,7 +228,7 @@ class Epoch:
 
     @property
     def samples_per_second(self) -> float:
-        return self.plan.rows_per_device * self.plan.world_size / self.step_seconds
+        return self.num_batches * self.plan.rows_per_device * self.plan.world_size / self.step_seconds
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -228,14 +238,20 @@ class Epoch:
         k, timeline = plan.pipeline_parallel_size, self.prediction.timeline
         if self.sliced is not None:
             computing, busy, frozen = self.sliced.seconds, self.sliced.busy_seconds, self.sliced.frozen_seconds
+            transfers = 0.0
         else:
             computing, busy = timeline.seconds, sum(span.end - span.start for span in timeline.spans) / k
             frozen_units = range(self.plan.num_cached_layers, self.num_frozen)
             frozen = m * sum(times.units[unit].forward.of(plan.rows_per_pipeline / m) for unit in frozen_units) / k
-        seconds = {
-            "active layers": busy - frozen,
+            transfers = m * _exposed_seconds(plan, plan.rows_per_pipeline / m) / k
+        of_batch = {
+            "active layers": busy - frozen - transfers,
             "frozen layers": frozen,
+            "transfers": transfers,
             "waiting": computing - busy,
+        }
+        seconds = {
+            **{part: self.num_batches * value for part, value in of_batch.items()},
             "reduction, optimizer": self.prediction.seconds_at_end,
             "loading": self.load_seconds,
         }
@@ -281,6 +297,7 @@ class Forecast:
         static_pipeline: a static pipeline with K > 1: the requested K, or that of the first epoch, or else the
             smallest possible; None if no K > 1 is possible.
         fsdp: plain FSDP over all devices; None if there is one device.
+        sharding_choice: what the sharding and the first plan were chosen from; None if the sharding was given.
         flop_bound: FLOPs of the training without freezing divided by those with freezing.
         cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
         cache_peak_bytes: largest size of the two generations that exist together after a freeze.
@@ -295,6 +312,7 @@ class Forecast:
     best_static: StaticRun
     static_pipeline: StaticRun | None
     fsdp: FsdpRun | None
+    sharding_choice: ShardingChoice | None
     flop_bound: float
     cache_bytes: float
     cache_peak_bytes: float
@@ -363,6 +381,7 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
         min(statics.values(), key=lambda static: (not static.fits, static.seconds)),
         statics[longer] if longer > 1 else None,
         _fsdp_run(job, workload, machine) if job.num_devices > 1 else None,
+        _choose_sharding(job, workload, machine) if job.replica_sharding == AUTO else None,
         without / with_freezing if with_freezing else 1.0,
         max(sizes.values(), default=0.0),
         max(live),
@@ -407,6 +426,7 @@ class _Course:
                     self._load_seconds(cached, self._boundary if writes else 0),
                     job.steps_per_epoch,
                     sliced,
+                    job.gradient_accumulation_steps,
                 )
             )
         return epochs, self._off
@@ -436,8 +456,9 @@ class _Course:
 
         The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
-        rows_of_node = self._job.batch / self._machine.num_nodes(self._job.num_devices)
-        loading = self._load_seconds(self._boundary) / min(plan.rows_per_pipeline, rows_of_node)
+        job, parts = self._job, self._job.gradient_accumulation_steps
+        rows_of_node = job.batch / parts / self._machine.num_nodes(job.num_devices)
+        loading = self._load_seconds(self._boundary) / parts / min(plan.rows_per_pipeline, rows_of_node)
         computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
         if is_worth_loading(loading, computing):
             return True
@@ -474,7 +495,30 @@ def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePla
     Raises:
         ValueError: as `make_plan`.
     """
+    if job.replica_sharding == AUTO:
+        return _choose_sharding(job, workload, machine).plan
     return _elastic_policy(job, machine).first(workload.unit_costs, job.num_devices, machine.times)
+
+
+def _choose_sharding(job: Job, workload: Workload, machine: Machine) -> ShardingChoice:
+    """Choose what replicas divide; K by predicted steps, even where the plans go by counts.
+
+    What is chosen here is set in the training by the user, so no training depends on these times.
+    """
+    return _elastic_policy(job, machine).choose_sharding(
+        workload.unit_costs, job.num_devices, machine.times, lambda plan: plain_step_seconds(job, plan)
+    )
+
+
+def plain_step_seconds(job: Job, plan: PipelinePlan) -> float:
+    """Predict the seconds of a step under a plan, without loading and slices of sequences."""
+    rows = plan.rows_per_pipeline
+    return _seconds_of_batches(plan.predict(rows, plan.num_microbatches_for(rows)), job.gradient_accumulation_steps)
+
+
+def _seconds_of_batches(prediction: StepPrediction, num_batches: int) -> float:
+    """Seconds of a step of several batches, after which gradients are reduced and the optimizer runs once."""
+    return num_batches * prediction.timeline.seconds + prediction.seconds_at_end
 
 
 def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
@@ -509,6 +553,12 @@ def predict_step(
     return whole, SlicedStep(parts, seconds, busy, sum(seconds_of_slices(frozen, parts).values()) / k)
 
 
+def _exposed_seconds(plan: PipelinePlan, rows: float) -> float:
+    """What transfers of parameters and gradients take beyond computing, in all stages, in a micro-batch of `rows`."""
+    computing = replace(plan, replica_sharding="none").stage_seconds(rows)
+    return sum(map(sum, plan.stage_seconds(rows))) - sum(map(sum, computing)) if plan.divides_weights else 0.0
+
+
 def _stage_bytes(plan: PipelinePlan, num_microbatches: int, sliced: SlicedStep | None) -> list[int]:
     """Memory of each stage. With slices, stage s keeps all slices of the first K - s parts."""
     k = plan.pipeline_parallel_size
@@ -521,7 +571,8 @@ def _stage_bytes(plan: PipelinePlan, num_microbatches: int, sliced: SlicedStep |
 def _static_run(job: Job, workload: Workload, machine: Machine, k: int) -> StaticRun:
     plan = plan_at_start(replace(job, pipeline_parallel_size=k), workload, machine)
     prediction, sliced = predict_step(job, workload, machine, plan)
-    epoch = Epoch(1, 0, 0, 0, plan, prediction, 0.0, job.steps_per_epoch, sliced)
+    parts = job.gradient_accumulation_steps
+    epoch = Epoch(1, 0, 0, 0, plan, prediction, 0.0, job.steps_per_epoch, sliced, parts)
     largest, budget = max(epoch.stage_bytes), machine.memory_budget_bytes
     missing = 0 if budget is None else max(largest - budget, 0)
     seconds = float("inf") if missing else epoch.seconds * job.num_epochs
@@ -533,7 +584,7 @@ def _fsdp_run(job: Job, workload: Workload, machine: Machine) -> FsdpRun:
         workload.unit_costs,
         machine.times,
         job.num_devices,
-        job.rows_per_device,
+        job.batch // job.num_devices,
         job.steps_per_epoch * job.num_epochs,
         machine.memory_budget_bytes,
     )

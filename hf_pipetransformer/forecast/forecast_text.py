@@ -10,10 +10,10 @@ from typing import Any
 
 from ..freezing.schedule_cost import WORTH_FREEZING
 from ..planning.plan import PipelinePlan, align
-from ..planning.plan_choice import largest_stage_bytes
+from ..planning.plan_choice import WORTH_A_LONGER_PIPELINE, largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
-from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plan_at_start
+from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plain_step_seconds, plan_at_start
 from .fsdp import FsdpRun
 
 GIB = 2**30
@@ -43,7 +43,7 @@ def advise(result: Forecast) -> list[str]:
     """Advice for the user who launches the training, from the forecast; at least one sentence."""
     job, gain = result.job, result.speed_up_over(result.best_static)
     freezes = result.epochs[-1].num_frozen > 0
-    sentences = [*_about_pipelining(result), *_about_fsdp(result)]
+    sentences = [*_about_sharding(result), *_about_pipelining(result), *_about_fsdp(result)]
     if freezes and gain is not None and gain < WORTH_FREEZING:
         sentences.append(
             f"Gain below {100 * (WORTH_FREEZING - 1):.0f}% (×{gain:.2f} over the best static layout): do not freeze;"
@@ -68,17 +68,43 @@ def _about_fsdp(result: Forecast) -> list[str]:
     if fsdp is None or result.fastest_plain is not fsdp:
         return []
     gain = fsdp.seconds / result.seconds
+    like_fsdp = (
+        "One stage whose replicas divide everything takes what FSDP takes and can freeze layers: forecast it with"
+        " --pipeline-parallel-size 1 --replica-sharding full"
+        f" --gradient-accumulation-steps {fsdp.num_microbatches}."
+    )
     if gain < WORTH_FREEZING:
         return [
             f"Use FSDP with plain transformers instead: this training is predicted to be only ×{gain:.2f} as fast, and"
-            " FSDP freezes nothing."
+            " FSDP freezes nothing.",
+            like_fsdp,
         ]
     if fsdp.seconds * HARDLY_FASTER < result.best_static.seconds:
         return [
             "Without freezing, FSDP is predicted to be"
-            f" {result.best_static.seconds / fsdp.seconds:.2f} times as fast as the best pipeline."
+            f" {result.best_static.seconds / fsdp.seconds:.2f} times as fast as the best pipeline.",
+            like_fsdp,
         ]
     return []
+
+
+def _about_sharding(result: Forecast) -> list[str]:
+    """What to set in the training, whose arguments have no "auto" for the sharding."""
+    job, choice, plan = result.job, result.sharding_choice, result.first
+    if choice is None or not choice.fits(plan):
+        return []
+    k, sharding = plan.pipeline_parallel_size, plan.replica_sharding
+    settings = f"Set replica_sharding={sharding!r}"
+    least = f"the least sharding with which {k} stage{'' if k == 1 else 's'} fit{'s' if k == 1 else ''}"
+    if job.pipeline_parallel_size != "auto":
+        return [f"{settings}: {least}."]
+    with_auto = plan_at_start(replace(job, replica_sharding=sharding), result.workload, result.machine)
+    # "auto" where it finds this K: then K falls as in the forecast, by the memory of a device
+    size = "'auto'" if with_auto.pipeline_parallel_size == k else str(k)
+    return [
+        f"{settings}, pipeline_parallel_size={size} (K = {k} at the start): {least}, and the shortest pipeline that is"
+        f" predicted to take at most {WORTH_A_LONGER_PIPELINE:.0%} longer than the fastest."
+    ]
 
 
 def _about_pipelining(result: Forecast) -> list[str]:
@@ -89,7 +115,9 @@ def _about_pipelining(result: Forecast) -> list[str]:
     if max(ks) == 1 and fits and result.best_static.plan.pipeline_parallel_size == 1:
         frozen = result.epochs[-1].num_frozen > 0
         caches = any(epoch.num_cached for epoch in result.epochs)
-        what = ("freeze + cache only" if caches else "freeze only") if frozen else "plain DDP"
+        sharding = result.first.replica_sharding
+        static = "plain DDP" if sharding == "none" else f"data parallelism with replica_sharding={sharding!r}"
+        what = ("freeze + cache only" if caches else "freeze only") if frozen else static
         sentences.append(f"K = 1 throughout: {what} (pipeline_parallel_size=1); pipelining adds nothing here.")
     elif not result.ddp.fits and ks[0] > 1:
         assert budget is not None
@@ -188,6 +216,7 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
     parts = [
         title,
         "\n".join(align(epochs, left=(0, 5, 9))),
+        _about_choice(result),
         _about_cuts(result),
         f"{len(result.epochs)} epochs of {result.job.steps_per_epoch:,} steps: {_duration(result.seconds)}",
         "\n".join(align(statics, left=(0, 1))),
@@ -209,6 +238,26 @@ def _fsdp_row(result: Forecast, fsdp: FsdpRun) -> tuple[str, ...]:
         _duration(fsdp.seconds) if fsdp.fits else "-",
         "does not fit" if gain is None else f"×{gain:.2f}",
     )
+
+
+def _about_choice(result: Forecast) -> str:
+    """The plans that the sharding was chosen from, one for each number of stages; empty if the sharding was given."""
+    choice = result.sharding_choice
+    if choice is None:
+        return ""
+    rows: list[tuple[str, ...]] = [("sharding", "K × R", "GiB", "step ms", "")]
+    for plan in choice.considered:
+        fits, seconds = choice.fits(plan), plain_step_seconds(result.job, plan)
+        rows.append(
+            (
+                plan.replica_sharding,
+                _layout(plan.pipeline_parallel_size, plan.data_parallel_size),
+                f"{largest_stage_bytes(plan) / GIB:,.1f}",
+                f"{1e3 * seconds:,.1f}" if fits else "-",
+                "chosen" if plan is choice.plan else "" if fits else "does not fit",
+            )
+        )
+    return "\n".join(align(rows, left=(0, 1, 4)))
 
 
 def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
@@ -352,11 +401,13 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "profile": profile,
         "devices": job.num_devices,
         "batch": job.batch,
+        "gradient_accumulation_steps": job.gradient_accumulation_steps,
         "samples": job.num_samples,
         "steps_per_epoch": job.steps_per_epoch,
         "memory_budget_bytes": budget,
         "token_slices": job.token_slices,
-        "replica_sharding": job.replica_sharding,
+        "replica_sharding": result.first.replica_sharding,
+        "sharding_choice": _choice_values(result),
         "epochs": [_epoch_values(epoch) for epoch in result.epochs],
         "seconds": result.seconds,
         "compared_with": {
@@ -382,6 +433,24 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "advice": advise(result),
         "assumed": _all_assumed(result, assumed),
     }
+
+
+def _choice_values(result: Forecast) -> list[dict[str, Any]] | None:
+    choice = result.sharding_choice
+    if choice is None:
+        return None
+    return [
+        {
+            "replica_sharding": plan.replica_sharding,
+            "stages": plan.pipeline_parallel_size,
+            "replicas": plan.data_parallel_size,
+            "largest_stage_bytes": largest_stage_bytes(plan),
+            "fits": choice.fits(plan),
+            "step_seconds": plain_step_seconds(result.job, plan),
+            "chosen": plan is choice.plan,
+        }
+        for plan in choice.considered
+    ]
 
 
 def _fsdp_values(result: Forecast, fsdp: FsdpRun) -> dict[str, Any]:

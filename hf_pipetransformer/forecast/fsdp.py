@@ -1,11 +1,7 @@
 """What plain FSDP would take on the same devices: the rival of a pipeline where a model does not fit one device.
 
-Parameters, gradients and optimizer state are divided among all N devices (FSDP's full sharding, ZeRO-3; Zhao et al.,
-VLDB 2023). A unit's parameters are gathered before its forward and before its backward, and its gradient is reduced
-and scattered after it, while its neighbours compute:
-
-    computes    |--- forward 0 ---|--- forward 1 ---| ... |------ backward 1 ------|------ backward 0 ------|
-    transfers   |-- gather 1 --|   |-- gather 2 --|   ...  |- gather 0 -|- reduce 2 -|        |- reduce 1 -|
+Parameters, gradients and optimizer state are divided among all N devices, and gathered layer by layer
+(`planning.full_sharding`).
 """
 
 from __future__ import annotations
@@ -14,13 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..planning.costs import UnitCost
+from ..planning.full_sharding import divide, pass_seconds, state_bytes
 from ..planning.plan import ADAM_BYTES_PER_PARAMETER_BYTE
 from ..planning.unit_times import ModelTimes
-
-GATHERS_AHEAD = 1
-"""Units whose parameters are gathered while another one computes."""
-SHARE_OF_A_REDUCTION = 0.5
-"""A gather, or a reduction that scatters, takes this share of an all-reduce of as many bytes in a ring."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +68,24 @@ def fsdp_run(
 
 
 def _device_bytes(costs: Sequence[UnitCost], num_devices: int, rows: int) -> int:
-    parameters = sum({name: size for cost in costs for name, size in cost.parameters.items()}.values())
-    trainable = min(sum(cost.trainable_bytes for cost in costs), parameters)
-    sharded = parameters + trainable * (1 + ADAM_BYTES_PER_PARAMETER_BYTE)
-    gathered = max(sum(cost.parameters.values()) for cost in costs)
-    largest_gradient = max(cost.trainable_bytes for cost in costs)
-    activations = sum(cost.activation_bytes for cost in costs) * rows
-    return round(sharded / num_devices) + (1 + GATHERS_AHEAD) * gathered + largest_gradient + activations
+    state = state_bytes(divide(costs, 0), num_devices, True, ADAM_BYTES_PER_PARAMETER_BYTE)
+    return state + sum(cost.activation_bytes for cost in costs) * rows
 
 
 def _pass_seconds(costs: Sequence[UnitCost], times: ModelTimes, rows: float) -> float:
-    """Forward and backward of a micro-batch; each unit's transfers take place while a neighbour computes."""
-    transfer = [SHARE_OF_A_REDUCTION * times.reduce_seconds_per_byte * sum(cost.parameters.values()) for cost in costs]
-    ends = times.prologue, times.head
-    seconds = transfer[0] + sum(part.forward.of(rows) + part.backward.of(rows) for part in ends)
-    for unit, moving in zip(times.units, transfer, strict=True):
-        seconds += max(unit.forward.of(rows), moving) + max(unit.backward.of(rows), 2 * moving)
-    return seconds
+    """Forward and backward of a micro-batch; a layer's transfers take place while a neighbour computes.
+
+    What precedes the units computes its backward with the first one, and the head computes with the last one.
+    """
+    forward = [unit.forward.of(rows) for unit in times.units]
+    backward = [unit.backward.of(rows) for unit in times.units]
+    backward[0] += times.prologue.backward.of(rows)
+    forward[-1] += times.head.forward.of(rows)
+    backward[-1] += times.head.backward.of(rows)
+    computing = list(zip(forward, backward, strict=True))
+    return times.prologue.forward.of(rows) + sum(
+        pass_seconds(computing, divide(costs, 0), times.reduce_seconds_per_byte)
+    )
 
 
 def _update_seconds(costs: Sequence[UnitCost], times: ModelTimes, num_devices: int) -> float:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .plan import PipelinePlan
-from .plan_choice import largest_stage_bytes, make_plan, replan
+from .plan_choice import SecondsOf, largest_stage_bytes, make_plan, predicted_seconds, replan
+from .sharding_choice import AUTO, ShardingChoice, choose_sharding
 
 if TYPE_CHECKING:
     from .costs import UnitCost
@@ -30,7 +31,8 @@ class ElasticPolicy:
         schedule: name of the schedule.
         num_microbatches: micro-batches per step and pipeline, or "auto".
         plan_by: "counts", or "times" to choose by predicted steps (`PipelinePlan.plan_by`).
-        replica_sharding: what the replicas of a stage divide among them.
+        replica_sharding: what the replicas of a stage divide among them, or "auto", with which it is chosen once, for
+            the first plan, and kept by the plans that follow (`sharding_choice`).
         virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
     """
 
@@ -55,19 +57,45 @@ class ElasticPolicy:
         Raises:
             ValueError: under the same conditions as `make_plan`.
         """
+        if self.replica_sharding == AUTO:
+            by_times = self.plan_by == "times" and times is not None
+            seconds = predicted_seconds if by_times else None
+            return self.choose_sharding(unit_costs, world_size, times, seconds).plan
         return make_plan(
             unit_costs,
             world_size,
             self.pipeline_parallel_size,
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            rows_per_device=self.rows_per_device,
-            memory_budget_bytes=self.memory_budget_bytes,
-            times=times,
-            plan_by=self.plan_by,
             replica_sharding=self.replica_sharding,
-            virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size,
+            **self._arguments(times),
         )
+
+    def choose_sharding(
+        self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None, seconds: SecondsOf | None
+    ) -> ShardingChoice:
+        """Choose what replicas divide, whatever `replica_sharding` says, and the number of stages if that is "auto".
+
+        Args:
+            unit_costs: costs of the model's units.
+            world_size: number of devices.
+            times: times of the model's parts; None if there are none.
+            seconds: predicts a plan's step; None to choose by counts. As for `sharding_choice.choose_sharding`.
+
+        Raises:
+            ValueError: under the same conditions as there.
+        """
+        k, arguments = self.pipeline_parallel_size, self._arguments(times)
+        return choose_sharding(unit_costs, world_size, k, seconds=seconds, **arguments)
+
+    def _arguments(self, times: ModelTimes | None) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "rows_per_device": self.rows_per_device,
+            "memory_budget_bytes": self.memory_budget_bytes,
+            "times": times,
+            "plan_by": self.plan_by,
+            "virtual_pipeline_parallel_size": self.virtual_pipeline_parallel_size,
+        }
 
     def next(self, plan: PipelinePlan, first: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         """Make the plan that follows another one.

@@ -24,12 +24,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from .full_sharding import SHARE_OF_A_REDUCTION, divide, parameter_bytes, pass_seconds, state_bytes
 from .partition import choose_num_microbatches, microbatch_candidates
 from .schedules import schedule_named, schedule_of_step
 from .timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from .costs import HeadCost, UnitCost
+    from .full_sharding import Divided
     from .unit_times import ModelTimes
 
 MIB = 2**20
@@ -42,7 +44,13 @@ ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
 
 
 REPLICA_SHARDINGS = ("none", "optimizer", "full")
-"""What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
+"""What the replicas of a stage may divide among them, from little to much: nothing, the optimizer's state (ZeRO-1), or
+parameters, gradients and optimizer state (`full_sharding`)."""
+
+WHAT_REPLICAS_DIVIDE = {
+    "optimizer": "the optimizer state",
+    "full": "parameters, gradients and optimizer state",
+}
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,11 @@ class PipelinePlan:
         return self.replica_sharding == "full" and self.data_parallel_size > 1
 
     @property
+    def gathers_by_layer(self) -> bool:
+        """Whether weights that replicas divide are gathered layer by layer, rather than once for each batch."""
+        return self.pipeline_parallel_size == 1
+
+    @property
     def num_virtual_stages(self) -> int:
         """Number of virtual stages per stage V; 1 if each stage is one contiguous range of units."""
         return (len(self.stage_bounds) - 1) // self.pipeline_parallel_size
@@ -290,31 +303,60 @@ class PipelinePlan:
         times = self.times
         assert times is not None
         units = range(*self.stage_bounds[virtual_stage : virtual_stage + 2])
-        forward, backward = times.prologue.forward.of(rows), 0.0
-        for unit in units:
-            if unit >= self.num_cached_layers:
-                forward += times.units[unit].forward.of(rows)
-            if unit >= self.num_frozen_layers:
-                backward += times.units[unit].backward.of(rows)
-        if not units.start and not self.num_frozen_layers:
+        prologue, computing = times.prologue.forward.of(rows), [self._unit_seconds(unit, rows) for unit in units]
+        if self.divides_weights and self.gathers_by_layer:
+            seconds_per_byte = self._share_of_ring * times.reduce_seconds_per_byte
+            forward, backward = pass_seconds(computing, self._divided(0), seconds_per_byte)
+        else:
+            forward, backward = map(sum, zip(*computing, strict=True))
+        return prologue + forward, backward
+
+    def _unit_seconds(self, unit: int, rows: float) -> tuple[float, float]:
+        """Return the seconds that a unit computes in a micro-batch's forward and backward; the last one with the head.
+
+        The backward of what precedes the units is the first one's.
+        """
+        times = self.times
+        assert times is not None
+        forward = times.units[unit].forward.of(rows) if unit >= self.num_cached_layers else 0.0
+        backward = times.units[unit].backward.of(rows) if unit >= self.num_frozen_layers else 0.0
+        if unit == 0 and not self.num_frozen_layers:
             backward += times.prologue.backward.of(rows)
-        if units.stop == self.num_units:
+        if unit == self.num_units - 1:
             forward += times.head.forward.of(rows)
             backward += times.head.backward.of(rows)
         return forward, backward
 
+    def _divided(self, stage: int) -> Divided:
+        """Return what the replicas of a stage divide, if they divide weights."""
+        units = self.units_of(stage)
+        return divide([self.unit_costs[unit] for unit in units], sum(unit < self.num_frozen_layers for unit in units))
+
+    @property
+    def _share_of_ring(self) -> float:
+        """Time of an all-reduce over the R replicas, in relation to the measured one, which had all ranks."""
+        r, world = self.data_parallel_size, self.world_size
+        # a ring of n ranks sends 2 (n - 1) / n of the bytes
+        return (r - 1) / r * world / (world - 1) if world > 1 else 0.0
+
     def _seconds_at_end(self, stage: int) -> float:
-        """Return the seconds of a stage's gradient reduction over replicas and of its optimizer step."""
+        """Return the seconds of a stage's gradient reduction over replicas and of its optimizer step.
+
+        With weights that are gathered once for each batch, there are the seconds of one such gather as well; what is
+        gathered layer by layer has been moved before (`full_sharding`).
+        """
         times = self.times
         assert times is not None
-        r, world = self.data_parallel_size, self.world_size
-        # a ring of n ranks sends 2 (n - 1) / n of the bytes; the measured ring had all ranks
-        share = (r - 1) / r * world / (world - 1) if world > 1 else 0.0
-        update = times.update_seconds_per_byte
-        if self.shards_optimizer:
-            # each replica updates its part and sends it to the others: a ring of n ranks sends (n - 1) / n of it
-            update, share = update / r, share * 1.5
-        return self._trainable_bytes(stage) * (update + share * times.reduce_seconds_per_byte)
+        trainable, per_byte = self._trainable_bytes(stage), self._share_of_ring * times.reduce_seconds_per_byte
+        update = trainable * times.update_seconds_per_byte
+        if not self.shards_optimizer:
+            return update + trainable * per_byte
+        update /= self.data_parallel_size
+        if not self.divides_weights:  # each replica updates its part and sends it to the others, which is a gather
+            return update + trainable * per_byte * (1 + SHARE_OF_A_REDUCTION)
+        if self.gathers_by_layer:
+            return update
+        return update + per_byte * (trainable + SHARE_OF_A_REDUCTION * self._divided(stage).all_parts.parameter_bytes)
 
     def _trainable_bytes(self, stage: int) -> int:
         # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
@@ -332,10 +374,7 @@ class PipelinePlan:
 
     def parameter_bytes_of(self, stage: int) -> int:
         """Return the bytes of a stage's parameters; a parameter that several of its units need is counted once."""
-        parameters: dict[str, int] = {}
-        for unit in self.units_of(stage):
-            parameters.update(self.unit_costs[unit].parameters)
-        return sum(parameters.values())
+        return parameter_bytes([self.unit_costs[unit] for unit in self.units_of(stage)])
 
     def microbatches_in_flight(self, stage: int, num_microbatches: int) -> int:
         """Return the number of micro-batches whose activations a stage keeps at once, summed over virtual stages."""
@@ -366,10 +405,10 @@ class PipelinePlan:
     ) -> int:
         """Predict the bytes that training a stage takes on its device.
 
-        The sum of parameters, gradients, optimizer state (of a replica's part, if replicas divide it), activations of
-        the micro-batches in flight, and the tensors received from neighbouring stages (PyTorch allocates these for all
-        micro-batches at once). It does not include
-        the allocator's fragmentation, workspaces and communication buffers.
+        The sum of parameters, gradients, optimizer state (of a replica's part, if replicas divide it; if they divide
+        weights, what `full_sharding.state_bytes` counts), activations of the micro-batches in flight, and the
+        tensors received from neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not
+        include the allocator's fragmentation, workspaces and communication buffers.
 
         Args:
             stage: Index of the stage.
@@ -391,15 +430,25 @@ class PipelinePlan:
             raise ValueError(
                 f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
             )
-        trainable = self._trainable_bytes(stage)
         ranges, rows_at_once = self.ranges_of(stage), rows // num_microbatches
         per_forward = [sum(cost.activation_bytes for cost in self._trained(units)) * rows_at_once for units in ranges]
         activations = self._largest_kept(stage, num_microbatches, per_forward)
         boundaries = [bound for units in ranges for bound in (units.start, units.stop) if 0 < bound < self.num_units]
         received = sum(self.unit_costs[bound - 1].boundary_bytes for bound in boundaries) * rows
+        return self._state_bytes(stage, optimizer_bytes_per_parameter_byte) + activations + received
+
+    def _state_bytes(self, stage: int, optimizer_bytes_per_parameter_byte: float) -> int:
+        """Return the bytes of a stage's parameters, gradients and optimizer state on one device."""
+        if self.divides_weights:
+            return state_bytes(
+                self._divided(stage),
+                self.data_parallel_size,
+                self.gathers_by_layer,
+                optimizer_bytes_per_parameter_byte,
+            )
         replicas = self.data_parallel_size if self.shards_optimizer else 1
-        state = round(trainable * (1 + optimizer_bytes_per_parameter_byte / replicas))
-        return self.parameter_bytes_of(stage) + state + activations + received
+        state = self._trainable_bytes(stage) * (1 + optimizer_bytes_per_parameter_byte / replicas)
+        return self.parameter_bytes_of(stage) + round(state)
 
     def __str__(self) -> str:
         """Return a table of the stages (units, memory, share of the work) and the predicted time of a step."""
@@ -425,7 +474,7 @@ class PipelinePlan:
             f"{self.num_units} unit{_s(self.num_units)}"
             + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
             + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
-            + (f", replicas divide the {self.replica_sharding} state" if self.shards_optimizer else "")
+            + (f", replicas divide {WHAT_REPLICAS_DIVIDE[self.replica_sharding]}" if self.shards_optimizer else "")
         )
         return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 
@@ -459,7 +508,8 @@ class StepPrediction:
     Attributes:
         num_microbatches: Number of micro-batches M.
         timeline: Simulated forward and backward passes of the pipeline.
-        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest.
+        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest;
+            of weights that several stages gather for each batch, one gather is counted here.
     """
 
     num_microbatches: int

@@ -8,7 +8,7 @@ Both are pure functions: the same arguments give the same plan on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -96,12 +96,13 @@ def make_plan(
     )
     if pipeline_parallel_size != "auto":
         return _with_stages(whole, pipeline_parallel_size, split)
-    candidates = [_with_stages(whole, k, split) for k in _lengths(whole, min(world_size, len(units)))]
+    candidates = [_with_stages(whole, k, split) for k in lengths(world_size, min(world_size, len(units)))]
+    by_times = predicted_seconds if whole.goes_by_times else None
     if memory_budget_bytes is None:
-        return _shortest_fast(candidates)
+        return shortest_fast(candidates, by_times)
     fitting = [plan for plan in candidates if largest_stage_bytes(plan) <= memory_budget_bytes]
     if fitting:
-        return _shortest_fast(fitting)
+        return shortest_fast(fitting, by_times)
     raise ValueError(
         f"pipeline_parallel_size is 'auto', but no pipeline fits: with {candidates[-1].pipeline_parallel_size} stages"
         f" the largest stage still needs {largest_stage_bytes(candidates[-1]) / MIB:,.0f} MiB, but a device has"
@@ -156,9 +157,9 @@ def replan(
         while k % 2 == 0 and largest_stage_bytes(_with_stages(frozen, k // 2, split)) <= memory_budget_bytes:
             k //= 2
         return _with_stages(frozen, k, split)
-    shorter = [_with_stages(frozen, length, split) for length in _lengths(plan, k - 1)]
+    shorter = [_with_stages(frozen, length, split) for length in lengths(plan.world_size, k - 1)]
     fitting = [candidate for candidate in shorter if largest_stage_bytes(candidate) <= memory_budget_bytes]
-    return _shortest_fast([*fitting, same_length])
+    return shortest_fast([*fitting, same_length], predicted_seconds if plan.goes_by_times else None)
 
 
 def largest_stage_bytes(plan: PipelinePlan) -> int:
@@ -252,18 +253,25 @@ SPLITS: Mapping[str, tuple[CostsOf, SplitAt]] = {
 """Ways to split units into stages, by name: exactly by FLOPs, exactly by measured seconds, or as in the paper."""
 
 
-def _lengths(plan: PipelinePlan, longest: int) -> Iterable[int]:
+def lengths(world_size: int, longest: int) -> list[int]:
     """Return the possible numbers of stages up to `longest`, ascending."""
-    return [k for k in range(1, longest + 1) if plan.world_size % k == 0]
+    return [k for k in range(1, longest + 1) if world_size % k == 0]
 
 
-def _shortest_fast(candidates: Sequence[PipelinePlan]) -> PipelinePlan:
-    """Return the first (shortest) plan; if plans go by times, the first that is about as fast as the fastest."""
-    if not candidates[0].goes_by_times:
+def predicted_seconds(plan: PipelinePlan) -> float:
+    """Predict the seconds of a step on a full batch from the plan's times, with the number of micro-batches it has."""
+    rows = plan.rows_per_pipeline
+    return plan.predict(rows, plan.num_microbatches_for(rows)).seconds
+
+
+SecondsOf = Callable[[PipelinePlan], float]
+"""Predicts the seconds of a plan's step."""
+
+
+def shortest_fast(candidates: Sequence[PipelinePlan], seconds_of: SecondsOf | None) -> PipelinePlan:
+    """Return the first (shortest) plan; by predictions, the first that is about as fast as the fastest."""
+    if seconds_of is None:
         return candidates[0]
-    seconds = []
-    for plan in candidates:
-        rows = plan.rows_per_pipeline
-        seconds.append(plan.predict(rows, plan.num_microbatches_for(rows)).seconds)
+    seconds = [seconds_of(plan) for plan in candidates]
     limit = min(seconds) * (1 + WORTH_A_LONGER_PIPELINE)
     return next(plan for plan, predicted in zip(candidates, seconds, strict=True) if predicted <= limit)

@@ -76,9 +76,9 @@ def test_memory_is_counted_in_the_precision_of_the_weights(tmp_path: Path) -> No
 def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
-        "model", "profile", "devices", "batch", "samples", "steps_per_epoch", "memory_budget_bytes",
-        "token_slices", "replica_sharding", "epochs", "seconds", "compared_with", "fsdp", "flop_bound",
-        "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
+        "model", "profile", "devices", "batch", "gradient_accumulation_steps", "samples", "steps_per_epoch",
+        "memory_budget_bytes", "token_slices", "replica_sharding", "sharding_choice", "epochs", "seconds",
+        "compared_with", "fsdp", "flop_bound", "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
     assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]
@@ -129,6 +129,27 @@ def test_sharding_lowers_the_memory_of_each_layout() -> None:
     assert any("divide the optimizer state" in line for line in divided["assumed"])
 
 
+def test_sharding_is_chosen_by_memory() -> None:
+    """Weights, gradients and AdamW's moments take 1.63 GiB, 1.02 with three quarters of the moments elsewhere."""
+    bert = ("bert", "--devices", "4", "--batch", "4", "--seq", "16", "--epochs", "2", "--no-freeze")
+    for gib, sharding in (("8", "none"), ("1.2", "optimizer"), ("1", "full")):
+        auto = values(*bert, "--memory-gib", gib, "--replica-sharding", "auto")
+        assert auto["replica_sharding"] == sharding and auto["epochs"][0]["stages"] == 1
+        assert f"Set replica_sharding={sharding!r}, pipeline_parallel_size='auto' (K = 1 " in auto["advice"][0]
+        (chosen,) = (considered for considered in auto["sharding_choice"] if considered["chosen"])
+        given = values(*bert, "--memory-gib", gib, "--replica-sharding", sharding)
+        assert given["sharding_choice"] is None
+        assert chosen["largest_stage_bytes"] == given["epochs"][0]["stage_bytes"][0] <= auto["memory_budget_bytes"]
+        assert chosen["step_seconds"] == given["epochs"][0]["step_seconds"]
+    accumulated = (*bert[:4], "8", *bert[5:], "--gradient-accumulation-steps", "2")
+    out = run(*accumulated, "--memory-gib", "1", "--replica-sharding", "auto").stdout
+    assert "(gradient_accumulation_steps=2, per_device_train_batch_size=1)" in out
+    assert re.search(r"^sharding +K × R +GiB +step ms$", out, re.MULTILINE)
+    assert re.search(r"^full +1 × 4 +0\.\d +[\d.]+ +chosen$", out, re.MULTILINE)
+    assert "the replicas of a stage divide parameters, gradients and optimizer state; one stage gathers" in out
+    assert "data parallelism with replica_sharding='full' (pipeline_parallel_size=1)" in out
+
+
 def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
     arguments = (tiny, *TRAINING, "--freeze-schedule", '{"2": 1, "4": 5}', "--pipeline-parallel-size", "2")
     answer = values(*arguments, "--no-elastic", "--no-cache")
@@ -142,6 +163,11 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
     ("arguments", "exit_code", "message"),
     [
         (["--batch", "63"], 2, "batch is 63, but must be a multiple of the 4 devices"),
+        (
+            ["--gradient-accumulation-steps", "3"],
+            2,
+            "the 4 devices times gradient_accumulation_steps=3. Set it to 60 or",
+        ),
         (["--seq", "513"], 2, "seq is 513, but BertForSequenceClassification has 512 positions"),
         (["--device", "abacus"], 2, "device='abacus' is not in the device table, which contains v100-16g"),
         (["--profile", "cpu", "--device", "l4"], 2, "device is 'l4', but profile='cpu' times the model on this"),
@@ -156,6 +182,13 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--memory-gib", "0.001"], 2, "no pipeline fits"),
         (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
         (["--task", "cooking"], 2, "--task is 'cooking'"),
+        (
+            ["--replica-sharding", "all"],
+            2,
+            "replica_sharding is 'all', but must be one of none, optimizer, full, auto",
+        ),
+        (["--replica-sharding", "auto", "--memory-gib", "0.0001"], 2, "are 'auto', but no pipeline fits"),
+        (["--replica-sharding", "full", "--token-slices", "auto"], 2, "Set token_slices='off', or replica_sharding="),
         (["--token-slices", "4"], 2, "token_slices is '4', but must be one of off, auto"),
         (["--token-slices", "auto", "--pipeline-parallel-size", "1"], 2, "which requires several stages"),
         (["--token-slices", "auto"], 2, "causal language model, but BertForSequenceClassification is not one"),

@@ -112,6 +112,64 @@ def test_shares_add_up_and_name_the_limit() -> None:
     assert forecast(job(2, 3, SchedulePolicy({1: 12})), workload(), fast).epochs[2].limit == "loading"
 
 
+def test_slow_transfers_of_full_sharding_are_shown() -> None:
+    """A second a byte: 100 in each of 12 forwards and 200 in each backward; 36 x 4 s of computing."""
+    slow = dataclasses.replace(machine(), times=dataclasses.replace(times_of(12), reduce_seconds_per_byte=2.0))
+    epoch = forecast(job(4, replica_sharding="full", pipeline_parallel_size=1), workload(), slow).epochs[0]
+    assert epoch.step_seconds == 12 * (100 + 200)
+    assert epoch.limit == "transfers" and epoch.shares["transfers"] == pytest.approx(1 - 36 * 4 / epoch.step_seconds)
+    assert sum(epoch.shares.values()) == pytest.approx(1)
+
+
+def test_a_step_of_several_batches() -> None:
+    """Two batches of two rows on each of four devices: as long as one of four; 1,200 bytes are reduced once."""
+    times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=0.1, update_seconds_per_byte=0.2)
+    costs = tuple(dataclasses.replace(cost, activation_bytes=10) for cost in workload().unit_costs)
+    rows = dataclasses.replace(workload(), unit_costs=costs)
+    computer = dataclasses.replace(machine(), times=times)
+    one, two = (forecast(job(4, gradient_accumulation_steps=n), rows, computer) for n in (1, 2))
+    assert one.epochs[0].step_seconds == two.epochs[0].step_seconds == pytest.approx(12 * 3 * 4 + 1200 * 0.3)
+    assert one.epochs[0].samples_per_second == two.epochs[0].samples_per_second
+    assert one.epochs[0].shares == pytest.approx(two.epochs[0].shares)
+    assert one.ddp.largest_bytes - two.ddp.largest_bytes == 2 * 12 * 10
+    assert one.ddp.seconds == two.ddp.seconds and one.fsdp == two.fsdp
+
+
+def test_one_stage_that_divides_everything_takes_what_fsdp_takes() -> None:
+    """With as many batches as FSDP needs to fit."""
+    costs = tuple(dataclasses.replace(cost, activation_bytes=100) for cost in workload().unit_costs)
+    rows = dataclasses.replace(workload(), unit_costs=costs)
+    computer = dataclasses.replace(
+        machine(budget=5000), times=dataclasses.replace(times_of(12), reduce_seconds_per_byte=0.01)
+    )
+    fsdp = forecast(job(4), rows, computer).fsdp
+    assert fsdp is not None and fsdp.fits and fsdp.num_microbatches == 2
+    result = forecast(
+        job(4, replica_sharding="auto", gradient_accumulation_steps=fsdp.num_microbatches), rows, computer
+    )
+    assert result.first.replica_sharding == "full" and result.first.pipeline_parallel_size == 1
+    assert result.seconds == pytest.approx(fsdp.seconds)
+    assert max(result.epochs[0].stage_bytes) == fsdp.largest_bytes
+
+
+def test_advice_on_sharding() -> None:
+    """One stage needs 4,800 bytes, with sharding 3,000 or 1,600; one of two 2,400 or 1,800, one of four 1,200."""
+
+    def advice(budget: int, reduce: float, k: Any = "auto") -> str:
+        times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=reduce)
+        course = job(4, replica_sharding="auto", pipeline_parallel_size=k)
+        return advise(forecast(course, workload(), dataclasses.replace(machine(budget=budget), times=times)))[0]
+
+    assert "replica_sharding='optimizer', pipeline_parallel_size='auto' (K = 1 at the start): the" in advice(
+        3000, 0.01
+    )
+    assert advice(1900, 0.01, k=2) == "Set replica_sharding='optimizer': the least sharding with which 2 stages fit."
+    assert "Set replica_sharding='none', pipeline_parallel_size='auto' (K = 4 at" in advice(1700, 4.0)
+    # by counts, 'auto' would find one stage, whose reduction takes too long
+    assert "Set replica_sharding='none', pipeline_parallel_size=4 (K = 4 at" in advice(4800, 4.0)
+    assert "Set replica_sharding" not in advice(1599, 0.01, k=1), "nothing fits"
+
+
 def test_reading_takes_the_time_of_a_nodes_rows() -> None:
     """16 rows x 10 bytes over two nodes at 8 bytes/s; from disk where generations exceed the memory."""
     host = CacheHost(read_bytes_per_second=8.0, disk_bytes_per_second=4.0, memory_bytes=160.0)

@@ -1,0 +1,152 @@
+"""What full sharding takes (FSDP, ZeRO-3; Zhao et al., VLDB 2023): a device's memory, and what its transfers cost.
+
+R devices divide the parameters, the gradients and the optimizer state of the same units; at rest each has 1 / R of all
+that. Computing needs whole parameters, so they are gathered. When, depends on what runs them:
+
+**Layer by layer**, in plain FSDP and in a pipeline of one stage. A layer's parameters are gathered before its forward
+and again before its backward, while its neighbour computes, and its gradient is reduced and scattered after that:
+
+    computes    |--- forward 0 ---|--- forward 1 ---| ... |------ backward 1 ------|------ backward 0 ------|
+    transfers   |-- gather 1 --|   |-- gather 2 --|   ...  |- gather 0 -|- reduce 2 -|        |- reduce 1 -|
+
+What is outside of the layers (embeddings, head, parameters of several layers) is gathered before the first forward,
+and its gradient is reduced after the last backward.
+
+**Once for each batch**, in a stage of several, whose micro-batches would have to gather each layer again and again.
+Parameters are gathered before the first forward, and whole gradients are reduced after the last backward. So nothing
+but the optimizer state is divided when most memory is needed, and `"optimizer"` needs less.
+
+    computes                | F0 | F1 | B0 | F2 | B1 | B2 |
+    transfers   |- gather -|                               |---- all-reduce ----|
+
+What a freeze policy has frozen is not divided: each replica holds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+
+from .costs import UnitCost
+
+LAYERS_GATHERED = 2
+"""Layers whose parameters a device holds at once: of the one that computes and of the next one."""
+GRADIENTS_AT_ONCE = 2
+"""Layers' gradients that a device holds at once: the one that a backward has left, and the message made of it."""
+SHARE_OF_A_REDUCTION = 0.5
+"""A gather, or a reduction that scatters, takes this share of an all-reduce of as many bytes in a ring."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameter_bytes: their bytes.
+        trained_bytes: bytes of those that have a gradient.
+    """
+
+    parameter_bytes: int = 0
+    trained_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What devices divide of their units, and what each of them holds.
+
+    Attributes:
+        layers: what each unit's layer alone needs; nothing if the unit is frozen. `[len(units)]`
+        outside: what is outside of the layers.
+        held_bytes: bytes of frozen parameters, which are not divided.
+    """
+
+    layers: tuple[Part, ...]
+    outside: Part
+    held_bytes: int
+
+    @property
+    def all_parts(self) -> Part:
+        """Return all that is divided."""
+        parts = (self.outside, *self.layers)
+        return Part(sum(part.parameter_bytes for part in parts), sum(part.trained_bytes for part in parts))
+
+
+def parameter_bytes(units: Sequence[UnitCost]) -> int:
+    """Return the bytes of the units' parameters; a parameter that several of them need is counted once."""
+    return sum({name: size for unit in units for name, size in unit.parameters.items()}.values())
+
+
+def divide(units: Sequence[UnitCost], num_frozen: int) -> Divided:
+    """Return what devices divide of their units.
+
+    Args:
+        units: the units in execution order.
+        num_frozen: number of units, from the first one on, that are frozen; of a last one the head is still trained.
+    """
+    frozen, active = units[:num_frozen], units[num_frozen:]
+    num_units = Counter(name for unit in units for name in unit.parameters)
+    held = {name for unit in frozen for name in unit.parameters}
+    layers, outside, trained_outside = [Part()] * len(frozen), dict[str, int](), 0.0
+    for unit in active:
+        inside, others = 0, dict[str, int]()
+        for name, size in unit.parameters.items():
+            if name.startswith(f"{unit.name}.") and num_units[name] == 1:
+                inside += size
+            elif name not in held and name not in outside:
+                others[name] = size
+        own = sum(unit.parameters.values())
+        trained = unit.trainable_bytes / own if own else 0.0  # of each of them, as it is not known of which
+        layers.append(Part(inside, inside * trained))
+        outside.update(others)
+        trained_outside += sum(others.values()) * trained
+    head = 0 if active else units[-1].head.trainable_bytes
+    of_others = Part(sum(outside.values()) + head, trained_outside + head)
+    return Divided(tuple(layers), of_others, parameter_bytes(frozen) - head)
+
+
+def state_bytes(divided: Divided, num_devices: int, by_layer: bool, optimizer_bytes_per_parameter_byte: float) -> int:
+    """Return the bytes of parameters, gradients and optimizer state on each device, at most at any time of a step.
+
+    Args:
+        divided: what the devices divide.
+        num_devices: number of devices R.
+        by_layer: whether it is gathered layer by layer, or else all of it for a batch.
+        optimizer_bytes_per_parameter_byte: bytes of optimizer state per byte of trained parameter.
+    """
+    whole, outside, layers = divided.all_parts, divided.outside, divided.layers
+    rest = whole.parameter_bytes + whole.trained_bytes * optimizer_bytes_per_parameter_byte
+    if by_layer:
+        rest += whole.trained_bytes
+        gathered = outside.parameter_bytes + sum(nlargest(LAYERS_GATHERED, (part.parameter_bytes for part in layers)))
+        largest = max((part.trained_bytes for part in layers), default=0.0)
+        gradients = outside.trained_bytes + GRADIENTS_AT_ONCE * largest
+    else:
+        gathered, gradients = whole.parameter_bytes, whole.trained_bytes
+    return divided.held_bytes + round(rest / num_devices + gathered + gradients)
+
+
+def pass_seconds(
+    computing: Sequence[tuple[float, float]], divided: Divided, seconds_per_byte: float
+) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward with what is gathered layer by layer.
+
+    A layer's transfers take place while a layer computes; what they take longer is added. Nothing is computed while
+    what is outside of the layers and the first layer are gathered, nor while the gradients of what is outside are
+    reduced.
+
+    Args:
+        computing: seconds of each unit's forward and backward.
+        divided: what the devices divide of these units.
+        seconds_per_byte: seconds per byte of an all-reduce over these devices.
+    """
+    share = SHARE_OF_A_REDUCTION * seconds_per_byte
+    layers, outside = divided.layers, divided.outside
+    first = next((part.parameter_bytes for part in layers if part.parameter_bytes), 0)
+    forward, backward = share * (outside.parameter_bytes + first), share * outside.trained_bytes
+    for index, ((of_forward, of_backward), part) in enumerate(zip(computing, layers, strict=True)):
+        again = part.parameter_bytes if index + 1 < len(layers) else 0  # the last one's stay for its backward
+        forward += max(of_forward, share * part.parameter_bytes)
+        backward += max(of_backward, share * (again + part.trained_bytes))
+    return forward, backward

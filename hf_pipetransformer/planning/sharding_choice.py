@@ -1,0 +1,118 @@
+"""`replica_sharding="auto"`: how many stages, and what their replicas divide among them.
+
+    K = 1   none | optimizer | full ─┐
+    K = 2   none | optimizer | full ─┤   of each K the least sharding    of these the shortest pipeline,
+    K = 4   none | optimizer | full ─┤   that fits                       or the shortest of the fast ones
+    K = 8   one replica: none       ─┘
+
+Of the same K, memory decides and not time: more sharding moves more and saves no time but that of the optimizer, and
+predictions cannot compare the transfers, because they count DDP's reduction as if nothing hid it, and those of full
+sharding as hidden.
+
+The choice is made once, for the plan that a training begins with. When layers freeze and K falls, the replicas that
+are added divide the same (`replan` leaves `replica_sharding` as it is). One replica has nothing to divide, so `"none"`
+is chosen, and nothing is divided when replicas are added later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from .plan import MIB, REPLICA_SHARDINGS, PipelinePlan
+from .plan_choice import SecondsOf, largest_stage_bytes, lengths, make_plan, shortest_fast
+
+if TYPE_CHECKING:
+    from .costs import UnitCost
+
+AUTO = "auto"
+"""The name with which the sharding is chosen."""
+
+
+@dataclass(frozen=True)
+class ShardingChoice:
+    """The plan that a training begins with, and what it was chosen from.
+
+    Attributes:
+        plan: the chosen plan; its `replica_sharding` is a name of `REPLICA_SHARDINGS`.
+        considered: for each number of stages, in ascending order, the plan with the least sharding that fits, or if
+            none fits, the one that needs least memory.
+        memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
+    """
+
+    plan: PipelinePlan
+    considered: tuple[PipelinePlan, ...]
+    memory_budget_bytes: int | None
+
+    def fits(self, plan: PipelinePlan) -> bool:
+        """Whether the stages of a plan are predicted to fit a device."""
+        return self.memory_budget_bytes is None or largest_stage_bytes(plan) <= self.memory_budget_bytes
+
+
+def choose_sharding(
+    unit_costs: Sequence[UnitCost],
+    world_size: int,
+    pipeline_parallel_size: int | Literal["auto"],
+    *,
+    memory_budget_bytes: int | None,
+    seconds: SecondsOf | None,
+    **arguments: Any,
+) -> ShardingChoice:
+    """Choose what the replicas of a stage divide, and the number of stages if that is `"auto"` as well.
+
+    Pure: the same arguments give the same choice on every process and in every run. Times that are measured differ
+    from run to run, and with them the choice may.
+
+    Args:
+        unit_costs: costs of the model's units.
+        world_size: number of ranks.
+        pipeline_parallel_size: number of stages K, or "auto".
+        memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
+        seconds: predicts a plan's step, `plan_choice.predicted_seconds` or better. Of the pipelines that fit, the
+            shortest one is taken that is about as fast as the fastest (`plan_choice.WORTH_A_LONGER_PIPELINE`); with
+            None, the shortest one.
+        **arguments: as for `make_plan`, which makes the plans.
+
+    Raises:
+        ValueError: under the same conditions as `make_plan`, or if K is "auto" and nothing fits.
+    """
+    auto = pipeline_parallel_size == "auto"
+    ks = lengths(world_size, min(world_size, len(unit_costs))) if auto else (pipeline_parallel_size,)
+    arguments["memory_budget_bytes"] = memory_budget_bytes
+    considered = tuple(_least_sharding(unit_costs, world_size, k, **arguments) for k in ks)
+    choice = ShardingChoice(considered[0], considered, memory_budget_bytes)
+    fitting = [plan for plan in considered if choice.fits(plan)]
+    if fitting:
+        return ShardingChoice(shortest_fast(fitting, seconds), considered, memory_budget_bytes)
+    if not auto:
+        return choice
+    assert memory_budget_bytes is not None
+    smallest = min(considered, key=largest_stage_bytes)
+    raise ValueError(
+        "pipeline_parallel_size and replica_sharding are 'auto', but no pipeline fits: the smallest, with"
+        f" {smallest.pipeline_parallel_size} stages and replica_sharding={smallest.replica_sharding!r}, still needs"
+        f" {largest_stage_bytes(smallest) / MIB:,.0f} MiB, but a device has {memory_budget_bytes / MIB:,.0f} MiB. Use"
+        f" more devices, reduce per_device_train_batch_size (now {smallest.rows_per_device}), enable gradient"
+        " checkpointing, or freeze parameters."
+    )
+
+
+def _least_sharding(
+    unit_costs: Sequence[UnitCost],
+    world_size: int,
+    k: int | Literal["auto"],
+    *,
+    memory_budget_bytes: int | None,
+    **arguments: Any,
+) -> PipelinePlan:
+    """Return the plan of K stages with the least sharding that fits, or the one that needs least memory."""
+    plans = []
+    for sharding in REPLICA_SHARDINGS:
+        plan = make_plan(
+            unit_costs, world_size, k, replica_sharding=sharding, memory_budget_bytes=memory_budget_bytes, **arguments
+        )
+        if memory_budget_bytes is None or largest_stage_bytes(plan) <= memory_budget_bytes:
+            return plan
+        plans.append(plan)
+    return min(plans, key=largest_stage_bytes)
