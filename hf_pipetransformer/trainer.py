@@ -118,7 +118,8 @@ class PipeTransformerTrainer(Trainer):
                 " With another library's trainer, pass a dataclass that derives from its arguments and from"
                 " PipeTransformerTrainingArguments, in this order."
             )
-        refuse_meta(model)
+        if args.world_size == 1 and not args.leaves_model_to_trainer:
+            refuse_meta(model)  # several processes agree on it when the model is needed, so that all refuse it
         if args.uses_pipeline:
             refuse_distributed_model(model)
         # by name: a trainer of another library may have other arguments in between

@@ -4,7 +4,8 @@
     the others     wait                                                     | are told
 
 All processes have the same weights (`weights_in_checkpoint`), the same samples and the same code, so each would find
-the same. A model in memory is probed on every process, as it is there already.
+the same. Every process probes a model in memory, as it is there already, and one that will not be split, because its
+loss may contain collectives of all processes, which a pipeline refuses (`TrainingJob.is_probed_once`).
 """
 
 from __future__ import annotations
@@ -46,15 +47,6 @@ def found_by_each(mesh: ProcessMesh, once: bool, probe: Callable[[], T]) -> list
                 mine = probe()
         told = pickle.dumps(mine)
     return [pickle.loads(theirs) for theirs in mesh.gather_objects(told)[: 1 if once else None]]
-
-
-def can_be_told(found: object) -> bool:
-    """Whether something can be sent to another process."""
-    try:
-        pickle.dumps(found)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return False
-    return True
 
 
 @contextmanager
