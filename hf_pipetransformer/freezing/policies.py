@@ -219,7 +219,8 @@ class SchedulePolicy(FreezePolicy):
         layers_from = {self._start(key): self._layers(key) for key in self.schedule}
         if len(layers_from) < len(self.schedule):
             raise ValueError(
-                f"freeze_schedule={dict(self.schedule)!r} has several entries for the same {self.by}. Remove all but one."
+                f"freeze_schedule={dict(self.schedule)!r} has several entries for the same {self.by}."
+                " Remove all but one."
             )
         self.schedule = {start: layers_from[start] for start in sorted(layers_from)}
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
