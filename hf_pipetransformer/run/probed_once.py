@@ -51,7 +51,7 @@ def found_by_each(mesh: ProcessMesh, once: bool, probe: Callable[[], T]) -> list
 
 @contextmanager
 def threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
-    """Inside, this process computes with the threads of all processes of its host, which wait, as far as cores are free."""
+    """Inside, this process computes with the threads of all processes of its host, if their cores are free."""
     before = torch.get_num_threads()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
     torch.set_num_threads(max(before, min(before * processes, _free_cores(before * processes))))
