@@ -26,7 +26,6 @@ from transformers import (
     set_seed,
 )
 
-import hf_pipetransformer.trainer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
@@ -258,16 +257,18 @@ def test_the_loss_of_one_stage_may_contain_collectives(tmp_path: Path) -> None:
 
 
 def used_alone(rank: int, world_size: int, folder: Path) -> str:
-    hf_pipetransformer.trainer.SECONDS_TO_MEET = 1.0
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
     logging.getLogger(lazy_model.__name__).addHandler(heard := Heard())
     trainer.train()
+    trainer.args.ddp_timeout = 1
     if rank == 0:
         assert "trainer.save_model() on all processes" in "".join(heard.messages)
         with pytest.raises(ValueError, match="save_model was not called on all processes"):
             trainer.save_model()
         with pytest.raises(ValueError, match="evaluate or predict was not called on all processes"):
             trainer.evaluate(trainer.train_dataset)
+        with pytest.raises(ValueError, match="make_model_whole was not called on all processes"):
+            trainer.make_model_whole()
     else:
         time.sleep(5)
     return "went on"
