@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.checkpoint_files import check_file, weight_files
 from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, release, releasing
-from ..model.placeholders import ParameterTable, set_values, values_of
+from ..model.placeholders import ParameterTable, is_elsewhere, set_values, values_of
 from ..pipeline.mesh import ProcessMesh
 from ..pipeline.spill import SpillFile
 from ..randomness import global_state_kept
@@ -271,15 +271,20 @@ def refuse_meta(model: Any) -> None:
 
 
 def _why_without_values(model: Any) -> str | None:
-    """Why a model has no values, and the remedy; None if it has them."""
-    named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    name = next((name for name, parameter in named if parameter.is_meta), None)
-    if name is None:
-        return None
-    return (
-        f"{name!r} of the {type(model).__name__} is on the meta device and has no values. Pass"
-        " load_lazily(model, checkpoint) with the checkpoint that they are to be read from."
-    )
+    """Why a model lacks values, and the remedy; None if it has them all."""
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if parameter.is_meta:
+            return (
+                f"{name!r} of the {type(model).__name__} is on the meta device and has no values. Pass"
+                " load_lazily(model, checkpoint) with the checkpoint that they are to be read from."
+            )
+        if is_elsewhere(parameter):
+            return (
+                f"{name!r} of the {type(model).__name__} has no values, because another trainer has left the model"
+                " distributed over the processes. Call that trainer's make_model_whole() on all processes first, or"
+                " load what its save_model() writes."
+            )
+    return None
 
 
 def agree_on_laziness(model: nn.Module, mesh: ProcessMesh) -> bool:

@@ -288,6 +288,18 @@ def test_a_distributed_model_is_not_used_by_the_main_process_alone(tmp_path: Pat
     assert run_ranks(used_alone, WORLD, tmp_path) == ["went on"] * WORLD
 
 
+def pass_on(rank: int, world_size: int, folder: Path) -> None:
+    trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
+    trainer.train()
+    trainer_of(trainer.args, trainer.model, "causal-lm").train()
+
+
+def test_a_distributed_model_is_not_passed_to_another_trainer(tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    for error in run_ranks_expecting_error(pass_on, WORLD, tmp_path):
+        assert isinstance(error, ValueError) and "another trainer has left the model distributed" in str(error)
+
+
 def load_own(rank: int, world_size: int, folder: Path) -> None:
     arguments(folder / "run")
     load_lazily(AutoModelForCausalLM, folder / f"checkpoint{rank}")
