@@ -60,9 +60,6 @@ from .training_args import PipeTransformerTrainingArguments, naming_lost_argumen
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_MEET = 300.0
-"""Seconds within which all processes must call `save_model` after training, if the model is still distributed."""
-
 
 class PipeTransformerTrainer(Trainer):
     """A [`~transformers.Trainer`] that can split the model into a pipeline of stages, one per process.
@@ -118,7 +115,8 @@ class PipeTransformerTrainer(Trainer):
                 " With another library's trainer, pass a dataclass that derives from its arguments and from"
                 " PipeTransformerTrainingArguments, in this order."
             )
-        refuse_meta(model)
+        if args.world_size == 1 and not args.leaves_model_to_trainer:
+            refuse_meta(model)  # several processes agree on it when the model is needed, so that all refuse it
         if args.uses_pipeline:
             refuse_distributed_model(model)
         # by name: a trainer of another library may have other arguments in between
@@ -230,7 +228,12 @@ class PipeTransformerTrainer(Trainer):
 
         `train()` does this when it ends, unless the model was loaded by `load_lazily`. The weights go to the device if
         they fit, otherwise to the CPU.
+
+        Raises:
+            ValueError: the model is distributed, and not all processes call this.
         """
+        if self._placed is not None:
+            self._expect_all_outside_of_training("make_model_whole")
         if self._cut_model is not None:
             self._cut_model.make_whole()
 
@@ -426,9 +429,12 @@ class PipeTransformerTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _expect_all_outside_of_training(self, what: str) -> None:
-        """Refuse a call by some processes only, of a distributed model; during training the watchdog sees it."""
+        """Refuse a call by some processes only, of a distributed model; during training the watchdog sees it.
+
+        The others have `ddp_timeout`, as in each collective: the main process may upload a checkpoint meanwhile.
+        """
         if self._pipeline_run is None:
-            self._job.mesh.expect_all(what, SECONDS_TO_MEET)
+            self._job.mesh.expect_all(what, self.args.ddp_timeout)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pipeline = self._placed

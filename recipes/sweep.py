@@ -148,17 +148,19 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     store = options.activation_cache_dir or options.output_dir / STORE
     probe_metric(recipe, [*rest, *_as_arguments(trials[0])], options)
     done = []
-    for number, trial in enumerate(trials):
-        fields = {**trial, "output_dir": options.output_dir / f"trial-{number}", "activation_cache_dir": store}
-        began = time.perf_counter()
-        metrics = recipe.main([*rest, *_as_arguments(fields)])
-        check_metric(options.metric, metrics)
-        done.append({**trial, "seconds": time.perf_counter() - began, **metrics})
-        if is_first:
-            with (options.output_dir / "trials.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(done[-1]) + "\n")
-    if options.activation_cache_dir is None and os.environ.get("LOCAL_RANK", "0") == "0":
-        shutil.rmtree(store, ignore_errors=True)
+    try:
+        for number, trial in enumerate(trials):
+            fields = {**trial, "output_dir": options.output_dir / f"trial-{number}", "activation_cache_dir": store}
+            began = time.perf_counter()
+            metrics = recipe.main([*rest, *_as_arguments(fields)])
+            check_metric(options.metric, metrics)
+            done.append({**trial, "seconds": time.perf_counter() - began, **metrics})
+            if is_first:
+                with (options.output_dir / "trials.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(done[-1]) + "\n")
+    finally:  # also after a trial that fails
+        if options.activation_cache_dir is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            shutil.rmtree(store, ignore_errors=True)
     if is_first:
         show(done, options.metric, options.smaller_is_better or options.metric.endswith("loss"))
     return done

@@ -328,6 +328,18 @@ def test_reentrant_checkpointing_is_refused_with_freezing() -> None:
     assert all(type(error) is ValueError and "use_reentrant=True" in str(error) for error in errors)
 
 
+def without_trainable_parameters(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(RUN, world_size)
+    trainer.model.requires_grad_(False)
+    trainer.train()
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    """It ended in a StopIteration without a word."""
+    errors = run_ranks_expecting_error(without_trainable_parameters, 2, timeout=60)
+    assert all(type(error) is ValueError and "requires_grad=True" in str(error) for error in errors)
+
+
 # ------------------------------------------------------------------------------------------ numerics
 @pytest.mark.parametrize("num_microbatches", few((1, 2, 4, 8), 4))
 def test_t5_is_exact_with_every_number_of_microbatches(num_microbatches: int) -> None:

@@ -51,6 +51,20 @@ def test_an_unknown_recipe_is_told(tmp_path: Path) -> None:
         sweep.main(["run_gleu", "--try", "seed=1", "--output_dir", str(tmp_path)])
 
 
+def test_a_trial_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recipe:
+        @staticmethod
+        def main(arguments: list[str]) -> dict[str, float]:
+            store = Path(arguments[arguments.index("--activation_cache_dir") + 1])
+            store.mkdir(parents=True)
+            raise RuntimeError("a trial")
+
+    monkeypatch.setattr(sweep.importlib, "import_module", lambda name: Recipe)
+    with pytest.raises(RuntimeError, match="a trial"):
+        sweep.main(["run_glue", "--metric", "train_loss", "--output_dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def mistaken(rank: int, world_size: int, folder: Path) -> str:
     with pytest.raises(ValueError, match="--metric 'eval_acuracy' is not among") as refusal:
         sweep.main(["run_glue", "--try", "seed=1,2", "--metric", "eval_acuracy", "--output_dir", str(folder), *SMALL])

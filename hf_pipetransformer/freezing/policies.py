@@ -216,7 +216,13 @@ class SchedulePolicy(FreezePolicy):
                 f"freeze_schedule={self.schedule!r} is invalid. Pass a dict that maps each {self.by} to a number of"
                 ' frozen layers, such as {"1": 4, "2": 7}.'
             )
-        self.schedule = dict(sorted((self._start(key), self._layers(key)) for key in self.schedule))
+        layers_from = {self._start(key): self._layers(key) for key in self.schedule}
+        if len(layers_from) < len(self.schedule):
+            raise ValueError(
+                f"freeze_schedule={dict(self.schedule)!r} has several entries for the same {self.by}."
+                " Remove all but one."
+            )
+        self.schedule = {start: layers_from[start] for start in sorted(layers_from)}
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
             if layers == ALL != fewer or (fewer != ALL and fewer < layers):
                 raise ValueError(

@@ -295,6 +295,10 @@ class LayerRangeRunner:
             generating = [module for module in self.model.modules() if hasattr(type(module), GENERATE)]
             self._refusing = [MethodOverride(module, GENERATE, self._refuse_to_generate) for module in generating]
 
+    def is_tapped(self, unit: Unit) -> bool:
+        """Whether the model reads values inside this unit through hooks, which are called only where it runs."""
+        return unit.name in self._taps
+
     @property
     def is_restricted(self) -> bool:
         """Whether this process may have the weights of some units only."""

@@ -236,7 +236,8 @@ class _Probe:
         self._evaluates = False
         self._known: list[tuple[Batch, NumItems, bool, LossOutcome]] = []
         last = [unit.module for unit in stack.units[-1:]]
-        below = [unit.module for unit in stack.units[:-1] if unit.module not in last]
+        plain = [unit for unit in stack.units[:-1] if not stack.runner.is_tapped(unit)]
+        below = [unit.module for unit in plain if unit.module not in last]
         # without parameters of its own the last unit's are changed and trained, and units below may have them
         self._below = RememberedUnits(below if recalls and alone else [])
 

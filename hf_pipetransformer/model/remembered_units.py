@@ -8,7 +8,7 @@ What the units below the last one return is the same each time, and takes nearly
     loss(part, n)       unit 0 ... L - 2 computed, kept   unit L - 1 computed   head computed
 
 Use it only where nothing but arguments and weights determines what a unit returns (no random numbers, no state), and
-where weights do not change.
+where weights do not change; and not for units inside which hooks are called, which would not be.
 """
 
 from __future__ import annotations
@@ -96,21 +96,28 @@ class _NotPlainError(Exception):
 
 def _is_plain(value: Any) -> bool:
     try:
-        _content_of(value)
+        _content_of(value, of_tensor=lambda _: None)
     except _NotPlainError:
         return False
     return True
 
 
-def _content_of(value: Any) -> Hashable:
+def _digest(tensor: torch.Tensor) -> Hashable:
+    try:
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    except RuntimeError:  # it is nested, lazily conjugated or on the meta device
+        raise _NotPlainError from None
+    return (str(tensor.dtype), tuple(tensor.shape), hashlib.blake2b(content.data).digest())
+
+
+def _content_of(value: Any, of_tensor: Callable[[torch.Tensor], Hashable] = _digest) -> Hashable:
     """What makes two values equal: digests of the tensors, and everything else."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return (str(value.dtype), tuple(value.shape), hashlib.blake2b(content.data).digest())
+        return of_tensor(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return (type(value).__name__, value)
     if isinstance(value, Mapping):
-        return (type(value).__name__, *((name, _content_of(entry)) for name, entry in value.items()))
+        return (type(value).__name__, *((name, _content_of(entry, of_tensor)) for name, entry in value.items()))
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *(_content_of(entry) for entry in value))
+        return (type(value).__name__, *(_content_of(entry, of_tensor) for entry in value))
     raise _NotPlainError

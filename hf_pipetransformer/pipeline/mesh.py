@@ -7,6 +7,7 @@ world of 8, K = 4, R = 2        stage 0   1   2   3
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -163,6 +164,8 @@ class ProcessMesh:
         told = failure
         if failure is not None and not isinstance(failure, ValueError):
             told = RuntimeError(f"process {self.rank} failed: {type(failure).__name__}: {failure}")
+        elif failure is not None and not can_be_sent(failure):  # an error class of the user's
+            told = ValueError(str(failure))
         everyone = self.gather_objects(told)
         first = next(filter(None, (failure, *everyone)), None)
         if first is not None:
@@ -226,6 +229,15 @@ class ProcessMesh:
     def receive_from_one(self, like: Sequence[torch.Tensor], source: int) -> Iterator[torch.Tensor]:
         """Yield what `send_to_all` sends, as `receive_from` does. Collective over all processes, so read all of it."""
         return unpacked(like, lambda chunk: dist.broadcast(chunk, source, group=self.control))
+
+
+def can_be_sent(value: object) -> bool:
+    """Whether another process can be given a copy of a value."""
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # whatever a user's class raises
+        return False
+    return True
 
 
 def _send(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], dist.Work | None]) -> None:

@@ -67,6 +67,12 @@ class OptimizerState:
         self._mesh = mesh
         self._name_of = {id(table[name]): name for name in table.names}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not parameters:
+            raise ValueError(
+                f"The {type(optimizer).__name__} has no parameters to update: no parameter of the"
+                f" {type(table.model).__name__} requires a gradient. Set requires_grad=True on those that are to be"
+                " trained; train() has nothing to do otherwise."
+            )
         foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
         if foreign and (mesh.world_size > 1 or len(foreign) == len(parameters)):
             raise ValueError(

@@ -43,6 +43,8 @@ SECONDS = 5.0
 """Upper bound, in seconds, for destroying the process groups, and again for aborting them."""
 SECONDS_FOR_THE_REST = 60.0
 """Upper bound, in seconds, for the rest of the exit, if groups on an accelerator cannot be ended."""
+SECONDS_TO_FLUSH = 1.0
+"""Upper bound, in seconds, for flushing open files. Another thread may hold one of them and never let it go."""
 
 MOST_PATIENCE = 8.0
 """Upper bound on the factor by which a busy machine makes these bounds longer."""
@@ -203,8 +205,13 @@ def _at_exit() -> None:
 
 
 def _spare_collections() -> None:
+    if not _ends(_flush_files, SECONDS_TO_FLUSH):
+        logger.debug("Not all files could be flushed in time.")
+    gc.freeze()
+
+
+def _flush_files() -> None:
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with suppress(Exception):  # closed, only readable, or on a disk that is full
                 thing.flush()
-    gc.freeze()

@@ -40,7 +40,7 @@ from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes
 from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.mesh import ProcessMesh
+from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise_buffers, synchronise_weights
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
@@ -48,8 +48,8 @@ from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
-from .lazy_model import agree_on_laziness, is_lazy, sparing_memory, weights_in_checkpoint
-from .probed_once import can_be_told, found_by_each
+from .lazy_model import agree_on_laziness, sparing_memory, weights_in_checkpoint
+from .probed_once import found_by_each
 from .samples import SampleCollator
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def _find(
         if job.args.uses_pipeline:
             refuse_unnamed(sample)
             refuse_without_tensors(sample)
-        tells = is_lazy(model) and collate.is_shared
+        tells = job.is_probed_once(collate)
         with mesh.failing_together(), global_state_kept():
             padded = collate.padded(rows)
             # who is told the rest only looks at what the loss calls the model on
@@ -278,7 +278,7 @@ def _tell(job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch) -> 
     with global_state_kept():
         stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
     told = _Told(stack.describe(), freezable, unit_costs)
-    return told if can_be_told(told) else None
+    return told if can_be_sent(told) else None
 
 
 def _take_apart(

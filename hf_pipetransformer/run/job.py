@@ -24,6 +24,7 @@ from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
 from .collectives import on_last_stage_only
+from .lazy_model import is_lazy
 from .samples import SampleCollator
 
 COST_SAMPLE_ROWS = 16
@@ -149,6 +150,13 @@ class TrainingJob:
         It is not if one process trains the model without stages, freezing or gradient accumulation.
         """
         return not self.sums_nothing_up or self.args.uses_pipeline or self.freeze_callback is not None
+
+    def is_probed_once(self, collate: SampleCollator) -> bool:
+        """Whether process 0 finds out for all processes what is probed on these samples (`probed_once`).
+
+        Not with one stage: the loss may then contain collectives of all processes.
+        """
+        return is_lazy(self.model) and collate.is_shared and self.args.uses_pipeline
 
     @property
     def takes_any_loader(self) -> bool:

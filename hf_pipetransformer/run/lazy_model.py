@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.checkpoint_files import check_file, weight_files
 from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, release, releasing
-from ..model.placeholders import ParameterTable, set_values, values_of
+from ..model.placeholders import ParameterTable, is_elsewhere, set_values, values_of
 from ..pipeline.mesh import ProcessMesh
 from ..pipeline.spill import SpillFile
 from ..randomness import global_state_kept
@@ -265,29 +265,45 @@ def refuse_meta(model: Any) -> None:
     Raises:
         ValueError: a parameter is on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        return
-    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if name is not None:
-        raise ValueError(
-            f"{name!r} of the {type(model).__name__} is on the meta device and has no values. Pass"
-            " load_lazily(model, checkpoint) with the checkpoint that they are to be read from."
-        )
+    refusal = _why_without_values(model)
+    if refusal is not None:
+        raise ValueError(refusal)
+
+
+def _why_without_values(model: Any) -> str | None:
+    """Why a model lacks values, and the remedy; None if it has them all."""
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if parameter.is_meta:
+            return (
+                f"{name!r} of the {type(model).__name__} is on the meta device and has no values. Pass"
+                " load_lazily(model, checkpoint) with the checkpoint that they are to be read from."
+            )
+        if is_elsewhere(parameter):
+            return (
+                f"{name!r} of the {type(model).__name__} has no values, because another trainer has left the model"
+                " distributed over the processes. Call that trainer's make_model_whole() on all processes first, or"
+                " load what its save_model() writes."
+            )
+    return None
 
 
 def agree_on_laziness(model: nn.Module, mesh: ProcessMesh) -> bool:
     """Return whether the model was loaded lazily. Collective over all processes.
 
     Raises:
-        ValueError: by some processes only. Every process raises it.
+        ValueError: by some processes only, or it has no values on some of them. Every process raises it.
     """
-    everyone = mesh.gather_objects(is_lazy(model))
-    if len(set(everyone)) > 1:
+    everyone = mesh.gather_objects((is_lazy(model), _why_without_values(model)))
+    for rank, (_, refusal) in enumerate(everyone):
+        if refusal is not None:
+            raise ValueError(f"On process {rank}, {refusal}" if mesh.world_size > 1 else refusal)
+    are_lazy = [lazy for lazy, _ in everyone]
+    if len(set(are_lazy)) > 1:
         raise ValueError(
-            f"load_lazily was called on process {everyone.index(True)}, but not on process {everyone.index(False)}."
+            f"load_lazily was called on process {are_lazy.index(True)}, but not on process {are_lazy.index(False)}."
             " Load the model in the same way on all processes."
         )
-    return everyone[0]
+    return are_lazy[0]
 
 
 def warn_of_unsaved(args: Any) -> None:

@@ -4,7 +4,8 @@
     the others     wait                                                     | are told
 
 All processes have the same weights (`weights_in_checkpoint`), the same samples and the same code, so each would find
-the same. A model in memory is probed on every process, as it is there already.
+the same. Every process probes a model in memory, as it is there already, and one that will not be split, because its
+loss may contain collectives of all processes, which a pipeline refuses (`TrainingJob.is_probed_once`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -48,23 +49,24 @@ def found_by_each(mesh: ProcessMesh, once: bool, probe: Callable[[], T]) -> list
     return [pickle.loads(theirs) for theirs in mesh.gather_objects(told)[: 1 if once else None]]
 
 
-def can_be_told(found: object) -> bool:
-    """Whether something can be sent to another process."""
-    try:
-        pickle.dumps(found)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return False
-    return True
-
-
 @contextmanager
 def threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
-    """Inside, this process computes with the threads of all processes of its host, which wait meanwhile."""
+    """Inside, this process computes with the threads of all processes of its host, if their cores are free."""
     before = torch.get_num_threads()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(before, min(before * processes, cores)))
+    torch.set_num_threads(max(before, min(before * processes, _free_cores(before * processes))))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _free_cores(own: int) -> int:
+    """How many cores are left to the processes of a job, which have this many threads, by what other programs use.
+
+    The threads of an operation wait for one another, which takes many times as long if one of them has no core.
+    """
+    cores = os.cpu_count() or 1
+    with suppress(OSError):  # not every system tells its load
+        cores -= max(round(os.getloadavg()[0]) - own, 0)
+    return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores

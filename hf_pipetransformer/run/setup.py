@@ -74,7 +74,7 @@ def find_reduction(
 ) -> tuple[LossReduction, bool]:
     """Probe the loss, including a user-defined one, on the whole model with a few samples.
 
-    A lazily loaded model is probed on process 0 only. Collective over all processes.
+    A lazily loaded model that is split is probed on process 0 only. Collective over all processes.
 
     Args:
         loss: the trainer's loss.
@@ -120,7 +120,7 @@ def find_reduction(
             )
 
     # results may differ between processes by rounding, or by what a collator draws
-    found = found_by_each(job.mesh, is_lazy(job.model) and collate.is_shared, probe)
+    found = found_by_each(job.mesh, job.is_probed_once(collate), probe)
     reduction = found[0].reduction
     if has_router_loss(job.model):  # its share of the loss is too small for the probe
         reason = "the router loss (output_router_logits=True) compares all tokens of a batch"

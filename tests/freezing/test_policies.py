@@ -179,6 +179,7 @@ def test_schedule_by_step() -> None:
         ({}, "that maps each"),
         ([1, 2], "that maps each"),
         ({"1": 4, "2": 3}, "decreases from 4 layers at epoch 1 to 3 at epoch 2"),
+        ({"1": 4, "1.0": "all"}, "several entries for the same epoch"),
         ({"one": 4}, "'one'"),
         ({-1: 4}, "-1"),
         ({"nan": 4}, "'nan'"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_zoo import MODELS
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.model.layer_stack import LayerStack
@@ -44,6 +45,7 @@ def test_an_output_is_recalled_for_equal_arguments_only() -> None:
             {"states": 2 * states},
             {"states": states, "scale": 2.0},
             {"states": states, "other": object()},
+            {"states": states, "other": torch.ones(1, dtype=torch.complex64).conj()},
         ):
             before = layer.calls
             layer(**others)
@@ -102,3 +104,35 @@ def test_a_loss_that_reads_layers_below_is_refused_as_before() -> None:
     for recalls in (False, True):
         with pytest.raises(UnsupportedModelError, match="when only the last layer runs"):
             probed(reads_below=True, recalls=recalls)
+
+
+def test_units_inside_which_hooks_are_called_are_computed() -> None:
+    """The router loss reads the routers of all layers through hooks; the last layer has none."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[2],
+        output_router_logits=True,
+        use_cache=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    tokens = torch.arange(4 * TOKENS).view(4, TOKENS)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    stack = LayerStack.discover(model, {name: value[:2] for name, value in batch.items()})
+
+    def compute_loss(inputs: dict[str, Any], num_items: Any, seed: int) -> torch.Tensor:
+        return model(**inputs, num_items_in_batch=num_items).loss
+
+    one, other = (
+        probe_loss(stack, [batch], compute_loss, shifts_labels=True, is_cut=True, tolerance=EXACT, recalls=recalls)
+        for recalls in (False, True)
+    )
+    assert one == other

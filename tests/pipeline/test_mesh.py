@@ -132,3 +132,24 @@ def fails_on_one(rank, world_size, error):
 )
 def test_an_error_of_one_is_raised_by_all(error, expected):
     assert run_ranks(fails_on_one, 3, error)[:2] == expected[:2]
+
+
+class OwnError(ValueError):
+    """An error of a user's, which pickle cannot make again."""
+
+    def __init__(self, what, why):
+        super().__init__(f"{what}: {why}")
+
+
+def fails_with_own_error(rank, world_size):
+    mesh = make_mesh()
+    try:
+        with mesh.failing_together():
+            if rank == 1:
+                raise OwnError("labels", "none")
+    except ValueError as raised:
+        return type(raised).__name__, str(raised)
+
+
+def test_an_error_that_cannot_be_sent_is_raised_by_its_message():
+    assert run_ranks(fails_with_own_error, 2) == [("ValueError", "labels: none"), ("OwnError", "labels: none")]

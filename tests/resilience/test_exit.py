@@ -79,6 +79,21 @@ def test_an_exit_without_collections_keeps_what_was_written_and_lets_go_of_group
     )
 
 
+WITH_A_FILE_THAT_IS_HELD = """
+import os, threading
+from hf_pipetransformer.resilience.exit import leave_quickly
+
+full = os.fdopen(os.pipe()[1], "wb")
+threading.Thread(target=full.write, args=(bytes(2**20),), daemon=True).start()  # nobody reads the pipe
+leave_quickly()
+"""
+
+
+def test_an_exit_without_collections_does_not_wait_for_a_file_that_a_thread_holds() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITH_A_FILE_THAT_IS_HELD], timeout=60)
+    assert ended.returncode == 0
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Groups on an accelerator, with a kernel that waits for other processes. A semaphore stands for the kernel: destroying
 # the groups waits for it under a lock, as NCCL's shutdown does, and so do destructors after the interpreter.

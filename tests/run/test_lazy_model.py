@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from transformers import (
     set_seed,
 )
 
-import hf_pipetransformer.trainer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
@@ -202,31 +202,73 @@ def test_resuming_a_changed_model(tmp_path: Path) -> None:
     assert run_ranks(with_own_head, WORLD, tmp_path, 4, True) == straight
 
 
-def on_one_only(rank: int, world_size: int, folder: Path) -> None:
-    load = load_lazily if rank == 0 else lambda cls, path: cls.from_pretrained(path)
-    model = load(AutoModelForCausalLM, folder / "checkpoint")
+def eagerly(checkpoint: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+def on_meta_device(checkpoint: Path) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+
+
+def on_one_only(rank: int, world_size: int, folder: Path, load: Callable[[Path], nn.Module]) -> None:
+    checkpoint = folder / "checkpoint"
+    model = eagerly(checkpoint) if rank == 0 else load(checkpoint)  # before the processes are connected
     trainer_of(arguments(folder / "run"), model, "causal-lm").train()
 
 
-def test_all_processes_load_in_the_same_way(tmp_path: Path) -> None:
+def lazily_alone(checkpoint: Path) -> nn.Module:
+    return load_lazily(AutoModelForCausalLM, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lazily_alone, "load_lazily was called on process 1, but not on process 0"),
+        (on_meta_device, r"On process 1, 'model.embed_tokens.weight' .* on the meta device .* load_lazily"),
+    ],
+)
+def test_all_processes_load_in_the_same_way(load: Callable[[Path], nn.Module], message: str, tmp_path: Path) -> None:
     tied_llama(tmp_path / "checkpoint")
-    for error in run_ranks_expecting_error(on_one_only, WORLD, tmp_path):
-        assert isinstance(error, ValueError) and "load_lazily was called on process 0, but not on process 1" in str(
-            error
-        )
+    for error in run_ranks_expecting_error(on_one_only, WORLD, tmp_path, load):
+        assert isinstance(error, ValueError) and re.search(message, str(error)), error
+
+
+class LogsOverAll(PipeTransformerTrainer):
+    """Its loss contains a collective, as losses over the samples of all processes do."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *positional: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *positional, **keywords)
+        torch.distributed.all_reduce(loss.detach().clone())
+        return loss
+
+
+def train_unsplit(rank: int, world_size: int, folder: Path) -> int:
+    args = arguments(folder / "run", pipeline_parallel_size=1, max_steps=1)
+    model = load_lazily(AutoModelForCausalLM, folder / "checkpoint")
+    data = TrainingData("causal-lm", 16)
+    LogsOverAll(model, args, train_dataset=data, data_collator=PadCollator("causal-lm")).train()
+    return args.world_size
+
+
+def test_the_loss_of_one_stage_may_contain_collectives(tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    assert run_ranks(train_unsplit, WORLD, tmp_path, timeout=30) == [WORLD] * WORLD
 
 
 def used_alone(rank: int, world_size: int, folder: Path) -> str:
-    hf_pipetransformer.trainer.SECONDS_TO_MEET = 1.0
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
     logging.getLogger(lazy_model.__name__).addHandler(heard := Heard())
     trainer.train()
+    trainer.args.ddp_timeout = 1
     if rank == 0:
         assert "trainer.save_model() on all processes" in "".join(heard.messages)
         with pytest.raises(ValueError, match="save_model was not called on all processes"):
             trainer.save_model()
         with pytest.raises(ValueError, match="evaluate or predict was not called on all processes"):
             trainer.evaluate(trainer.train_dataset)
+        with pytest.raises(ValueError, match="make_model_whole was not called on all processes"):
+            trainer.make_model_whole()
     else:
         time.sleep(5)
     return "went on"
@@ -244,6 +286,18 @@ class Heard(logging.Handler):
 def test_a_distributed_model_is_not_used_by_the_main_process_alone(tmp_path: Path) -> None:
     tied_llama(tmp_path / "checkpoint")
     assert run_ranks(used_alone, WORLD, tmp_path) == ["went on"] * WORLD
+
+
+def pass_on(rank: int, world_size: int, folder: Path) -> None:
+    trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
+    trainer.train()
+    trainer_of(trainer.args, trainer.model, "causal-lm").train()
+
+
+def test_a_distributed_model_is_not_passed_to_another_trainer(tmp_path: Path) -> None:
+    tied_llama(tmp_path / "checkpoint")
+    for error in run_ranks_expecting_error(pass_on, WORLD, tmp_path):
+        assert isinstance(error, ValueError) and "another trainer has left the model distributed" in str(error)
 
 
 def load_own(rank: int, world_size: int, folder: Path) -> None:
