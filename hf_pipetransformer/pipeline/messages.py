@@ -1,7 +1,7 @@
 """Messages between the stages of one pipeline.
 
-A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on the
-same one (`planning.placement`).
+A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on
+the same one (`planning.placement`).
 
 control group    pickled objects, which describe the tensors that follow
 pipeline group   tensors on the device, each in a message of its own

@@ -44,7 +44,7 @@ _Stage = PipelineStage if TorchVersion(torch.__version__) >= "2.13" else OlderPi
 
 
 class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
-    """torch's stage, extended by gradient accumulation, by stages that need no backward, and by backwards in two parts."""
+    """torch's stage, extended by gradient accumulation, by stages without backward and by backwards in two parts."""
 
     gradients_synchronise = True
     computes_gradients = True
@@ -149,9 +149,7 @@ class PipelineScheduler:
             self._built.move_to_end(key)
             return self._built[key]
         placement = self._placement
-        run_as = schedule_of_step(
-            self._name, placement.num_stages, num_microbatches, placement.num_virtual_stages
-        )
+        run_as = schedule_of_step(self._name, placement.num_stages, num_microbatches, placement.num_virtual_stages)
         stages = [self._stage(part, of_part) for part, of_part in enumerate(shapes)]
         schedule = get_schedule_class(run_as.torch_name)(
             stages if run_as.is_interleaved else stages[0], num_microbatches, loss_fn=_first_output, scale_grads=False

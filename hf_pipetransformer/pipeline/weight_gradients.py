@@ -3,10 +3,11 @@
     y = x W^T      backward   dx = dy W      at once: the stage before waits for it
                    weights    dW = dy^T x    when the stage would otherwise wait
 
-torch's own split (`stage_backward_input`) walks through the graph of a whole stage twice. It keeps the graph, computes
-checkpointed layers twice, and does not find the gradients of a weight that several layers use. Here each use of a weight
-is an entry of a list, with what dW is computed from, and the graph is let go of as in a whole backward. Only linear
-layers are split; all other parameters (norms, biases, embeddings, convolutions) get their gradients at once.
+torch's own split (`stage_backward_input`) goes through the graph of a stage twice: it keeps the graph, computes
+checkpointed layers again each time, cannot have reentrant checkpoints, and frees what another weight still needs where
+several layers use one weight. Here each use of a weight is an entry of a list, with what dW is computed from, and the
+graph is let go of as in a whole backward. Only `nn.Linear` is split; all other parameters (norms, biases, embeddings,
+convolutions) get their gradients at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from ..model.layer_range import MethodOverride
 
@@ -44,7 +45,9 @@ class WeightGradients:
 
     def __init__(self, model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
         mine = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        self._layers = [module for module in model.modules() if type(module) is nn.Linear and id(module.weight) in mine]
+        self._layers = [
+            module for module in model.modules() if type(module) is nn.Linear and id(module.weight) in mine
+        ]
         self._waiting: deque[_Product] = deque()
         self._postpones = False
 
@@ -75,8 +78,9 @@ class WeightGradients:
         taken, self._waiting = self._waiting, deque()
         return partial(_add_up, taken)
 
-    def _forward(self, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        weight, bias = layer.weight, layer.bias
+    def _forward(self, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        weight: nn.Parameter = layer.weight
+        bias: torch.Tensor | None = layer.bias
         is_plain = type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
         # whoever watches the weight's gradient must see it when autograd has computed it
         if not is_plain or weight._backward_hooks or weight._post_accumulate_grad_hooks:
@@ -85,7 +89,7 @@ class WeightGradients:
         device = input.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            input, used = input.to(dtype), used.to(dtype)  # noqa: A001
+            input, used = input.to(dtype), used.to(dtype)
             bias = bias.to(dtype) if bias is not None else None
         output: torch.Tensor = _SplitLinear.apply(input, used, bias, weight, self)
         return output

@@ -22,9 +22,9 @@ s is virtual stage s + v K, so a micro-batch goes round the K processes V times,
     interleaved1f1b    stage 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3
                        stage 1   .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
 
-ZBV (Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR 2024, section 6) gives each stage two virtual stages in the shape
-of a V (`placement`), and splits a backward: B computes the gradients of the inputs, for which the stage before waits,
-and W those of the weights, which nobody waits for. Where B and W take as long as F, W fills what would be idle.
+ZBV (Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR 2024, section 6) gives each stage two virtual stages in the
+shape of a V (`placement`), and splits a backward: B computes the gradients of the inputs, for which the stage before
+waits, and W those of the weights, which nobody waits for. W fills what would be idle.
 
     K = 2 (F B W virtual stages 0 and 1, f b w virtual stages 3 and 2), M = 3, one column a pass
 
@@ -42,8 +42,8 @@ from typing import Literal, NamedTuple
 from .placement import Placement
 
 Kind = Literal["forward", "backward", "weights"]
-"""What a pass computes: outputs, gradients of the inputs and also of the weights unless these have a pass of their own,
-or gradients of the weights."""
+"""What a pass computes: outputs; gradients of inputs, and of weights unless these have a pass of their own; or gradients
+of weights."""
 
 WEIGHTS_SHARE = 0.5
 """Part of a backward that computes gradients of weights, where it is split: a product of matrices, as that for the
@@ -142,7 +142,7 @@ def _interleaved_warm_up(stage: int, num_stages: int, num_microbatches: int, num
 
 
 def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int, _: int) -> list[Work]:
-    """Return torch's order. It is made for 2 K - 1 micro-batches or more; with fewer, some of its passes are left out."""
+    """Return torch's order. It is made for 2 K - 1 micro-batches or more; with fewer, some passes are left out."""
     most, order = max(2 * num_stages - 1, num_microbatches), list[Work]()
     run: Counter[tuple[Kind, int]] = Counter()
 
@@ -209,8 +209,8 @@ def virtual_stages_of(schedule: str, requested: int | None) -> int:
         requested: value of `virtual_pipeline_parallel_size`; None if the user has not set it.
 
     Raises:
-        ValueError: It is no number of 2 or more, or more than the schedule runs, with an interleaved schedule, or not 1
-            with another one.
+        ValueError: With an interleaved schedule, it is no number of 2 or more, or more than the schedule runs; with
+            another one, it is not 1.
     """
     chosen = schedule_named(schedule)
     if requested is None:

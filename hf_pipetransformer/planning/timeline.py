@@ -58,8 +58,8 @@ def simulate(
 
     Args:
         forward: seconds of one micro-batch's forward in each virtual stage, in the model's order. `[V * K]`
-        backward: seconds of one micro-batch's backward in each virtual stage, for inputs and weights together; 0 for one
-            without backward, because it and all before it are frozen. `[V * K]`
+        backward: seconds of one micro-batch's backward in each virtual stage, for inputs and weights together; 0 for
+            one without backward, because it and all before it are frozen. `[V * K]`
         num_microbatches: M.
         schedule: name of the schedule.
         num_virtual_stages: virtual stages per stage V.

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B and ZBV: several parts of the model on each process train, predict and change their layout as one process.
+"""Several parts of the model on each process train, predict and change their layout as one process.
 
 A model of eight layers on two stages with V = 2 or 3 virtual stages each.
 """

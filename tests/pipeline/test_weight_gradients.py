@@ -16,7 +16,7 @@ TOLERANCE = 1e-12
 
 
 class Tied(nn.Module):
-    """Uses one weight in an embedding and two linear layers, between which there is another one, and leaves one out."""
+    """Uses one weight in an embedding and two linear layers, another layer twice, and a third one not at all."""
 
     def __init__(self, is_sparse: bool = True) -> None:
         super().__init__()
