@@ -53,8 +53,11 @@ class OlderPipelineStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Take the gradients that another virtual stage of this process has computed, of what has one."""
-        for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
-            info.buffer = gradient if gradient is not None else torch.zeros_like(info.buffer)
+        # strict=False: as in `get_bwd_send_ops`
+        for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=False):
+            if gradient is None and info.buffer is not None:
+                gradient = torch.zeros_like(info.buffer)
+            info.buffer = gradient
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:

@@ -79,19 +79,16 @@ class WeightGradients:
         return partial(_add_up, taken)
 
     def _forward(self, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        weight: nn.Parameter = layer.weight
+        weight = layer.weight
         bias: torch.Tensor | None = layer.bias
         is_plain = type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
         # whoever watches the weight's gradient must see it when autograd has computed it
         if not is_plain or weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return nn.Linear.forward(layer, input)
-        used: torch.Tensor = weight
         device = input.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            input, used = input.to(dtype), used.to(dtype)
-            bias = bias.to(dtype) if bias is not None else None
-        output: torch.Tensor = _SplitLinear.apply(input, used, bias, weight, self)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        values, used, used_bias = (_cast(value, dtype) for value in (input, weight, bias))
+        output: torch.Tensor = _SplitLinear.apply(values, used, used_bias, weight, self)
         return output
 
     def _postpone(self, product: _Product) -> bool:
@@ -138,6 +135,11 @@ class _SplitLinear(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _cast(value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """Return an operand as autocast hands it to a linear layer."""
+    return value if value is None or dtype is None or value.dtype == torch.float64 else value.to(dtype)
 
 
 def _product(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

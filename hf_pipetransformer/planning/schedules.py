@@ -42,8 +42,8 @@ from typing import Literal, NamedTuple
 from .placement import Placement
 
 Kind = Literal["forward", "backward", "weights"]
-"""What a pass computes: outputs; gradients of inputs, and of weights unless these have a pass of their own; or gradients
-of weights."""
+"""What a pass computes: outputs; gradients of inputs, and of weights unless these have a pass of their own; or
+gradients of weights."""
 
 WEIGHTS_SHARE = 0.5
 """Part of a backward that computes gradients of weights, where it is split: a product of matrices, as that for the
