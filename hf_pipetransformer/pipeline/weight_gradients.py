@@ -30,9 +30,9 @@ class _Product(NamedTuple):
 
     weight: nn.Parameter
     gradient: torch.Tensor
-    """Of the outputs, `[..., outputs]`."""
+    """Of the outputs, `[rows, outputs]`."""
     values: torch.Tensor
-    """The inputs, `[..., inputs]`."""
+    """The inputs, `[rows, inputs]`."""
 
 
 class WeightGradients:
@@ -87,9 +87,10 @@ class WeightGradients:
             return nn.Linear.forward(layer, input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        values, used, used_bias = (_cast(value, dtype) for value in (input, weight, bias))
+        rows = input.reshape(-1, input.shape[-1])  # so that the result is no view, which nobody could change in place
+        values, used, used_bias = (_cast(value, dtype) for value in (rows, weight, bias))
         output: torch.Tensor = _SplitLinear.apply(values, used, used_bias, weight, self)
-        return output
+        return output.view(*input.shape[:-1], output.shape[-1])
 
     def _postpone(self, product: _Product) -> bool:
         if self._postpones:
@@ -113,7 +114,7 @@ class _SplitLinear(torch.autograd.Function):
 
         Args:
             ctx: autograd's.
-            values: the inputs, `[..., inputs]`.
+            values: the inputs, `[rows, inputs]`.
             used: the weight in the dtype in which it is applied, `[outputs, inputs]`.
             bias: the bias; None if there is none.
             weight: the parameter, which gets a postponed gradient.
@@ -130,8 +131,8 @@ class _SplitLinear(torch.autograd.Function):
         of_weight = of_weight and not ctx.owner._postpone(_Product(ctx.weight, gradient, values))
         return (
             gradient @ used if of_values else None,
-            _product(gradient, values) if of_weight else None,
-            gradient.flatten(0, -2).sum(0) if of_bias else None,
+            gradient.t() @ values if of_weight else None,
+            gradient.sum(0) if of_bias else None,
             None,
             None,
         )
@@ -142,10 +143,6 @@ def _cast(value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor
     return value if value is None or dtype is None or value.dtype == torch.float64 else value.to(dtype)
 
 
-def _product(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return gradient.flatten(0, -2).t() @ values.flatten(0, -2)
-
-
 @torch.no_grad()
 def _add_up(products: deque[_Product]) -> None:
     """Add products to the weights' gradients, and let go of each of them."""
@@ -153,7 +150,7 @@ def _add_up(products: deque[_Product]) -> None:
         weight, gradient, values = products.popleft()
         total = weight.grad
         if total is not None and not total.is_sparse and total.dtype == gradient.dtype:
-            total.addmm_(gradient.flatten(0, -2).t(), values.flatten(0, -2))
+            total.addmm_(gradient.t(), values)
             continue
-        added = _product(gradient, values).to(weight.dtype)
+        added = (gradient.t() @ values).to(weight.dtype)
         weight.grad = added if total is None else added + total  # a dense one first: the other may be sparse
