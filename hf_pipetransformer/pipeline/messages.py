@@ -22,8 +22,8 @@ from ..model.nested import tensors_of
 from ..planning.placement import Placement
 from .stage import BoundaryShapes, CarriedTensor
 
-Pending = list[tuple[dist.Work, torch.Tensor]]
-"""Tensors that are being sent and must be kept until the transfer is complete."""
+Pending = list[tuple[dist.Work, Any]]
+"""What is being sent, with the tensors, which must be kept until the transfer is complete."""
 
 
 class Crossing(NamedTuple):
@@ -142,8 +142,10 @@ class PipelineMessages:
     ) -> tuple[Pending, list[list[torch.Tensor]]]:
         """Send to following virtual stages and receive from earlier ones at the same time.
 
-        If there are both, they are given to the device as one operation: in a ring, where all stages send, an
-        accelerator would otherwise finish no send, as each waits for a receive that comes later.
+        All tensors are given to the device as one operation: in a ring, where all stages send, an accelerator would
+        otherwise finish no send, as each waits for a receive that comes later. Also one tensor alone, because NCCL has
+        other communicators for single messages, and the other process may send and receive. The whole group must have
+        communicated before (`BatchChannel` does), as its communicator would otherwise be made here, where not all meet.
 
         Args:
             outgoing: what virtual stages of this process send.
@@ -152,10 +154,6 @@ class PipelineMessages:
         Returns:
             What is still being sent, and for each of `incoming` the received values as of `receive_values`.
         """
-        if not incoming:
-            return [sending for crossing in outgoing for sending in self.send_values(crossing)], []
-        if not outgoing:
-            return [], [self.receive_values(crossing.virtual_stage + 1, crossing.slots) for crossing in incoming]
         pending: Pending = []
         operations: list[dist.P2POp] = []
         for crossing in outgoing:
@@ -187,8 +185,10 @@ class PipelineMessages:
                 for slot, value in zip(crossing.slots, values, strict=True)
                 if slot.is_used
             ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        under_way = [(work, operations) for work in dist.batch_isend_irecv(operations)] if operations else []
+        if not incoming:
+            return pending + under_way, []
+        wait_for(under_way)
         return pending, received
 
     def send_tree(self, tree: Any, stage: int) -> Pending:
