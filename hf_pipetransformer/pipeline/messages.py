@@ -145,7 +145,7 @@ class PipelineMessages:
         All tensors are given to the device as one operation: in a ring, where all stages send, an accelerator would
         otherwise finish no send, as each waits for a receive that comes later. Also one tensor alone, because NCCL has
         other communicators for single messages, and the other process may send and receive. The whole group must have
-        communicated before (`BatchChannel` does), as its communicator would otherwise be made here, where not all meet.
+        communicated before (`BatchChannel` does): its communicator would otherwise be made here, where not all meet.
 
         Args:
             outgoing: what virtual stages of this process send.
