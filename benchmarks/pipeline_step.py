@@ -10,7 +10,7 @@ of them alike:
     round 2    ddp   K = 1   K = 2 1f1b   K = 2 gpipe
     ...
 
-`--schedules 1f1b interleaved1f1b --virtual_stages 2 3` compares other schedules.
+`--schedules 1f1b interleaved1f1b zbv --virtual_stages 2 3` compares other schedules (zbv has V = 2).
 
 Each run has a new model and a new Trainer. A step is the time from one `on_step_end` to the next: loading, forward,
 backward, clipping and optimizer. The first eight steps do not count: in them the last stage checks the loss by
@@ -254,10 +254,15 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
         for stages in arguments.stages
         if stages > 1
         for schedule in arguments.schedules
-        for virtual in (arguments.virtual_stages if SCHEDULES[schedule].is_interleaved else [None])
+        for virtual in virtual_stages_with(schedule, arguments.virtual_stages)
         for count in arguments.num_microbatches
     ]
     return [Variant(), *(Variant(stages) for stages in arguments.stages if stages == 1), *pipelines]
+
+
+def virtual_stages_with(schedule: str, requested: list[int]) -> list[int | None]:
+    """Return what `virtual_pipeline_parallel_size` a schedule is measured with; None where it has no choice."""
+    return [*requested] if SCHEDULES[schedule].most_virtual_stages is None else [None]
 
 
 def load_config(name: str | None) -> PreTrainedConfig:

@@ -119,9 +119,9 @@ def plan(
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache what frozen layers give.")] = True,
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
-    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe or interleaved1f1b.")] = "1f1b",
+    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b or zbv.")] = "1f1b",
     virtual_pipeline_parallel_size: Annotated[
-        int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b.", show_default="2")
+        int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b (zbv has 2).", show_default="2")
     ] = None,
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
     plan_by: Annotated[str, typer.Option(help="counts or times: what K and M go by where auto.")] = "counts",

@@ -126,13 +126,15 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             number of processes; the remaining factor, world size / K, is the number of data-parallel pipelines.
             `"auto"` selects the smallest number of stages that fits the devices' memory (see `plan_by`).
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
-            Order in which the forwards and backwards of the micro-batches run: `"1f1b"`, `"gpipe"` or
+            Order in which the forwards and backwards of the micro-batches run: `"1f1b"`, `"gpipe"`,
             `"interleaved1f1b"`, which gives each process several parts of the model and so shortens the time in which
-            the pipeline fills and empties, for more messages.
+            the pipeline fills and empties, for more messages, or `"zbv"`, which gives each process two parts, laid out
+            there and back, and computes gradients of linear layers' weights when the process would otherwise wait.
         virtual_pipeline_parallel_size (`int`, *optional*):
             With `pipeline_schedule="interleaved1f1b"`, the number of parts of the model on each process (virtual
-            stages, V in Megatron-LM): at least 2, which is the default. While the model has too few layers that are
-            not cached, there are fewer; with one part per process the schedule is `"1f1b"`.
+            stages, V in Megatron-LM): at least 2, which is the default, and the only number with `"zbv"`. While the
+            model has too few layers that are not cached, there are fewer; with one part per process the schedule is
+            `"1f1b"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
@@ -234,8 +236,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     pipeline_schedule: str = field(
         default="1f1b",
         metadata={
-            "help": "Order of the micro-batches: '1f1b', 'gpipe', or 'interleaved1f1b' with several parts of the model"
-            " on each process.",
+            "help": "Order of the micro-batches: '1f1b', 'gpipe', or with several parts of the model on each process"
+            " 'interleaved1f1b' or 'zbv'.",
             "choices": list(SCHEDULES),
         },
     )

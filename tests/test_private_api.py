@@ -134,14 +134,22 @@ def test_when_the_stock_trainer_generates() -> None:
         assert "self.gather_function = self.accelerator.gather\n" in inspect.getsource(method), f"{version} gathers"
 
 
-@pytest.mark.parametrize("method", ["backward_one_chunk", "clear_runtime_states"])
+@pytest.mark.parametrize("method", ["backward_one_chunk", "backward_weight_one_chunk", "clear_runtime_states"])
 def test_pipeline_stage_methods(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
 
 
 @pytest.mark.skipif(schedule._Stage is PipelineStage, reason="torch's own stage is used from torch 2.13 on")
 @pytest.mark.parametrize(
-    "method", ["_prepare_forward_infra", "_create_grad_send_info", "get_bwd_send_ops", "get_bwd_recv_ops"]
+    "method",
+    [
+        "_prepare_forward_infra",
+        "_create_grad_send_info",
+        "get_bwd_send_ops",
+        "get_bwd_recv_ops",
+        "set_local_fwd_input",
+        "set_local_bwd_input",
+    ],
 )
 def test_methods_of_an_older_pipeline_stage(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method}"
@@ -150,6 +158,8 @@ def test_methods_of_an_older_pipeline_stage(method: str) -> None:
 def test_backward_of_a_stage() -> None:
     expected = ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
     assert parameters(PipelineStage.backward_one_chunk) == expected, f"torch {torch.__version__} changed it"
+    expected = ["self", "bwd_chunk_id", "last_backward"]
+    assert parameters(PipelineStage.backward_weight_one_chunk) == expected, f"torch {torch.__version__} changed it"
 
 
 def test_process_groups_are_ended() -> None:

@@ -72,6 +72,16 @@ def test_equals_one_process(name: str, stages: int, sharding: str) -> None:
     assert_same_training(outcomes, expected(name))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
+@SHARDINGS
+def test_equals_one_process_with_virtual_stages(schedule: str, sharding: str) -> None:
+    outcomes = run_ranks(
+        pipeline, WORLD, MODELS["llama-tied"], 2, replica_sharding=sharding, pipeline_schedule=schedule
+    )
+    assert_same_training(outcomes, expected("llama-tied"))
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     few([(name, change) for name in RUNS for change in CHANGES], ("bert", "shrink")),

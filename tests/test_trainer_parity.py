@@ -25,13 +25,14 @@ def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS_OF_KIND[name])[0]
 
 
-LAYOUTS = [(4, "1f1b"), (4, "gpipe"), (2, "1f1b"), (2, "gpipe"), (2, "interleaved1f1b"), (1, "1f1b")]
+LAYOUTS = [(4, "1f1b"), (4, "gpipe"), (2, "1f1b"), (2, "gpipe"), (2, "interleaved1f1b"), (2, "zbv"), (1, "1f1b")]
 IN_SHORT = [
     ("bert", 4, "1f1b"),
     ("bert", 1, "1f1b"),
     ("llama-tied", 2, "gpipe"),
     ("t5", 2, "1f1b"),
     ("llama-tied", 2, "interleaved1f1b"),
+    ("bert", 2, "zbv"),
 ]
 """Those of `make test`: each number of stages, each schedule, tied weights, two stacks of layers."""
 

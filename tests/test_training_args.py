@@ -129,7 +129,9 @@ def test_unknown_schedule(tmp_path):
     [
         ({"pipeline_schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 1}, "must be at least 2.*'1f1b'"),
         ({"virtual_pipeline_parallel_size": 2}, "pipeline_schedule='1f1b'.*must be 1.*'interleaved1f1b'"),
-        ({"pipeline_schedule": "zbv"}, "pipeline_schedule='zbv' is not supported"),
+        ({"pipeline_schedule": "zbv", "virtual_pipeline_parallel_size": 3}, "must be 2.*'interleaved1f1b'"),
+        ({"pipeline_schedule": "zbv", "virtual_pipeline_parallel_size": 1}, "must be 2.*'1f1b'"),
+        ({"pipeline_schedule": "dualpipev"}, "pipeline_schedule='dualpipev' is not supported"),
     ],
 )
 def test_virtual_stages_belong_to_an_interleaved_schedule(
@@ -142,6 +144,7 @@ def test_virtual_stages_belong_to_an_interleaved_schedule(
 def test_number_of_virtual_stages(tmp_path: Path) -> None:
     assert make(tmp_path).num_virtual_stages == 1
     assert make(tmp_path, pipeline_schedule="interleaved1f1b").num_virtual_stages == 2
+    assert make(tmp_path, pipeline_schedule="zbv").num_virtual_stages == 2
     options = {"pipeline_schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 3}
     assert make(tmp_path, **options).num_virtual_stages == 3
 

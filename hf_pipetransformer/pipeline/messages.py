@@ -1,6 +1,7 @@
 """Messages between the stages of one pipeline.
 
-The stages form a ring: with virtual stages, the last stage sends to the first one what that one's next part takes.
+A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on
+the same one (`planning.placement`).
 
 control group    pickled objects, which describe the tensors that follow
 pipeline group   tensors on the device, each in a message of its own
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,25 @@ from accelerate.utils import recursively_apply
 
 from ..model.layer_stack import CarrySlot
 from ..model.nested import tensors_of
+from ..planning.placement import Placement
 from .stage import BoundaryShapes, CarriedTensor
 
-Pending = list[tuple[dist.Work, torch.Tensor]]
-"""Tensors that are being sent and must be kept until the transfer is complete."""
+Pending = list[tuple[dist.Work, Any]]
+"""What is being sent, with the tensors, which must be kept until the transfer is complete."""
 
 
-Boundary = tuple[Sequence[CarrySlot], Sequence[torch.Tensor]]
-"""The slots of a boundary and the values that cross it."""
+class Crossing(NamedTuple):
+    """The tensors of one micro-batch that cross a boundary.
+
+    Attributes:
+        virtual_stage: the virtual stage that sends them.
+        slots: the slots of the boundary.
+        values: what crosses it; empty where it is to be received.
+    """
+
+    virtual_stage: int
+    slots: Sequence[CarrySlot]
+    values: Sequence[torch.Tensor] = ()
 
 
 class PipelineMessages:
@@ -37,6 +49,7 @@ class PipelineMessages:
         group: the pipeline's processes; None if there is one stage.
         control: the same processes, in a group on the CPU.
         device: the device of this process.
+        placement: which stage holds which virtual stages.
     """
 
     def __init__(
@@ -46,9 +59,14 @@ class PipelineMessages:
         group: dist.ProcessGroup | None,
         control: dist.ProcessGroup | None,
         device: torch.device,
+        placement: Placement,
     ) -> None:
         self.ranks = tuple(ranks)
         self.stage_index = stage_index
+        self.placement = placement
+        self.virtual_stages = placement.held_by(stage_index)
+        """The virtual stages of this process, in the model's order."""
+        self._kept: dict[int, Any] = {}  # what a virtual stage has sent to the next one on this process
         self.group = group
         self.control = control
         self.device = device
@@ -59,7 +77,8 @@ class PipelineMessages:
 
     @property
     def last(self) -> int:
-        return len(self.ranks) - 1
+        """Index of the stage that computes the loss."""
+        return self.placement.stage_of(self.placement.last)
 
     @property
     def previous_rank(self) -> int | None:
@@ -67,7 +86,7 @@ class PipelineMessages:
 
     @property
     def next_rank(self) -> int | None:
-        return self.ranks[self.stage_index + 1] if self.stage_index < self.last else None
+        return self.ranks[self.stage_index + 1] if self.stage_index < self.num_stages - 1 else None
 
     # ------------------------------------------------------------------------------------ over all stages
     def of_each_stage(self, mine: Any) -> list[Any]:
@@ -82,61 +101,94 @@ class PipelineMessages:
         return numbers
 
     # ------------------------------------------------------------------------------------ from stage to stage
-    def send_shapes(self, shapes: Sequence[BoundaryShapes]) -> None:
-        """Send shapes of the tensors that cross the boundary to the next stage."""
-        wait_for(self._send_object(tuple(shapes), self._next))
+    def send_shapes(self, virtual_stage: int, shapes: Sequence[BoundaryShapes]) -> None:
+        """Send shapes of the tensors that leave a virtual stage of this process to the next one."""
+        to = self._after(virtual_stage)
+        if to == self.stage_index:
+            self._kept[virtual_stage] = tuple(shapes)
+        else:
+            wait_for(self._send_object(tuple(shapes), to))
 
-    def receive_shapes(self) -> Sequence[BoundaryShapes]:
-        return self._receive_object(self._previous)
+    def receive_shapes(self, virtual_stage: int) -> Sequence[BoundaryShapes]:
+        """Receive what has been sent to a virtual stage of this process."""
+        source = self._before(virtual_stage)
+        return self._kept.pop(virtual_stage - 1) if source == self.stage_index else self._receive_object(source)
 
-    def send_values(self, slots: Sequence[CarrySlot], values: Sequence[torch.Tensor]) -> Pending:
-        """Send the used tensors of a boundary to the next stage."""
-        pending = self._send_object([_describe(value) for value in values], self._next)
-        return pending + [
-            self._send_tensor(value, self._next) for slot, value in zip(slots, values, strict=True) if slot.is_used
+    def send_values(self, crossing: Crossing) -> Pending:
+        """Send the used tensors of a boundary to the next virtual stage."""
+        to = self._after(crossing.virtual_stage)
+        if to == self.stage_index:
+            self._kept[crossing.virtual_stage] = list(crossing.values)
+            return []
+        return self._announce(crossing, to) + [
+            self._send_tensor(value, to)
+            for slot, value in zip(crossing.slots, crossing.values, strict=True)
+            if slot.is_used
         ]
 
-    def receive_values(self, slots: Sequence[CarrySlot]) -> list[torch.Tensor]:
-        """Receive the tensors of a boundary from the previous stage; unused ones are zeros."""
+    def receive_values(self, virtual_stage: int, slots: Sequence[CarrySlot]) -> list[torch.Tensor]:
+        """Receive the tensors of a boundary from the virtual stage before; unused ones are zeros."""
+        source = self._before(virtual_stage)
+        if source == self.stage_index:
+            kept: list[torch.Tensor] = self._kept.pop(virtual_stage - 1)
+            return kept
         return [
-            self._receive_tensor(carried, self._previous) if slot.is_used else carried.zeros(self.device)
-            for slot, carried in zip(slots, self._receive_object(self._previous), strict=True)
+            self._receive_tensor(carried, source) if slot.is_used else carried.zeros(self.device)
+            for slot, carried in zip(slots, self._receive_object(source), strict=True)
         ]
 
     def exchange(
-        self, outgoing: Boundary | None, incoming: Sequence[CarrySlot] | None
-    ) -> tuple[Pending, list[torch.Tensor]]:
-        """Send to the next stage and receive from the previous one at the same time.
+        self, outgoing: Sequence[Crossing], incoming: Sequence[Crossing]
+    ) -> tuple[Pending, list[list[torch.Tensor]]]:
+        """Send to following virtual stages and receive from earlier ones at the same time.
 
-        Both are given to the device as one operation if there are both: in a ring, where all stages send, an
-        accelerator would otherwise finish no send, as each waits for a receive that comes later.
+        All tensors are given to the device as one operation: in a ring, where all stages send, an accelerator would
+        otherwise finish no send, as each waits for a receive that comes later. Also one tensor alone, because NCCL has
+        other communicators for single messages, and the other process may send and receive. The whole group must have
+        communicated before (`BatchChannel` does): its communicator would otherwise be made here, where not all meet.
 
         Args:
-            outgoing: slots and values of the boundary to the next stage; None if nothing is sent.
-            incoming: slots of the boundary from the previous stage; None if nothing is received.
+            outgoing: what virtual stages of this process send.
+            incoming: what others send to this process, in the order in which they send it.
 
         Returns:
-            What is still being sent, and the received values as of `receive_values`.
+            What is still being sent, and for each of `incoming` the received values as of `receive_values`.
         """
-        if incoming is None:
-            return (self.send_values(*outgoing) if outgoing is not None else []), []
-        if outgoing is None:
-            return [], self.receive_values(incoming)
-        slots, values = outgoing
-        pending = self._send_object([_describe(value) for value in values], self._next)
-        received = [
-            torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
-            if slot.is_used
-            else carried.zeros(self.device)
-            for slot, carried in zip(incoming, self._receive_object(self._previous), strict=True)
-        ]
-        sent = [value.detach().contiguous() for slot, value in zip(slots, values, strict=True) if slot.is_used]
-        used = [value for slot, value in zip(incoming, received, strict=True) if slot.is_used]
-        to, source = self.ranks[self._next], self.ranks[self._previous]
-        operations = [dist.P2POp(dist.isend, tensor, to, self.group) for tensor in sent]
-        operations += [dist.P2POp(dist.irecv, tensor, source, self.group) for tensor in used]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        pending: Pending = []
+        operations: list[dist.P2POp] = []
+        for crossing in outgoing:
+            to = self._after(crossing.virtual_stage)
+            if to == self.stage_index:
+                pending += self.send_values(crossing)
+                continue
+            pending += self._announce(crossing, to)
+            operations += [
+                dist.P2POp(dist.isend, value.detach().contiguous(), self.ranks[to], self.group)
+                for slot, value in zip(crossing.slots, crossing.values, strict=True)
+                if slot.is_used
+            ]
+        received: list[list[torch.Tensor]] = []
+        for crossing in incoming:
+            source = self.placement.stage_of(crossing.virtual_stage)
+            if source == self.stage_index:
+                received.append(self.receive_values(crossing.virtual_stage + 1, crossing.slots))
+                continue
+            values = [
+                torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
+                if slot.is_used
+                else carried.zeros(self.device)
+                for slot, carried in zip(crossing.slots, self._receive_object(source), strict=True)
+            ]
+            received.append(values)
+            operations += [
+                dist.P2POp(dist.irecv, value, self.ranks[source], self.group)
+                for slot, value in zip(crossing.slots, values, strict=True)
+                if slot.is_used
+            ]
+        under_way = [(work, operations) for work in dist.batch_isend_irecv(operations)] if operations else []
+        if not incoming:
+            return pending + under_way, []
+        wait_for(under_way)
         return pending, received
 
     def send_tree(self, tree: Any, stage: int) -> Pending:
@@ -152,13 +204,14 @@ class PipelineMessages:
         )
 
     # ------------------------------------------------------------------------------------ inside
-    @property
-    def _previous(self) -> int:
-        return (self.stage_index - 1) % self.num_stages
+    def _before(self, virtual_stage: int) -> int:
+        return self.placement.stage_of(virtual_stage - 1)
 
-    @property
-    def _next(self) -> int:
-        return (self.stage_index + 1) % self.num_stages
+    def _after(self, virtual_stage: int) -> int:
+        return self.placement.stage_of(virtual_stage + 1)
+
+    def _announce(self, crossing: Crossing, stage: int) -> Pending:
+        return self._send_object([_describe(value) for value in crossing.values], stage)
 
     def _send_object(self, value: Any, stage: int) -> Pending:
         """Begin to send any value: its length, then its bytes.

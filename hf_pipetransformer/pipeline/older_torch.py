@@ -44,6 +44,21 @@ class OlderPipelineStage(PipelineStage):
         stages = super()._create_grad_send_info(args_recv_info)
         return [to if wanted else None for to, wanted in zip(stages, self.requires_grad_in, strict=True)]
 
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take what another virtual stage of this process has computed; integers do not require a gradient."""
+        outputs = prev_stage_outputs if isinstance(prev_stage_outputs, (tuple, list)) else (prev_stage_outputs,)
+        infos: tuple[Any, ...] = self.args_recv_info[mb_index]
+        for info, output, requires_grad in zip(infos, outputs, self.requires_grad_in, strict=True):
+            info.buffer = output.detach().requires_grad_(requires_grad)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients that another virtual stage of this process has computed, of what has one."""
+        # strict=False: as in `get_bwd_send_ops`
+        for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=False):
+            if gradient is None and info.buffer is not None:
+                gradient = torch.zeros_like(info.buffer)
+            info.buffer = gradient
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
             # strict=False: behind the gradients of what was received may be those of keyword arguments, which are None

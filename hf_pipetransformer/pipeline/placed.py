@@ -91,7 +91,12 @@ class PlacedPipeline:
         ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
         self.stage = stage
         self.messages = PipelineMessages(
-            ranks, plan.stage_of(mesh.rank), groups.pipeline, groups.pipeline_control, stage.device
+            ranks,
+            plan.stage_of(mesh.rank),
+            groups.pipeline,
+            groups.pipeline_control,
+            stage.device,
+            plan.placement,
         )
         shared = _shared_parameters(plan, stage, is_trainable, mesh)
         trainable = [name for name in stage.names if stage.stack.table[name].requires_grad]
@@ -130,7 +135,7 @@ class PlacedPipeline:
         )
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
-        books = [ShapeBook(one, self.messages.receive_shapes, self.messages.send_shapes) for one in stage.stages]
+        books = shape_books(stage, self.messages)
         if slicing is not None:
             second_group = mesh.second_pipeline_group(plan.pipeline_parallel_size)
             self._token_scheduler = slicing.schedule(plan, stage.first, self.messages, second_group, books[0])
@@ -140,7 +145,7 @@ class PlacedPipeline:
             stage,
             modules,
             self.messages.stage_index,
-            self.messages.num_stages,
+            plan.placement,
             groups.pipeline,
             books,
             plan.schedule,
@@ -284,13 +289,21 @@ class PlacedPipeline:
         return losses
 
 
+def shape_books(held: VirtualStages, messages: PipelineMessages) -> list[ShapeBook]:
+    """Return a book of shapes for each virtual stage of this process, which learns them from its neighbours."""
+    return [
+        ShapeBook(stage, partial(messages.receive_shapes, index), partial(messages.send_shapes, index))
+        for index, stage in zip(messages.virtual_stages, held.stages, strict=True)
+    ]
+
+
 def _shared_parameters(
     plan: PipelinePlan, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
 ) -> list[SharedParameters]:
     """Group the trainable parameters that several stages hold by these stages. Collective over all processes."""
     by_stages: dict[tuple[int, ...], list[str]] = {}
     for name, virtual_stages in stage.stack.shared(plan.stage_bounds).items():
-        stages = tuple(sorted({index % plan.pipeline_parallel_size for index in virtual_stages}))
+        stages = tuple(sorted({plan.placement.stage_of(index) for index in virtual_stages}))
         if is_trainable(name) and len(stages) > 1:
             by_stages.setdefault(stages, []).append(name)
     pipelines = [plan.ranks_of_pipeline(replica) for replica in range(plan.data_parallel_size)]

@@ -11,7 +11,7 @@ from ..model.layer_range import CalledWith
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows
 from ..randomness import generators_kept, seeded
-from .messages import Boundary, Pending, PipelineMessages, wait_for
+from .messages import Crossing, Pending, PipelineMessages, wait_for
 from .stage import as_carry
 from .virtual_stages import VirtualStages
 
@@ -26,10 +26,13 @@ def predict(
     """Return the last stage's outputs for this process's own batch. Collective over the pipeline.
 
     Each process brings its own samples, of any shape, and gets its own results back: the batches of the K processes
-    are the micro-batches. In each step all stages compute, and then pass on what they have computed:
+    are the micro-batches. In step t virtual stage i computes batch t - i, and then passes on what it has computed:
 
         K = 2, V = 2    stage 0   F0 F1 f0 f1
                         stage 1      F0 F1 f0 f1      (F, f: its first and its second virtual stage)
+
+        V-shaped        stage 0   F0 F1       f0 f1
+                        stage 1      F0 F1 f0 f1      (where the V turns, F1 and f0 are in one step)
 
     Args:
         held: what this process holds of several stages.
@@ -40,29 +43,36 @@ def predict(
     """
     pending: Pending = []
     results: list[Any] = []
-    values: list[torch.Tensor] = []
-    first, k, count = messages.stage_index, messages.num_stages, len(held.stages) * messages.num_stages
-    for step in range(count + k - 1):
-        outgoing: Boundary | None = None
-        if 0 <= step - first < count:
-            stage, (rows, called) = held.stages[(step - first) // k], batches[(step - first) % k]
+    k, indices = messages.num_stages, messages.virtual_stages
+    arrived: dict[int, list[torch.Tensor]] = {}  # by virtual stage
+    for step in range(messages.placement.last + k):
+        outgoing: list[Crossing] = []
+        for index, stage in zip(indices, held.stages, strict=True):
+            if not 0 <= step - index < k:
+                continue
+            (rows, called), values = batches[step - index], arrived.pop(index, [])
             with naming_long_rows(stage.stack.model, rows), stage.stack.runner.calling_with(called):
                 if not stage.is_last:
-                    outgoing = stage.slots_out, stage.carry_on(values, rows)
+                    outgoing.append(Crossing(index, stage.slots_out, stage.carry_on(values, rows)))
                 else:
                     with stage.running_to_the_end(values, rows) as inputs:
                         results.append(head(inputs))
-        following = held.stages[(step + 1 - first) // k] if 0 <= step + 1 - first < count else None
-        incoming = following.slots_in if following is not None and following.start > 0 else None
-        sending, values = messages.exchange(outgoing, incoming)
+        following = [
+            (index, stage.slots_in)
+            for index, stage in zip(indices, held.stages, strict=True)
+            if index > 0 and 0 <= step + 1 - index < k
+        ]
+        sending, received = messages.exchange(outgoing, [Crossing(index - 1, slots) for index, slots in following])
+        arrived.update(zip((index for index, _ in following), received, strict=True))
         pending += sending
     # not earlier: gloo's send waits for its receiver, and until now all stages were busy passing batches on
     if not held.has_last_unit:
         mine = messages.receive_tree(messages.last)
     else:
-        mine = results.pop()
+        mine = results[messages.stage_index]
         for owner, result in enumerate(results):
-            pending += messages.send_tree(result, owner)
+            if owner != messages.stage_index:
+                pending += messages.send_tree(result, owner)
     wait_for(pending)
     return mine
 
@@ -86,10 +96,10 @@ def outputs_of_frozen(
         All tensors that cross the boundary, on the stage that holds the last of these units; None on the others.
     """
     model, runner = held.stack.model, held.stack.runner
-    for stage in held.stages:
+    for index, stage in zip(messages.virtual_stages, held.stages, strict=True):
         if stage.start >= boundary:
             return None
-        values = messages.receive_values(stage.slots_in) if stage.start > 0 else []
+        values = messages.receive_values(index, stage.slots_in) if stage.start > 0 else []
         stop = min(stage.stop, boundary)
         with left_as_found(model), generators_kept(model), seeded(seed):
             model.train()
@@ -97,5 +107,5 @@ def outputs_of_frozen(
         if stop == boundary:
             return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
         outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
-        wait_for(messages.send_values(stage.slots_out, outputs))
+        wait_for(messages.send_values(Crossing(index, stage.slots_out, outputs)))
     return None

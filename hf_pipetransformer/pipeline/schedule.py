@@ -7,14 +7,14 @@ stage 1      F0 F1 F2       B0 F3 B1    B2    B3
 stage 2         F0 F1    B0 F2 B1 F3 B2    B3
 stage 3            F0 B0 F1 B1 F2 B2 F3 B3
 
-Interleaved 1F1B, where a process has several of the pipeline's stages, is drawn in `planning.schedules`.
+Interleaved 1F1B and ZBV, where a process has several of the pipeline's stages, are drawn in `planning.schedules`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ from torch.distributed.pipelining.schedules import (
 from torch.torch_version import TorchVersion
 
 from ..model.micro_batch import Batch, batch_rows, join_rows, split_batch
+from ..planning.placement import Placement
 from ..planning.schedules import schedule_of_step
 from .older_torch import OlderPipelineStage
 from .stage import ShapeBook, StageShapes
 from .virtual_stages import VirtualStages
+from .weight_gradients import WeightGradients
 
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
@@ -42,10 +44,12 @@ _Stage = PipelineStage if TorchVersion(torch.__version__) >= "2.13" else OlderPi
 
 
 class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
-    """torch's stage, extended by gradient accumulation and by stages that need no backward."""
+    """torch's stage, extended by gradient accumulation, by stages without backward and by backwards in two parts."""
 
     gradients_synchronise = True
     computes_gradients = True
+    weight_gradients: WeightGradients | None = None
+    """Postpones the weights' gradients; None if a backward has one part."""
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -54,8 +58,14 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
             self.fwd_cache.pop(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
             return
-        # DDP reduces on the last micro-batch of a schedule; under accumulation only on that of the last schedule
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise)
+        later = None if full_backward else self.weight_gradients
+        with later.postponed() if later is not None else nullcontext():
+            # DDP reduces on the last micro-batch of a schedule; under accumulation only on that of the last schedule
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if self.computes_gradients:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 _Built = tuple[list[_ScheduledStage], PipelineScheduleSingle | PipelineScheduleMulti]
@@ -70,8 +80,8 @@ class PipelineScheduler:
     Args:
         held: what this process holds.
         submodules: its virtual stages, wrapped in DDP if DDP averages over the replicas.
-        stage_index: index of the process in the pipeline, 0 ... `num_stages` - 1.
-        num_stages: K > 1.
+        stage_index: index of the process in the pipeline, 0 ... K - 1.
+        placement: which of the K > 1 stages holds which virtual stages.
         group: the pipeline's group.
         shape_books: the shapes at the boundaries of each virtual stage.
         schedule: name of the schedule.
@@ -82,7 +92,7 @@ class PipelineScheduler:
         held: VirtualStages,
         submodules: Sequence[nn.Module],
         stage_index: int,
-        num_stages: int,
+        placement: Placement,
         group: dist.ProcessGroup,
         shape_books: Sequence[ShapeBook],
         schedule: str,
@@ -90,11 +100,15 @@ class PipelineScheduler:
         self._held = held
         self._submodules = tuple(submodules)
         self._stage_index = stage_index
-        self._num_stages = num_stages
+        self._placement = placement
         self._group = group
         self._shape_books = tuple(shape_books)
         self._name = schedule
         self._built: OrderedDict[Any, _Built] = OrderedDict()
+        splits = schedule_of_step(
+            schedule, placement.num_stages, placement.num_stages, placement.num_virtual_stages
+        ).splits_backward
+        self._weight_gradients = WeightGradients(held.stack.model, list(held.parameters())) if splits else None
 
     def step(self, batch: Batch, num_microbatches: int, gradients_synchronise: bool) -> None:
         """Run forward and backward of all micro-batches. Collective over the pipeline.
@@ -113,6 +127,8 @@ class PipelineScheduler:
         target = index if held.has_last_unit else None
         micro_batches = split_batch(batch, num_microbatches, held.stack.rows_per_sample)
         with ExitStack() as holding:
+            if self._weight_gradients is not None:
+                holding.enter_context(self._weight_gradients.split())
             for module, of_module in zip(held.stages, shapes, strict=True):
                 holding.enter_context(module.holding(micro_batches, of_module))
             schedule.step(index=index, target=target, return_outputs=False)
@@ -132,9 +148,10 @@ class PipelineScheduler:
         if key in self._built:
             self._built.move_to_end(key)
             return self._built[key]
-        run_as = schedule_of_step(self._name, self._num_stages, num_microbatches, len(shapes))
+        placement = self._placement
+        run_as = schedule_of_step(self._name, placement.num_stages, num_microbatches, placement.num_virtual_stages)
         stages = [self._stage(part, of_part) for part, of_part in enumerate(shapes)]
-        schedule = get_schedule_class(run_as.name)(
+        schedule = get_schedule_class(run_as.torch_name)(
             stages if run_as.is_interleaved else stages[0], num_microbatches, loss_fn=_first_output, scale_grads=False
         )
         self._built[key] = (stages, schedule)
@@ -150,13 +167,15 @@ class PipelineScheduler:
         loss = torch.empty(1, device="meta", requires_grad=True)
         stage = _ScheduledStage(
             self._submodules[part],
-            self._stage_index + part * self._num_stages,
-            self._num_stages * len(self._held.stages),
+            self._placement.held_by(self._stage_index)[part],
+            self._placement.last + 1,
             module.device,
             input_args=tuple(carried.meta() for carried in incoming),
             output_args=(loss,) if module.is_last else tuple(carried.meta() for carried in outgoing),
             group=self._group,
+            dw_builder=self._weight_gradients.take if self._weight_gradients is not None else None,
         )
+        stage.weight_gradients = self._weight_gradients
         stage.requires_grad_in = tuple(carried.requires_grad for carried in incoming)
         stage.requires_grad_out = tuple(carried.requires_grad for carried in outgoing)
         stage.computes_gradients = module.is_last or any(carried.requires_grad for carried in outgoing)

@@ -9,9 +9,9 @@ A `PipelinePlan` is an immutable value, created by the planner and passed to eve
     replica 1   rank 4    rank 5    rank 6    rank 7
 
 A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
-its virtual stages. Stage s holds virtual stages s, s + K, s + 2 K, ...
+its virtual stages. The schedule says which (`placement`).
 
-    K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12)
+    K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12), interleaved1f1b
 
     stage 0   units 0 1 2              units 6 7 8
     stage 1              units 3 4 5              units 9 10 11
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from .full_sharding import SHARE_OF_A_REDUCTION, divide, parameter_bytes, pass_seconds, state_bytes
 from .partition import choose_num_microbatches, microbatch_candidates
+from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
 from .timeline import Timeline, simulate
 
@@ -116,10 +117,12 @@ class PipelinePlan:
             )
         schedule = schedule_named(self.schedule)
         bounds, v = self.stage_bounds, self.virtual_pipeline_parallel_size
-        if v < 1 or (v > 1 and not schedule.is_interleaved):
+        if v < 1 or v > (schedule.most_virtual_stages or v):
+            fitting = f"between 1 and {schedule.most_virtual_stages}" if schedule.most_virtual_stages else "at least 1"
             raise ValueError(
-                f"virtual_pipeline_parallel_size is {v} and schedule is {self.schedule!r}, but only 'interleaved1f1b'"
-                " has more than 1 virtual stage per stage. Set virtual_pipeline_parallel_size to 1."
+                f"virtual_pipeline_parallel_size is {v} and schedule is {self.schedule!r}, with which the number of"
+                f" virtual stages per stage must be {fitting}. Set virtual_pipeline_parallel_size to"
+                f" {schedule.most_virtual_stages or 1}."
             )
         most = v if k > 1 else 1
         if (
@@ -198,10 +201,15 @@ class PipelinePlan:
         """Number of virtual stages per stage V; 1 if each stage is one contiguous range of units."""
         return (len(self.stage_bounds) - 1) // self.pipeline_parallel_size
 
+    @property
+    def placement(self) -> Placement:
+        """Which stage holds which virtual stages."""
+        return schedule_named(self.schedule).placement(self.pipeline_parallel_size, self.num_virtual_stages)
+
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
         """Return the indices of the virtual stages that a stage holds."""
         self._checked("stage", stage, self.pipeline_parallel_size)
-        return tuple(range(stage, len(self.stage_bounds) - 1, self.pipeline_parallel_size))
+        return self.placement.held_by(stage)
 
     def ranges_of(self, stage: int) -> tuple[range, ...]:
         """Return the units of each of a stage's virtual stages."""
@@ -391,8 +399,11 @@ class PipelinePlan:
         self._checked("stage", stage, self.pipeline_parallel_size)
         _check_num_microbatches(num_microbatches)
         k, m, v = self.pipeline_parallel_size, num_microbatches, self.num_virtual_stages
-        work = schedule_of_step(self.schedule, k, m, v).order_of_work(stage, k, m, v)
-        changes = (per_forward[part] if kind == "forward" else -per_forward[part] for kind, part, _ in work)
+        schedule = schedule_of_step(self.schedule, k, m, v)
+        changes = (
+            per_forward[part] * ((kind == "forward") - schedule.frees_activations(kind))
+            for kind, part, _ in schedule.order_of_work(stage, k, m, v)
+        )
         return max(accumulate(changes))
 
     def stage_bytes(
@@ -490,8 +501,9 @@ class PipelinePlan:
             bubble = f" (bubble {100 * prediction.timeline.bubble:.1f} %)" if k > 1 else ""
             words.append(f"predicted {prediction.seconds:.3g} s{bubble}")
         elif k > 1:
-            passes = m * self.num_virtual_stages
-            words.append(f"bubble {100 * (k - 1) / (passes + k - 1):.1f} % if stages are equal")
+            equal = [1.0] * (len(self.stage_bounds) - 1)
+            timeline = simulate(equal, [2.0] * len(equal), m, self.schedule, self.num_virtual_stages)
+            words.append(f"bubble {100 * timeline.bubble:.1f} % if stages are equal")
         return "; ".join(words)
 
     @staticmethod

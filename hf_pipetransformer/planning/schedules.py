@@ -8,10 +8,10 @@
     GPipe    stage 0   F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2
              stage 1      F0 F1 F2 B0 B0 B1 B1 B2 B2
 
-A schedule is described by its warm-up: the number of forwards that a stage runs before its first backward. Then
+Such a schedule is described by its warm-up: the number of forwards that a stage runs before its first backward. Then
 backwards and forwards alternate until no forward is left, and the other backwards follow. The arguments, the planner,
-the simulated timeline, the prediction of memory and the running pipeline all read the table `SCHEDULES`: a schedule of
-this kind is one more entry in it.
+the simulated timeline, the prediction of memory and the running pipeline all read the table `SCHEDULES`: a further
+schedule is one more entry in it.
 
 Interleaved 1F1B (Narayanan et al., SC 2021) gives each stage V parts of the model, its virtual stages. Part v of stage
 s is virtual stage s + v K, so a micro-batch goes round the K processes V times, and the pipeline fills and empties in
@@ -21,13 +21,33 @@ s is virtual stage s + v K, so a micro-batch goes round the K processes V times,
 
     interleaved1f1b    stage 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3
                        stage 1   .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
+
+ZBV (Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR 2024, section 6) gives each stage two virtual stages in the
+shape of a V (`placement`), and splits a backward: B computes the gradients of the inputs, for which the stage before
+waits, and W those of the weights, which nobody waits for. W fills what would be idle.
+
+    K = 2 (F B W virtual stages 0 and 1, f b w virtual stages 3 and 2), M = 3, one column a pass
+
+    zbv    stage 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2
+           stage 1   .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from .placement import Placement
+
+Kind = Literal["forward", "backward", "weights"]
+"""What a pass computes: outputs; gradients of inputs, and of weights unless these have a pass of their own; or
+gradients of weights."""
+
+WEIGHTS_SHARE = 0.5
+"""Part of a backward that computes gradients of weights, where it is split: a product of matrices, as that for the
+gradients of the inputs."""
 
 
 class Work(NamedTuple):
@@ -39,9 +59,13 @@ class Work(NamedTuple):
         micro_batch: index of the micro-batch.
     """
 
-    kind: Literal["forward", "backward"]
+    kind: Kind
     part: int
     micro_batch: int
+
+
+Order = Callable[[int, int, int, int], list[Work]]
+"""Called with a stage's index, K, M and V; returns what the stage does in a step."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +73,60 @@ class Schedule:
     """The order of a stage's work.
 
     Attributes:
-        name: the value of `pipeline_schedule`, and torch's name of the class that runs it (`get_schedule_class`).
-        warm_up: called with a stage's index, K, M and V; returns the number of forwards before the first backward,
-            which is also the largest number of forwards whose activations the stage keeps at once.
+        name: the value of `pipeline_schedule`.
+        torch_name: torch's name of the class that runs it (`get_schedule_class`).
+        order: the order of torch's schedule.
         keeps_all: whether activations of all micro-batches are kept, so that memory grows with their number.
         is_interleaved: whether a stage may have several virtual stages.
+        most_virtual_stages: their largest number per stage; None if there is no bound.
+        has_rounds: whether the micro-batches run in rounds, which must have equal sizes.
+        is_v_shaped: whether virtual stages are laid out in the shape of a V.
+        splits_backward: whether gradients of the weights are computed in passes of their own.
     """
 
     name: str
-    warm_up: Callable[[int, int, int, int], int]
+    torch_name: str
+    order: Order
     keeps_all: bool
     is_interleaved: bool = False
+    most_virtual_stages: int | None = 1
+    has_rounds: bool = False
+    is_v_shaped: bool = False
+    splits_backward: bool = False
 
     def divides(self, num_stages: int, num_microbatches: int) -> bool:
-        """Whether this number of micro-batches can be run; an interleaved schedule needs rounds of equal size."""
-        return not self.is_interleaved or num_microbatches % _num_rounds(num_stages, num_microbatches) == 0
+        """Whether this number of micro-batches can be run."""
+        return not self.has_rounds or num_microbatches % _num_rounds(num_stages, num_microbatches) == 0
+
+    def placement(self, num_stages: int, num_virtual_stages: int = 1) -> Placement:
+        """Return which stage holds which virtual stages."""
+        return Placement(num_stages, num_virtual_stages, self.is_v_shaped)
 
     def order_of_work(
         self, stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
     ) -> list[Work]:
         """Return what a stage does in a step, in the order of torch's schedules."""
+        return self.order(stage, num_stages, num_microbatches, num_virtual_stages)
+
+    def frees_activations(self, kind: Kind) -> bool:
+        """Whether the activations of a forward are needed until a pass of this kind."""
+        return kind == ("weights" if self.splits_backward else "backward")
+
+
+def _alternating(warm_up: Callable[[int, int, int, int], int]) -> Order:
+    """Return the order of a schedule with this warm-up, which is called as the order is."""
+
+    def order(stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int) -> list[Work]:
         v, m = num_virtual_stages, num_microbatches
         in_round = m // _num_rounds(num_stages, m) if v > 1 else m
         passes = [(part, first + i) for first in range(0, m, in_round) for part in range(v) for i in range(in_round)]
         forwards = [Work("forward", part, i) for part, i in passes]
         backwards = [Work("backward", v - 1 - part, i) for part, i in passes]
-        warm_up = self.warm_up(stage, num_stages, m, v)
-        alternating = zip(backwards, forwards[warm_up:], strict=False)
-        return [*forwards[:warm_up], *(work for pair in alternating for work in pair), *backwards[m * v - warm_up :]]
+        before = warm_up(stage, num_stages, m, v)
+        alternating = zip(backwards, forwards[before:], strict=False)
+        return [*forwards[:before], *(work for pair in alternating for work in pair), *backwards[m * v - before :]]
+
+    return order
 
 
 def _num_rounds(num_stages: int, num_microbatches: int) -> int:
@@ -91,12 +141,61 @@ def _interleaved_warm_up(stage: int, num_stages: int, num_microbatches: int, num
     return min(before + 1, num_virtual_stages * num_microbatches)
 
 
-GPIPE = Schedule("gpipe", lambda stage, num_stages, num_microbatches, _: num_microbatches, keeps_all=True)
-ONE_F_ONE_B = Schedule("1f1b", lambda stage, num_stages, num_microbatches, _: num_stages - stage, keeps_all=False)
-INTERLEAVED = Schedule("interleaved1f1b", _interleaved_warm_up, keeps_all=False, is_interleaved=True)
+def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int, _: int) -> list[Work]:
+    """Return torch's order. It is made for 2 K - 1 micro-batches or more; with fewer, some passes are left out."""
+    most, order = max(2 * num_stages - 1, num_microbatches), list[Work]()
+    run: Counter[tuple[Kind, int]] = Counter()
 
-SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in (ONE_F_ONE_B, GPIPE, INTERLEAVED)}
+    def add(*passes: tuple[Kind, int]) -> None:
+        for kind, part in passes:
+            order.append(Work(kind, part, run[kind, part]))
+            run[kind, part] += 1
 
+    forwards: tuple[tuple[Kind, int], tuple[Kind, int]] = ("forward", 0), ("forward", 1)
+    inputs: tuple[tuple[Kind, int], tuple[Kind, int]] = ("backward", 0), ("backward", 1)
+    weights: tuple[tuple[Kind, int], tuple[Kind, int]] = ("weights", 0), ("weights", 1)
+    add(*[forwards[0]] * (2 * (num_stages - stage) - 1))
+    add(*[forwards[1], forwards[0]] * stage)
+    add(*[forwards[1], inputs[1], weights[1]] * (num_stages - stage))
+    while run[forwards[1]] < run[forwards[0]] or run[forwards[0]] < most:
+        if run[forwards[0]] < most:
+            add(forwards[0])
+        add(inputs[0], weights[0], forwards[1], inputs[1], weights[1])
+    add(*[inputs[0], inputs[1]] * stage)
+    add(*[inputs[0], weights[0]] * (num_stages - stage))
+    for part in (1, 0):
+        add(*[weights[part]] * (run[inputs[part]] - run[weights[part]]))
+    return [work for work in order if work.micro_batch < num_microbatches]
+
+
+GPIPE = Schedule("gpipe", "gpipe", _alternating(lambda stage, k, m, v: m), keeps_all=True)
+ONE_F_ONE_B = Schedule("1f1b", "1f1b", _alternating(lambda stage, k, m, v: k - stage), keeps_all=False)
+INTERLEAVED = Schedule(
+    "interleaved1f1b",
+    "interleaved1f1b",
+    _alternating(_interleaved_warm_up),
+    keeps_all=False,
+    is_interleaved=True,
+    most_virtual_stages=None,
+    has_rounds=True,
+)
+ZERO_BUBBLE_V = Schedule(
+    "zbv",
+    "ZBVZeroBubble",
+    _zero_bubble_v,
+    keeps_all=False,
+    is_interleaved=True,
+    most_virtual_stages=2,
+    is_v_shaped=True,
+    splits_backward=True,
+)
+
+SCHEDULES: Mapping[str, Schedule] = {
+    schedule.name: schedule for schedule in (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE_V)
+}
+
+
+INTERLEAVED_NAMES = " and ".join(repr(name) for name, schedule in SCHEDULES.items() if schedule.is_interleaved)
 
 DEFAULT_VIRTUAL_STAGES = 2
 """Virtual stages per stage of an interleaved schedule, if none are requested."""
@@ -110,18 +209,23 @@ def virtual_stages_of(schedule: str, requested: int | None) -> int:
         requested: value of `virtual_pipeline_parallel_size`; None if the user has not set it.
 
     Raises:
-        ValueError: It is no number of 2 or more with an interleaved schedule, or not 1 with another one.
+        ValueError: With an interleaved schedule, it is no number of 2 or more, or more than the schedule runs; with
+            another one, it is not 1.
     """
-    is_interleaved = schedule_named(schedule).is_interleaved
+    chosen = schedule_named(schedule)
     if requested is None:
-        return DEFAULT_VIRTUAL_STAGES if is_interleaved else 1
+        return DEFAULT_VIRTUAL_STAGES if chosen.is_interleaved else 1
     is_number = isinstance(requested, int) and not isinstance(requested, bool)
-    if not is_number or requested < 1 or (requested > 1) != is_interleaved:
-        fitting = "at least 2" if is_interleaved else "1, because only 'interleaved1f1b' has more"
+    most = chosen.most_virtual_stages
+    if not is_number or requested < 1 or (requested > 1) != chosen.is_interleaved or requested > (most or requested):
+        fitting = "at least 2" if most is None else str(most)
+        if not chosen.is_interleaved:
+            fitting += f", because only {INTERLEAVED_NAMES} have more"
+        other = INTERLEAVED if is_number and requested > 1 else ONE_F_ONE_B
         raise ValueError(
             f"virtual_pipeline_parallel_size={requested!r} cannot be combined with pipeline_schedule={schedule!r},"
             f" with which it must be {fitting}. Unset virtual_pipeline_parallel_size, or set pipeline_schedule to"
-            f" {'1f1b' if is_interleaved else 'interleaved1f1b'!r}."
+            f" {other.name!r}."
         )
     return requested
 

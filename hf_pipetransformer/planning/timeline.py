@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from .schedules import Work, schedule_of_step
+from .schedules import WEIGHTS_SHARE, Kind, Work, schedule_of_step
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Span:
     """
 
     stage: int
-    kind: Literal["forward", "backward"]
+    kind: Kind
     micro_batch: int
     start: float
     end: float
@@ -59,31 +58,46 @@ def simulate(
 
     Args:
         forward: seconds of one micro-batch's forward in each virtual stage, in the model's order. `[V * K]`
-        backward: seconds of one micro-batch's backward in each virtual stage; 0 for one without backward, because it
-            and all before it are frozen. `[V * K]`
+        backward: seconds of one micro-batch's backward in each virtual stage, for inputs and weights together; 0 for
+            one without backward, because it and all before it are frozen. `[V * K]`
         num_microbatches: M.
         schedule: name of the schedule.
         num_virtual_stages: virtual stages per stage V.
     """
-    last, k = len(forward) - 1, len(forward) // num_virtual_stages
+    k = len(forward) // num_virtual_stages
     order = schedule_of_step(schedule, k, num_microbatches, num_virtual_stages)
+    placement = order.placement(k, num_virtual_stages)
     work = [order.order_of_work(stage, k, num_microbatches, num_virtual_stages) for stage in range(k)]
+    share = WEIGHTS_SHARE if order.splits_backward else 0.0
+    seconds: dict[Kind, list[float]] = {
+        "forward": list(forward),
+        "backward": [(1 - share) * of_both for of_both in backward],
+        "weights": [share * of_both for of_both in backward],
+    }
     done: dict[Work, float] = {}  # here, `Work.part` counts the virtual stages of all stages
     free = [0.0] * k
     spans: list[Span] = []
     while any(work):
         for stage in range(k):
+            held = placement.held_by(stage)
             while work[stage]:
                 kind, part, i = work[stage][0]
-                here = stage + part * k
-                source = Work(kind, here - 1 if kind == "forward" else here + 1, i)
-                has_source = 0 <= source.part <= last and (kind == "forward" or backward[here] > 0)
+                here = held[part]
+                source = _source(kind, here, i)
+                has_source = 0 <= source.part <= placement.last and (kind == "forward" or backward[here] > 0)
                 if has_source and source not in done:
                     break
                 start = max(free[stage], done[source] if has_source else 0.0)
-                end = start + (forward if kind == "forward" else backward)[here]
+                end = start + seconds[kind][here]
                 free[stage] = done[Work(kind, here, i)] = end
                 if kind == "forward" or backward[here] > 0:
                     spans.append(Span(stage, kind, i, start, end, part))
                 work[stage].pop(0)
     return Timeline(tuple(sorted(spans, key=lambda span: (span.stage, span.start))), max(free))
+
+
+def _source(kind: Kind, virtual_stage: int, micro_batch: int) -> Work:
+    """Return the pass whose result a pass needs."""
+    if kind == "weights":
+        return Work("backward", virtual_stage, micro_batch)
+    return Work(kind, virtual_stage + (-1 if kind == "forward" else 1), micro_batch)

@@ -536,12 +536,19 @@ def _add_step(figure: go.Figure, step: _Step, row: int, shows_legend: bool) -> N
         marker={"pattern": pattern},
         hovertemplate=f"{100 * timeline.bubble:.1f} % of the pipeline's time is waiting<extra></extra>",
     )
-    for kind, color in (("forward", BLUE), ("backward", ORANGE)):
+    kinds = (
+        ("forward", "forward", BLUE),
+        ("backward", "backward", ORANGE),
+        ("weights", "backward of weights", PURPLE),
+    )
+    for kind, label, color in kinds:
         spans = [span for span in timeline.spans if span.kind == kind]
+        if not spans and kind == "weights":
+            continue  # most schedules have no passes of this kind
         names = [step.names[span.micro_batch] for span in spans]
         virtual = [f", part {span.part + 1} of its layers" if is_interleaved else "" for span in spans]
         add(
-            kind,
+            label,
             color,
             base=[1e3 * span.start for span in spans],
             x=[1e3 * (span.end - span.start) for span in spans],
@@ -553,7 +560,7 @@ def _add_step(figure: go.Figure, step: _Step, row: int, shows_legend: bool) -> N
             constraintext="none",
             textfont={"color": "white", "size": 10},
             customdata=[name + part for name, part in zip(names, virtual, strict=True)],
-            hovertemplate=f"{kind} of {step.unit} %{{customdata}}: %{{x:.3g}} ms<extra></extra>",
+            hovertemplate=f"{label} of {step.unit} %{{customdata}}: %{{x:.3g}} ms<extra></extra>",
         )
     add(
         "gradients over replicas, optimizer",

@@ -80,6 +80,7 @@ WAYS = {
     "two-stages-interleaved": Way(
         2, (forwards(8), forwards(8, from_device=1)), options={"pipeline_schedule": "interleaved1f1b"}
     ),
+    "two-stages-zbv": Way(2, (forwards(8, from_device=1), forwards(8)), options={"pipeline_schedule": "zbv"}),
     # the items of the prepared batch are counted, which `_prepare_inputs` may have changed
     "two-replicas": Way(1, 2 * (forwards(1, from_device=1),), replicas=2),
     "two-replicas-cached": Way(
@@ -200,7 +201,8 @@ def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cached", "two-stages-cached", "two-stages-interleaved", "two-replicas-cached", "sliced"]
+    "name",
+    ["cached", "two-stages-cached", "two-stages-interleaved", "two-stages-zbv", "two-replicas-cached", "sliced"],
 )
 def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
     way = WAYS[name]

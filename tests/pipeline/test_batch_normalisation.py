@@ -116,12 +116,13 @@ def test_one_micro_batch_equals_one_process_also_when_resumed(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_virtual_stages_count_a_batch_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
+def test_virtual_stages_count_a_batch_once(schedule: str, tmp_path: Path) -> None:
     """The stem, which each virtual stage of a process runs again, has the statistics of one pass."""
     run = DeepRun(**{one.name: getattr(RUN, one.name) for one in fields(Run)})
     expected = run_ranks(one_process, 1, False, run)[0]
     on_two = replace(run, per_device=PIPELINE.per_device)
-    outcomes = run_ranks(in_stages, STAGES, str(tmp_path), run=on_two, pipeline_schedule="interleaved1f1b")
+    outcomes = run_ranks(in_stages, STAGES, str(tmp_path), run=on_two, pipeline_schedule=schedule)
     (event, *_) = map(json.loads, (tmp_path / "pipeline_events.jsonl").read_text().splitlines())
     assert event["num_virtual_stages"] == 2
     for (

@@ -12,7 +12,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_pipetransformer.model.layer_stack import CarrySlot
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.messages import PipelineMessages, wait_for
+from hf_pipetransformer.pipeline.messages import Crossing, PipelineMessages, wait_for
+from hf_pipetransformer.planning.placement import Placement
 
 
 class Pair(NamedTuple):
@@ -23,7 +24,8 @@ class Pair(NamedTuple):
 def messages_of(rank: int, world_size: int) -> PipelineMessages:
     dist.init_process_group("gloo")
     groups = ProcessMesh(timedelta(seconds=60)).groups(world_size)
-    return PipelineMessages(range(world_size), rank, groups.pipeline, groups.pipeline_control, torch.device("cpu"))
+    ranks, placement = range(world_size), Placement(world_size)
+    return PipelineMessages(ranks, rank, groups.pipeline, groups.pipeline_control, torch.device("cpu"), placement)
 
 
 def trees(rank: int, world_size: int) -> None:
@@ -51,10 +53,11 @@ def values(rank: int, world_size: int) -> None:
     messages = messages_of(rank, world_size)
     slots = [CarrySlot(0, 0, True, True), CarrySlot(0, 1, False, False)]
     if rank > 0:
-        used, unused = messages.receive_values(slots)
+        used, unused = messages.receive_values(rank, slots)
         assert used.tolist() == [rank - 1.0] * 2 and unused.tolist() == [0] * rank
     if rank < messages.last:
-        wait_for(messages.send_values(slots, [torch.full((2,), float(rank)), torch.ones(rank + 1, dtype=torch.long)]))
+        sent = [torch.full((2,), float(rank)), torch.ones(rank + 1, dtype=torch.long)]
+        wait_for(messages.send_values(Crossing(rank, slots, sent)))
     assert messages.of_each_stage(rank) == [0, 1, 2]
     assert messages.largest(torch.tensor([rank, -rank])).tolist() == [2, 0]
     assert (messages.previous_rank, messages.next_rank) == ((None, 1), (0, 2), (1, None))[rank]

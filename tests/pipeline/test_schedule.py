@@ -17,8 +17,8 @@ from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.micro_batch import Batch, slice_rows
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.pipeline.messages import PipelineMessages
+from hf_pipetransformer.pipeline.placed import shape_books
 from hf_pipetransformer.pipeline.schedule import KEPT_SCHEDULES, PipelineScheduler
-from hf_pipetransformer.pipeline.stage import ShapeBook
 from hf_pipetransformer.pipeline.virtual_stages import VirtualStages
 from hf_pipetransformer.planning.schedules import schedule_named
 
@@ -42,16 +42,18 @@ class Pipeline:
         self.stack, self.num_stages, self.num_microbatches = stack, stages, 1
         self.index, self.replica = mesh.rank % stages, mesh.rank // stages
         units = stack.num_units // (stages * virtual)
-        ranges = [range(i * units, (i + 1) * units) for i in range(self.index, stages * virtual, stages)]
+        placement = schedule_named(schedule).placement(stages, virtual)
+        ranges = [range(i * units, (i + 1) * units) for i in placement.held_by(self.index)]
         self.stage = VirtualStages(stack, ranges, self.loss_of, torch.device("cpu"))
         modules: list[nn.Module] = list(self.stage.stages)
         if groups.replicas is not None:
             modules = [DistributedDataParallel(self.stage.first, process_group=groups.replicas, init_sync=False)]
         ranks = range(self.replica * stages, (self.replica + 1) * stages)
         control = groups.pipeline_control
-        messages = PipelineMessages(ranks, self.index, groups.pipeline, control, torch.device("cpu"))
-        books = [ShapeBook(stage, messages.receive_shapes, messages.send_shapes) for stage in self.stage.stages]
-        self.scheduler = PipelineScheduler(self.stage, modules, self.index, stages, groups.pipeline, books, schedule)
+        messages = PipelineMessages(ranks, self.index, groups.pipeline, control, torch.device("cpu"), placement)
+        self.scheduler = PipelineScheduler(
+            self.stage, modules, self.index, placement, groups.pipeline, shape_books(self.stage, messages), schedule
+        )
 
     def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         return model(**micro_batch).loss / self.num_microbatches
@@ -129,9 +131,10 @@ def test_shapes_that_change_between_steps(schedule):
     assert run_ranks(changing_shapes, 4, schedule) == [KEPT_SCHEDULES] * 4
 
 
-def interleaved(rank, world_size, frozen_units):
+def interleaved(rank, world_size, name, frozen_units):
     """2 processes with two stages each; batches that change their shape, and every number of micro-batches."""
-    pipeline, schedule = Pipeline(2, "interleaved1f1b", frozen_units, virtual=2), schedule_named("interleaved1f1b")
+    pipeline, schedule = Pipeline(2, name, frozen_units, virtual=2), schedule_named(name)
+    held = schedule.placement(2, 2).held_by(rank)
     frozen = tuple(pipeline.stack.owned(0, frozen_units))
     expected = uncut_gradients(batch_of(12), frozen=frozen)
     for count in (1, 2, 3, 4, 6, 12):
@@ -139,8 +142,9 @@ def interleaved(rank, world_size, frozen_units):
         assert_equal(pipeline.take_gradients(), expected)
         built = next(reversed(pipeline.scheduler._built.values()))[1]
         of_torch = [str(action) for action in built.pipeline_order[rank] if action is not None]
+        names = {"forward": "F", "backward": "I" if schedule.splits_backward else "B", "weights": "W"}
         order = schedule.order_of_work(rank, 2, count, 2)
-        assert of_torch == [f"{rank + 2 * part}{kind[0].upper()}{i}" for kind, part, i in order]
+        assert of_torch == [f"{held[part]}{names[kind]}{i}" for kind, part, i in order]
     pipeline.step(batch_of(8, 5), 4)
     pipeline.step(batch_of(4, 6), 2)
     together = uncut_gradients(batch_of(8, 5), batch_of(4, 6), frozen=frozen)
@@ -149,8 +153,11 @@ def interleaved(rank, world_size, frozen_units):
 
 
 @pytest.mark.parametrize("frozen_units", [0, *slow(1, 3)])
-def test_gradients_of_an_interleaved_schedule(frozen_units):
-    assert run_ranks(interleaved, 2, frozen_units) == ["ScheduleInterleaved1F1B"] * 2
+@pytest.mark.parametrize(
+    ("name", "run_by"), [("interleaved1f1b", "ScheduleInterleaved1F1B"), ("zbv", "ScheduleZBVZeroBubble")]
+)
+def test_gradients_of_an_interleaved_schedule(name, run_by, frozen_units):
+    assert run_ranks(interleaved, 2, name, frozen_units) == [run_by] * 2
 
 
 def frozen_stages(rank, world_size, schedule, frozen_units):

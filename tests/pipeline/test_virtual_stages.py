@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several parts of the model on each process train, predict and change their layout as one process.
+"""Several parts of the model on each process train, predict and change their layout as one process.
 
 A model of eight layers on two stages with V = 2 or 3 virtual stages each.
 """
@@ -16,7 +16,7 @@ import torch
 from cached_runs import cached, expected_of, hit_rates
 from distributed import run_ranks
 from model_zoo import MODELS, without_dropout
-from selection import slow
+from selection import few, slow
 from torch import nn
 from training_data import ZOO_MODEL, TrainingData
 from training_runs import (
@@ -50,6 +50,7 @@ class DeepRun(Run):
 
 RUNS: dict[str, Run] = {
     "bert": DeepRun(),
+    "vit": DeepRun("image-classification"),
     "llama-tied": DeepRun("causal-lm").with_options(gradient_checkpointing=True),
     "gpt2-tied": DeepRun("causal-lm", model="gpt2"),
     "t5": Run("seq2seq"),  # its relative position biases belong to several virtual stages of each process
@@ -79,11 +80,11 @@ def expected(name: str) -> Outcome:
     return run_ranks(stock, 1, RUNS[name])[0]
 
 
-def interleaved(rank: int, world_size: int, run: Run, virtual: int) -> Outcome:
+def in_parts(rank: int, world_size: int, run: Run, schedule: str, virtual: int) -> Outcome:
     trainer = pipeline_trainer(
         replace(run, per_device=run.per_device * WORLD // world_size),
         PROCESSES,
-        pipeline_schedule="interleaved1f1b",
+        pipeline_schedule=schedule,
         virtual_pipeline_parallel_size=virtual,
         num_microbatches=4,
     )
@@ -95,13 +96,24 @@ def interleaved(rank: int, world_size: int, run: Run, virtual: int) -> Outcome:
     return outcome
 
 
+MOST_IN_PARTS = [
+    ("llama-tied", "interleaved1f1b", 2),
+    ("llama-tied", "interleaved1f1b", 3),
+    ("bert", "interleaved1f1b", 2),
+    ("bert", "interleaved1f1b", 3),
+    ("gpt2-tied", "interleaved1f1b", 3),
+    ("t5", "interleaved1f1b", 2),
+    ("t5", "interleaved1f1b", 3),
+    *((name, "zbv", 2) for name in RUNS),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "virtual"),
-    [("llama-tied", 2), *slow(("llama-tied", 3), ("bert", 2), ("bert", 3), ("gpt2-tied", 3), ("t5", 2), ("t5", 3))],
+    ("name", "schedule", "virtual"), few(MOST_IN_PARTS, ("llama-tied", "interleaved1f1b", 2), ("llama-tied", "zbv", 2))
 )
-def test_trains_and_predicts_as_one_process(name: str, virtual: int) -> None:
+def test_trains_and_predicts_as_one_process(name: str, schedule: str, virtual: int) -> None:
     """With accumulation, clipping, an odd last batch, and gradient checkpointing in one of the models."""
-    outcomes = run_ranks(interleaved, PROCESSES, RUNS[name], virtual)
+    outcomes = run_ranks(in_parts, PROCESSES, RUNS[name], schedule, virtual)
     assert expected(name).steps >= 5
     assert_same_training(outcomes, expected(name))
     for outcome in outcomes:
@@ -112,29 +124,38 @@ def test_trains_and_predicts_as_one_process(name: str, virtual: int) -> None:
 
 TABLE = {3: 1, 6: 2, 9: 5, 12: 6}
 """Steps done -> frozen layers. An epoch has three steps."""
-STAGES = {0: 2, 1: 2, 2: 2, 5: 2, 6: 1}
-"""Frozen layers -> stages."""
+STAGES = {
+    "interleaved1f1b": {0: 2, 1: 2, 2: 2, 5: 2, 6: 1},
+    "zbv": {0: 4, 1: 2, 2: 2, 5: 2, 6: 1},
+}
+"""Schedule -> frozen layers -> stages, with four processes."""
 VIRTUAL = {0: 2, 1: 2, 2: 2, 5: 2, 6: 1}
 """Frozen layers -> virtual stages per stage."""
 
 
+@pytest.mark.parametrize("schedule", ["interleaved1f1b", *slow("zbv")])
 @pytest.mark.parametrize("name", ["bert", *slow("llama", "vit")])
-def test_freezing_and_caching_equal_one_process(name: str, tmp_path: Path) -> None:
-    """(2, 2) with two virtual stages each, which read cached layers and frozen ones that are not cached -> (1, 4)."""
+def test_freezing_and_caching_equal_one_process(name: str, schedule: str, tmp_path: Path) -> None:
+    """(2, 2) with two virtual stages each, which read cached layers and frozen ones that are not cached -> (1, 4).
+
+    With ZBV the start is (4, 1).
+    """
     kinds: dict[str, Any] = {"bert": (), "llama": ("causal-lm", "llama"), "vit": ("image-classification",)}
     run = DeepRun(*kinds[name], epochs=6)
-    results = run_ranks(cached_interleaved, WORLD, run, str(tmp_path))
+    results = run_ranks(cached_in_parts, WORLD, run, schedule, str(tmp_path))
     assert_same_training([outcome for outcome, _ in results], expected_of(run, TABLE))
     # each of the last epochs has more frozen layers, and reads what the one before has stored for fewer
     assert all(hit_rates(epochs) == [(0, 0), (0, 1), (0, 1), (0, 1)] for _, epochs in results)
     events = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
     layouts = [(e["num_frozen_layers"], e["pipeline_parallel_size"], e["num_virtual_stages"]) for e in events]
-    assert {frozen: k for frozen, k, _ in layouts} == STAGES
+    assert {frozen: k for frozen, k, _ in layouts} == STAGES[schedule]
     assert {frozen: v for frozen, _, v in layouts} == VIRTUAL
 
 
-def cached_interleaved(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[dict[str, Any]]]:
-    return cached(rank, world_size, run, STAGES, TABLE, folder=folder, pipeline_schedule="interleaved1f1b")
+def cached_in_parts(
+    rank: int, world_size: int, run: Run, schedule: str, folder: str
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    return cached(rank, world_size, run, STAGES[schedule], TABLE, folder=folder, pipeline_schedule=schedule)
 
 
 class StopAfter(TrainerCallback):
@@ -151,11 +172,15 @@ def resumed(rank: int, world_size: int, run: Run, folder: str, first: dict[str, 
 
 
 INTERLEAVED: dict[str, Any] = {"stages": 2, "pipeline_schedule": "interleaved1f1b"}
+ZBV: dict[str, Any] = {"stages": 2, "pipeline_schedule": "zbv"}
 OTHER: dict[str, Any] = {"stages": 4, "pipeline_schedule": "1f1b"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(INTERLEAVED, OTHER), (OTHER, INTERLEAVED), (INTERLEAVED, INTERLEAVED)])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(INTERLEAVED, OTHER), (OTHER, INTERLEAVED), (INTERLEAVED, INTERLEAVED), (ZBV, OTHER), (OTHER, ZBV), (ZBV, ZBV)],
+)
 def test_resumes_under_another_schedule(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
     run = DeepRun("causal-lm")
     outcomes = run_ranks(resumed, WORLD, run, str(tmp_path), first, then)

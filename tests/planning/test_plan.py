@@ -74,6 +74,16 @@ def test_virtual_stages_are_laid_out_as_drawn() -> None:
     assert "bubble 11.1 %" in str(plan)
 
 
+def test_a_v_brings_the_last_units_to_the_first_stage() -> None:
+    plan = plan_of(2, schedule="zbv", virtual_pipeline_parallel_size=2)
+    assert [plan.virtual_stages_of(s) for s in range(2)] == [(0, 3), (1, 2)]
+    assert [plan.units_of(s) for s in range(2)] == [(0, 1, 6, 7), (2, 3, 4, 5)]
+    assert [plan.microbatches_in_flight(stage, 8) for stage in range(2)] == [4, 4]
+    assert "schedule zbv with 4 micro-batches, 2 virtual stages per stage; bubble 4.0 %" in str(plan)
+    with pytest.raises(ValueError, match=r"is 3 and schedule is 'zbv'.* between 1 and 2"):
+        dataclasses.replace(plan, virtual_pipeline_parallel_size=3)
+
+
 def test_bounds_must_fit_the_virtual_stages() -> None:
     plan = interleaved(2, 2)
     for bounds in [(0, 2, 4, 8), (0, 1, 2, 3, 4, 5, 8)]:  # not a multiple of K, and more than requested

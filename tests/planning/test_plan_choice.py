@@ -190,6 +190,12 @@ def test_number_of_virtual_stages(k: int, wanted: int, frozen: int, cached: int,
     assert plan.runs_as == ("interleaved1f1b" if plan.num_virtual_stages > 1 else "1f1b")
 
 
+@pytest.mark.parametrize(("frozen", "runs_as"), [(0, "zbv"), (5, "zbv"), (6, "1f1b")])
+def test_too_few_units_for_a_v(frozen: int, runs_as: str) -> None:
+    options = {"schedule": "zbv", "virtual_pipeline_parallel_size": 2, "num_frozen_layers": frozen}
+    assert plan_of(2, num_cached_layers=max(0, frozen - 1), **options).runs_as == runs_as
+
+
 def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
     """4 stages of 8 units have 2 each; the request for 3 is fulfilled with 2 stages."""
     options = {"schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 3}

@@ -27,6 +27,10 @@ def test_order_is_as_drawn() -> None:
         "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3",
         "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3",
     ]
+    assert [drawn("zbv", stage, 2, 3, 2) for stage in range(2)] == [
+        "F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2",
+        "F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2",
+    ]
     assert drawn("interleaved1f1b", 0, 2, 3) == drawn("1f1b", 0, 2, 3)  # one virtual stage per stage
 
 
@@ -45,4 +49,4 @@ def test_torch_runs_every_schedule() -> None:
     """The order of an interleaved schedule is compared with torch's in `pipeline/test_schedule.py`."""
     for name, schedule in SCHEDULES.items():
         kind = PipelineScheduleMulti if schedule.is_interleaved else PipelineScheduleSingle
-        assert issubclass(get_schedule_class(name), kind)
+        assert issubclass(get_schedule_class(schedule.torch_name), kind), name

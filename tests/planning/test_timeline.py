@@ -25,6 +25,23 @@ def test_virtual_stages_shorten_the_bubble(k: int, v: int, rounds: int) -> None:
     assert timeline.seconds == pytest.approx(3 * (m + (k - 1) / v))
 
 
+@pytest.mark.parametrize(("k", "m"), [(2, 3), (2, 4), (2, 6), (4, 7), (4, 8), (4, 12)])
+def test_gradients_of_weights_fill_the_bubble(k: int, m: int) -> None:
+    """If F, B and W take equally long and M >= 2 K - 1, only the way to the last stage and back is waited for."""
+    timeline = simulate([1.0] * 2 * k, [2.0] * 2 * k, m, "zbv", 2)
+    assert timeline.seconds == 6 * m + k - 1
+    assert timeline.bubble == pytest.approx((k - 1) / (6 * m + k - 1))
+    at = {(span.kind, span.stage, span.part, span.micro_batch): span for span in timeline.spans}
+    for stage, part, i in itertools.product(range(k), range(2), range(m)):
+        assert at["forward", stage, part, i].end <= at["backward", stage, part, i].start
+        assert at["backward", stage, part, i].end <= at["weights", stage, part, i].start
+        if part == 1:  # the way back
+            after = ("backward", stage - 1, 1, i) if stage else None
+            assert after is None or at[after].end <= at["backward", stage, 1, i].start
+            before = ("forward", stage + 1, 1, i) if stage + 1 < k else ("forward", stage, 0, i)
+            assert at[before].end <= at["forward", stage, 1, i].start
+
+
 def test_one_slow_stage_sets_the_pace() -> None:
     timeline = simulate([1.0, 2.0], [2.0, 4.0], 10)
     assert timeline.seconds == 10 * 6 + 1 + 2  # the slow stage, its first input, and the fast stage's last backward

@@ -18,6 +18,7 @@ from test_plan import times_of, unit
 
 from hf_pipetransformer.planning.plan import MIB
 from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.schedules import virtual_stages_of
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.report import report, report_figures
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned, timeline_of_slices
@@ -56,6 +57,7 @@ class Run:
 
     folder: Path
     name: str = FIRST
+    schedule: str = "1f1b"
 
     def event(self, kind: str, step: int, stages: int, frozen: int = 0, times: Any = TIMES, **facts: Any) -> Run:
         plan = make_plan(
@@ -64,6 +66,8 @@ class Run:
             stages,
             rows_per_device=4,
             memory_budget_bytes=None,
+            schedule=self.schedule,
+            virtual_pipeline_parallel_size=virtual_stages_of(self.schedule, None),
             num_frozen_layers=frozen,
             times=times,
             plan_by="times",
@@ -365,19 +369,22 @@ def test_each_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
     assert lasting == pytest.approx(10 + 5 + 10 * 0.25)
 
 
-def test_the_step_is_that_of_the_simulation(tmp_path: Path) -> None:
-    Run(tmp_path).event("start", 0, 4).steps(0, 20, 0.2).end(20)
+@pytest.mark.parametrize(("schedule", "stages", "virtual"), [("1f1b", 4, 1), ("zbv", 2, 2)])
+def test_the_step_is_that_of_the_simulation(schedule: str, stages: int, virtual: int, tmp_path: Path) -> None:
+    Run(tmp_path, schedule=schedule).event("start", 0, stages).steps(0, 20, 0.2).end(20)
     (layout,) = the_training(tmp_path).layouts
     prediction = layout.prediction
     assert prediction is not None
     m = prediction["num_microbatches"]
-    timeline = simulate(prediction["forward"], prediction["backward"], m)
+    timeline = simulate(prediction["forward"], prediction["backward"], m, schedule, virtual)
     bars = {trace["name"]: trace for trace in page_of(tmp_path).figures["step"]["data"]}
-    assert len(bars["forward"]["x"]) == len(bars["backward"]["x"]) == 4 * m
-    ends = [a + b for a, b in zip(bars["backward"]["base"], bars["backward"]["x"], strict=True)]
+    names = ["forward", "backward", *(["backward of weights"] if schedule == "zbv" else [])]
+    assert [len(bars[name]["x"]) for name in names] == [stages * virtual * m] * len(names)
+    assert ("backward of weights" in bars) == (schedule == "zbv")
+    ends = [a + b for name in names for a, b in zip(bars[name]["base"], bars[name]["x"], strict=True)]
     assert max(ends) == pytest.approx(1e3 * timeline.seconds)
-    assert bars["waiting (bubble)"]["x"] == pytest.approx([1e3 * timeline.seconds] * 4)
-    assert bars["gradients over replicas, optimizer"]["base"] == pytest.approx([1e3 * timeline.seconds] * 4)
+    assert bars["waiting (bubble)"]["x"] == pytest.approx([1e3 * timeline.seconds] * stages)
+    assert bars["gradients over replicas, optimizer"]["base"] == pytest.approx([1e3 * timeline.seconds] * stages)
 
 
 FROZEN = StageLatency(SliceLatency(1e-3, 1e-5, 1e-8, 1e-7, 64), SliceLatency(0.0, 0.0, 0.0, 0.0, 64))
