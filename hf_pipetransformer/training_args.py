@@ -24,6 +24,7 @@ from .fsdp_arguments import asks_for_full_sharding
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES, virtual_stages_of
+from .planning.sharding_choice import AUTO
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
@@ -160,7 +161,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             holds its part of the weights and gradients only (ZeRO-3, FSDP). With a single stage, the weights of a
             layer are gathered when it runs; with several, those of a stage during a step. Between the steps the
             model's parameters are placeholders, which callbacks cannot read. The results are the same. Both also work
-            with a single stage.
+            with a single stage. `"auto"`: the least of them with which the model fits the devices.
 
     > Parameters that control layer freezing
 
@@ -263,8 +264,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     replica_sharding: str = field(
         default="none",
         metadata={
-            "help": "What the replicas of a stage divide among them: 'none', or the 'optimizer' state (ZeRO-1).",
-            "choices": list(REPLICA_SHARDINGS),
+            "help": "What the replicas of a stage divide: 'none', the 'optimizer' state (ZeRO-1), in 'full' (FSDP).",
+            "choices": [*REPLICA_SHARDINGS, AUTO],
         },
     )
 
@@ -460,16 +461,17 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def _check_sharding(self) -> None:
         """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
-        if self.replica_sharding not in REPLICA_SHARDINGS:
+        allowed = (*REPLICA_SHARDINGS, AUTO)
+        if self.replica_sharding not in allowed:
             raise ValueError(
                 f"replica_sharding={self.replica_sharding!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
+                f" {', '.join(map(repr, allowed))}."
             )
-        if self.replica_sharding == "full" and self.token_slices != "off":
+        if self.replica_sharding in ("full", AUTO) and self.token_slices != "off":
             raise ValueError(
-                f"replica_sharding='full' cannot be combined with token_slices={self.token_slices!r}, which run parts"
-                " of the model between the steps, when its weights are divided. Set replica_sharding='optimizer', or"
-                " token_slices='off'."
+                f"replica_sharding={self.replica_sharding!r} cannot be combined with token_slices="
+                f"{self.token_slices!r}, which run parts of the model between the steps, when its weights are divided."
+                " Set replica_sharding='optimizer', or token_slices='off'."
             )
 
     def _refuse_sharding_by_others(self) -> None:

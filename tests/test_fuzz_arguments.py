@@ -73,7 +73,9 @@ FIELDS: dict[str, Values] = {
         ("", "on", 0, -1, "0", 1.5, NAN, INF, True, None, [], [4, 0], [[4]], [NAN], {}, "{}", '"two"', "NaN", DIGITS),
         {"pipeline_parallel_size": "auto"},
     ),
-    "replica_sharding": Values(("none", "optimizer"), (*(n for n in NO_NAMES if n != "none"), "full", "Optimizer")),
+    "replica_sharding": Values(
+        ("none", "optimizer", "full", "auto"), (*(n for n in NO_NAMES if n not in ("none", "auto")), "Optimizer")
+    ),
     "freeze_policy": Values(
         ("none", "alpha", "adaptive", "autofreeze", "schedule"), (*(n for n in NO_NAMES if n != "none"), "Alpha")
     ),

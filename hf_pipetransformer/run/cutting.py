@@ -44,6 +44,7 @@ from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise_buffers, synchronise_weights
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
+from ..planning.sharding_choice import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere
@@ -241,7 +242,7 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
 
 def _needs_units(job: TrainingJob) -> bool:
     """Whether the model's layers are needed: to split it, to freeze it, or to gather its weights layer by layer."""
-    gathers_layers = job.args.replica_sharding == "full" and job.mesh.world_size > 1
+    gathers_layers = job.args.replica_sharding in ("full", AUTO) and job.mesh.world_size > 1
     return job.args.uses_pipeline or job.freeze_callback is not None or gathers_layers
 
 

@@ -291,10 +291,6 @@ class PipelineRun(TrainerCallback):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
         pipeline = self._cut.pipeline
-        coupling = None
-        if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
-            coupling = self._coupling_of(trainer.optimizer)
-            self._attach(trainer.optimizer)
         # 2
         self._planner = planner = Planner(
             job.args,
@@ -304,6 +300,10 @@ class PipelineRun(TrainerCallback):
             may_replicate=may_replicate(job, setup.reduction),
         )
         check_loss_allows(job, setup.reduction, planner.first)
+        coupling = None
+        if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
+            coupling = self._coupling_of(trainer.optimizer)
+            self._attach(trainer.optimizer)
         kept = recall(job)
         self.preemption.owes_evaluation = bool(kept.get("owes_evaluation"))
         # 3
@@ -368,6 +368,11 @@ class PipelineRun(TrainerCallback):
         times = time_model(job, cut, rows, collate, self._checkpoint)
         return Setup(reduction, is_random, times)
 
+    @property
+    def _sharding(self) -> str:
+        """What the replicas of a stage divide in this training."""
+        return self.planner.first.replica_sharding
+
     def _coupling_of(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Return why an optimizer cannot be divided among stages or replicas, or None.
 
@@ -375,19 +380,19 @@ class PipelineRun(TrainerCallback):
         """
         why = None
         args, stack = self._job.args, self.pipeline.stack
-        if args.replica_sharding != "none":
+        if self._sharding != "none":
             why = _why_not_to_shard(unwrapped(optimizer))
             units = {id(stack.table[name]): number for number, name in enumerate(stack.table.names)}
         else:
             units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
-        if why is None and (args.uses_pipeline or args.replica_sharding != "none"):
+        if why is None and (args.uses_pipeline or self._sharding != "none"):
             why = probe_coupling(unwrapped(optimizer), units)
         found = next((theirs for theirs in self._job.mesh.gather_objects(why) if theirs is not None), None)
         return None if found is None else f"{type(optimizer).__name__}: {found}"
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer update what the plan gives to this process. Collective over all processes."""
-        may_cut = self._job.args.replica_sharding != "none" and is_elementwise(unwrapped(optimizer))
+        may_cut = self._sharding != "none" and is_elementwise(unwrapped(optimizer))
         self.pipeline.attach_optimizer(optimizer, all(self._job.mesh.gather_objects(may_cut)))
 
     def _refuse_coupling(self, coupling: str | None) -> None:
@@ -401,7 +406,7 @@ class PipelineRun(TrainerCallback):
         assert self._cut is not None
         self._cut.finish()
         self._job.trainer.optimizer = None
-        sharding = self._job.args.replica_sharding
+        sharding = self._sharding
         if sharding != "none":
             raise ValueError(
                 f"{coupling}, but with replica_sharding={sharding!r} each replica updates only its own part of the"

@@ -6,6 +6,7 @@ import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,12 @@ from training_runs import (
     assert_same_training,
     outcome_of,
     pipeline_trainer,
+    reference,
     reference_trainer,
 )
 from transformers import Trainer, TrainerCallback
+
+from hf_pipetransformer.run import planner
 
 RUNS = {
     "checkpointing": Run().with_options(gradient_checkpointing=True),
@@ -57,6 +61,29 @@ def expected(name: str) -> Outcome:
 )
 def test_equals_one_process(name: str, stages: int) -> None:
     assert_same_training(run_ranks(divided, WORLD, name, stages), expected(name))
+
+
+def on_small_devices(rank: int, world_size: int) -> tuple[Outcome, str]:
+    """A device has room for a part of what a process would hold with nothing divided."""
+    size = sum(p.nbytes for p in Run().build_model().parameters())
+    with mock.patch.object(planner, "memory_budget", lambda *_: 3 * size):
+        trainer = pipeline_trainer(Run(), 1, replica_sharding="auto")
+        chosen: list[str] = []
+
+        class Look(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                chosen.append(trainer.pipeline.current_plan.replica_sharding)
+
+        trainer.add_callback(Look())
+        outcome = outcome_of(trainer)
+    return outcome, chosen[-1]
+
+
+def test_auto_chooses_what_fits() -> None:
+    wanted = run_ranks(reference, 1, Run())[0]
+    for outcome, chosen in run_ranks(on_small_devices, WORLD):
+        assert chosen != "none"
+        assert_same_training([outcome], wanted)
 
 
 # ------------------------------------------------------------------------------------------ what is where
