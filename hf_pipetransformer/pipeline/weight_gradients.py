@@ -153,4 +153,9 @@ def _add_up(products: deque[_Product]) -> None:
             total.addmm_(gradient.t(), values)
             continue
         added = (gradient.t() @ values).to(weight.dtype)
-        weight.grad = added if total is None else added + total  # a dense one first: the other may be sparse
+        if total is None:
+            weight.grad = added
+        elif total.is_sparse:  # of an embedding with the same weight
+            weight.grad = added.add_(total)
+        else:
+            total.add_(added)
