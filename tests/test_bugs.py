@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
-from model_zoo import MODELS, without_dropout
+from model_zoo import MODELS, REFUSED, without_dropout
 from selection import few, slow
 from torch.utils.data import DataLoader, IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
@@ -24,6 +26,7 @@ from hf_pipetransformer import (
     PipeTransformerTrainingArguments,
     UnsupportedModelError,
 )
+from hf_pipetransformer.model.micro_batch import select_rows
 
 RUN = Run(samples=32, epochs=1, accumulation=1)
 
@@ -326,6 +329,31 @@ def test_reentrant_checkpointing_is_refused_with_freezing() -> None:
     """The first layer above the frozen ones got no gradient, with a line in the log."""
     errors = run_ranks_expecting_error(with_reentrant_checkpointing, 2, timeout=60)
     assert all(type(error) is ValueError and "use_reentrant=True" in str(error) for error in errors)
+
+
+def sums_with_skipped_layers(rank: int, world_size: int, folder: str) -> float:
+    zoo = REFUSED["bart-layerdrop"]
+    args = PipeTransformerTrainingArguments(
+        folder,
+        pipeline_parallel_size=1,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        learning_rate=1e-2,
+        remove_unused_columns=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    collate = partial(select_rows, zoo.batch(rows=16))
+    trainer = PipeTransformerTrainer(zoo.build(), args, train_dataset=list(range(16)), data_collator=collate)
+    trainer.train()
+    return sum(float(parameter.detach().double().sum()) for parameter in trainer.model.parameters())
+
+
+def test_replicas_of_one_stage_may_skip_layers_at_random(tmp_path: Path) -> None:
+    """DDP was told that each step reaches all parameters, as the probe did, and failed in the second one."""
+    one, other = run_ranks(sums_with_skipped_layers, 2, str(tmp_path), timeout=60)
+    assert one == other
 
 
 def without_trainable_parameters(rank: int, world_size: int) -> None:

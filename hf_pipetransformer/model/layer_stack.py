@@ -64,6 +64,7 @@ class LayerStack:
             layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
+        is_random: whether training draws random numbers other than for dropout; layers may then be skipped at random.
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
         trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
         only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
@@ -90,6 +91,7 @@ class LayerStack:
         self.only_returned = only_returned
         self.trained_with = tuple(owners if trained_with is None else trained_with)
         self.rows_per_sample = 1
+        self.is_random = False
 
     @property
     def num_units(self) -> int:

@@ -357,7 +357,7 @@ class ElasticPipeline(nn.Module):
         None if there are several stages, or if the loss may call the model any number of times.
         """
         runner, table = self.stack.runner, self.stack.table
-        if self.num_stages > 1 or not runner.takes_batch:
+        if self.num_stages > 1 or not runner.takes_batch or self.stack.is_random:
             return []
         num_calls = Counter(unit.module for unit in self.stack.units)
         layers = []

@@ -101,6 +101,8 @@ class PlacedPipeline:
         shared = _shared_parameters(plan, stage, is_trainable, mesh)
         trainable = [name for name in stage.names if stage.stack.table[name].requires_grad]
         unreached = stage.stack.unreached | (stage.stack.only_returned if stage.has_last_unit else frozenset())
+        if groups.pipeline is None and stage.stack.is_random:
+            unreached |= frozenset(trainable)  # each step may skip other layers; a model that does so is never cut
         self.rarely_reached = unreached
         """Parameters that get a gradient only if the samples of some replica reach them."""
         slices_tokens = slicing is not None and groups.pipeline is not None

@@ -79,7 +79,7 @@ def find_reduction(
     Args:
         loss: the trainer's loss.
         stack: the units of the model; the names of parameters without a gradient are added to `stack.unreached`, and
-            `stack.rows_per_sample` is set.
+            `stack.rows_per_sample` and `stack.is_random` are set.
         data: the training batches.
         collate: collates samples; None if nothing is probed.
 
@@ -127,6 +127,7 @@ def find_reduction(
         reduction = replace(unexamined(loss.shifts_labels, reason), blocks=reduction.blocks)
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
     stack.rows_per_sample = reduction.blocks
+    stack.is_random = found[0].is_random
     if reduction.kind != "whole" and reduction.reason:
         log_once(logger, logging.WARNING, "The loss of %s: %s.", type(job.model).__name__, reduction.reason)
     return reduction, found[0].is_random
