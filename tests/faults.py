@@ -84,7 +84,7 @@ class Fault:
         step: number of steps done.
         entry: how often the phase has been entered since then.
         caches: it happens in `CACHED_RUN`.
-        shards: replicas divide the optimizer state.
+        sharding: what replicas divide.
     """
 
     kind: Kind
@@ -93,7 +93,7 @@ class Fault:
     step: int
     entry: int = 1
     caches: bool = False
-    shards: bool = False
+    sharding: str = "none"
 
 
 @dataclass
@@ -223,7 +223,7 @@ def trainer_with_fault(
     fault: Fault | None,
     max_steps: int = -1,
     caches: bool = False,
-    shards: bool = False,
+    sharding: str = "none",
 ) -> PipeTransformerTrainer:
     """An elastic training: as many stages as processes, up to four, then two, then one."""
     store = Path(folder, STORE)
@@ -244,7 +244,7 @@ def trainer_with_fault(
         activation_cache_dir=str(store) if store.exists() else None,
         watchdog_timeout=WATCHDOG_TIMEOUT,
         ddp_timeout=DDP_TIMEOUT_WITH_A_HANG if fault is not None and fault.kind in HANGS else DDP_TIMEOUT,
-        replica_sharding="optimizer" if shards else "none",
+        replica_sharding=sharding,
     )
     stages_by_frozen(trainer, {frozen: _stages(stages, world_size) for frozen, stages in SHRINK.items()})
     if fault is not None and fault.rank in (rank, EVERYONE):
@@ -263,10 +263,10 @@ def train(
     fault: Fault | None = None,
     max_steps: int = -1,
     caches: bool = False,
-    shards: bool = False,
+    sharding: str = "none",
 ) -> Report:
     """Train, or go on with what has been trained."""
-    trainer = trainer_with_fault(folder, rank, world_size, fault, max_steps, caches, shards)
+    trainer = trainer_with_fault(folder, rank, world_size, fault, max_steps, caches, sharding)
     first = _FirstStep(trainer)
     trainer.add_callback(first)
     outcome = outcome_of(trainer, resume_from_checkpoint="last")

@@ -66,9 +66,12 @@ FAULTS = [
     Fault("kill", 1, "build", 8, caches=True),
     Fault("kill", 0, "evaluation", 14, caches=True),
     Fault("stop", 3, "step", 7, caches=True),
-    Fault("kill", 2, "update", 4, entry=2, shards=True),  # while replicas exchange what they have updated
-    Fault("stop", 1, "update", 4, entry=2, shards=True),
-    Fault("kill", 1, "move", 5, shards=True),
+    Fault("kill", 2, "update", 4, entry=2, sharding="optimizer"),  # while replicas exchange what they have updated
+    Fault("stop", 1, "update", 4, entry=2, sharding="optimizer"),
+    Fault("kill", 1, "move", 5, sharding="optimizer"),
+    Fault("kill", 2, "weights", 4, entry=2, sharding="full"),  # while replicas bring their weights together
+    Fault("stop", 3, "weights", 7, sharding="full"),  # layer by layer
+    Fault("kill", 1, "move", 5, sharding="full"),
 ]
 WHO = (2, EVERYONE, 0)
 TERMS = [
@@ -92,8 +95,9 @@ FEW = {
     Fault("hang", 3, "step", 4),
     Fault("raise", 2, "build", 5),
     Fault("terms", EVERYONE, "move", 5),
-    Fault("kill", 2, "update", 4, entry=2, shards=True),
-    Fault("stop", 1, "update", 4, entry=2, shards=True),
+    Fault("kill", 2, "update", 4, entry=2, sharding="optimizer"),
+    Fault("stop", 1, "update", 4, entry=2, sharding="optimizer"),
+    Fault("kill", 2, "weights", 4, entry=2, sharding="full"),
 }
 assert {*FAULTS, *TERMS} >= FEW
 IN_AN_EPOCH = 8
@@ -155,7 +159,9 @@ def seconds_to_notice(fault: Fault) -> float:
 def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
     happened_at, _ = when(folder)
     row: dict[str, Any] = {
-        "fault": fault.kind + ", cached" * fault.caches + ", sharded" * fault.shards,
+        "fault": fault.kind
+        + ", cached" * fault.caches
+        + (f", sharded: {fault.sharding}" if fault.sharding != "none" else ""),
         "phase": fault.phase,
         "rank": "all" if fault.rank == EVERYONE else fault.rank,
         "steps_lost": lost,
@@ -176,7 +182,7 @@ def mark(fault: Fault) -> Any:
     marks = [] if fault in FEWEST else [pytest.mark.slow] if fault in FEW else [pytest.mark.faults]
     who = "all" if fault.rank == EVERYONE else f"rank{fault.rank}"
     again = f"-{fault.entry}" if fault.entry > 1 else ""
-    more = "-cached" if fault.caches else "-sharded" if fault.shards else ""
+    more = "-cached" if fault.caches else f"-{fault.sharding}" if fault.sharding != "none" else ""
     return pytest.param(fault, marks=marks, id=f"{fault.kind}-{who}-{fault.phase}{again}{more}")
 
 
@@ -197,7 +203,7 @@ def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", [mark(fault) for fault in FAULTS])
 def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
-    options = {"caches": fault.caches, "shards": fault.shards}
+    options = {"caches": fault.caches, "sharding": fault.sharding}
     outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, **options)
     ended_at = time.time()
     assert_told(outcomes, fault)
