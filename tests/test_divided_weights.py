@@ -151,6 +151,32 @@ def test_evaluates_saves_and_loads_the_best(stages: int, tmp_path: Path) -> None
         assert saw_nothing
 
 
+class NoLayers(nn.Module):
+    """Nothing in it is called one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings, self.head = nn.Embedding(1000, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head((self.embeddings(input_ids) * attention_mask[..., None]).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def without_layers(rank: int, world_size: int) -> Outcome:
+    if world_size == 1:
+        trainer: Trainer = reference_trainer(Run())
+        trainer.model = trainer.model_wrapped = NoLayers()
+        return outcome_of(trainer)
+    return outcome_of(pipeline_trainer(Run(), 1, model=NoLayers(), replica_sharding="full"))
+
+
+@pytest.mark.slow
+def test_a_model_without_layers_gathers_all_weights() -> None:
+    assert_same_training(run_ranks(without_layers, WORLD), run_ranks(without_layers, 1)[0])
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 class Reads(TrainerCallback):
     """Uses the weights between two steps, in one of several ways."""

@@ -194,30 +194,42 @@ def _find(
         assert collate is not None
         sample = _sample_alike(job, rows[: min(SAMPLE_ROWS, job.rows_at_once)], collate)
     if _needs_units(job):
-        assert collate is not None
-        if job.args.uses_pipeline:
-            refuse_unnamed(sample)
-            refuse_without_tensors(sample)
-        tells = job.is_probed_once(collate)
+        try:
+            return _find_layers(job, rows, collate, sample)
+        except UnsupportedModelError as error:  # every process raises it
+            if job.args.uses_pipeline or job.freeze_callback is not None:
+                raise
+            log_once(logger, logging.WARNING, "All weights are gathered for a step, not layer by layer: %s", error)
+    stack = LayerStack.uncut(model)
+    if mesh.world_size > 1:
         with mesh.failing_together(), global_state_kept():
-            padded = collate.padded(rows)
-            # who is told the rest only looks at what the loss calls the model on
-            called = how_called(job, sample, only_first=tells and mesh.rank > 0)
-        told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
-        if told is not None:
-            stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
-            called.note(stack)
-        else:
-            with mesh.failing_together(), global_state_kept():
-                stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
+            stack.runner.takes_batch = how_called(job, sample).takes_batch
         refuse_different_calls(job, stack)
+    return stack, None, (cost_of_whole(stack),)
+
+
+def _find_layers(
+    job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None, sample: Batch
+) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
+    """`_find` of a model whose layers are needed. Collective over all processes."""
+    mesh, model = job.mesh, job.model
+    assert collate is not None
+    if job.args.uses_pipeline:
+        refuse_unnamed(sample)
+        refuse_without_tensors(sample)
+    tells = job.is_probed_once(collate)
+    with mesh.failing_together(), global_state_kept():
+        padded = collate.padded(rows)
+        # who is told the rest only looks at what the loss calls the model on
+        called = how_called(job, sample, only_first=tells and mesh.rank > 0)
+    told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
+    if told is not None:
+        stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
+        called.note(stack)
     else:
-        stack, freezable = LayerStack.uncut(model), None
-        if mesh.world_size > 1:
-            with mesh.failing_together(), global_state_kept():
-                stack.runner.takes_batch = how_called(job, sample).takes_batch
-            refuse_different_calls(job, stack)
-        unit_costs = (cost_of_whole(stack),)
+        with mesh.failing_together(), global_state_kept():
+            stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
+    refuse_different_calls(job, stack)
     return stack, freezable, unit_costs
 
 
