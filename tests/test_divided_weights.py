@@ -159,7 +159,7 @@ class NoLayers(nn.Module):
         torch.manual_seed(0)
         self.embeddings, self.head = nn.Embedding(1000, 8), nn.Linear(8, 2)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
         logits = self.head((self.embeddings(input_ids) * attention_mask[..., None]).mean(1))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
