@@ -164,17 +164,13 @@ class NoLayers(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def without_layers(rank: int, world_size: int) -> Outcome:
-    if world_size == 1:
-        trainer: Trainer = reference_trainer(Run())
-        trainer.model = trainer.model_wrapped = NoLayers()
-        return outcome_of(trainer)
-    return outcome_of(pipeline_trainer(Run(), 1, model=NoLayers(), replica_sharding="full"))
+def without_layers(rank: int, world_size: int, sharding: str) -> Outcome:
+    return outcome_of(pipeline_trainer(Run(), 1, model=NoLayers(), replica_sharding=sharding))
 
 
 @pytest.mark.slow
 def test_a_model_without_layers_gathers_all_weights() -> None:
-    assert_same_training(run_ranks(without_layers, WORLD), run_ranks(without_layers, 1)[0])
+    assert_same_training(run_ranks(without_layers, WORLD, "full"), run_ranks(without_layers, WORLD, "none")[0])
 
 
 # ------------------------------------------------------------------------------------------ what is refused
