@@ -233,6 +233,8 @@ def _configured_dtype(folder: Path) -> str | None:
 def _refuse_converted(model: PreTrainedModel, folder: Path, new: set[str]) -> None:
     """Refuse a model some of whose stored weights are in memory, because they had to be converted.
 
+    Vectors may be: they take no memory worth mentioning, and a head's bias is copied where transformers ties it.
+
     Args:
         model: the model.
         folder: the checkpoint.
@@ -240,7 +242,8 @@ def _refuse_converted(model: PreTrainedModel, folder: Path, new: set[str]) -> No
     """
     table, mappings = ParameterTable(model), FileMappings()
     mapped = mappings.places_in({name: table[name] for name in table.names})
-    converted = [n for n in table.names if n not in mapped and table[n].numel() and new.isdisjoint(table.aliases[n])]
+    in_memory = [n for n in table.names if n not in mapped and table[n].numel() and table[n].dim() > 1]
+    converted = [name for name in in_memory if new.isdisjoint(table.aliases[name])]
     if converted:
         raise ValueError(
             f"{type(model).__name__} cannot be loaded lazily from {folder}: {converted[0]!r} and"

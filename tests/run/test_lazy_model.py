@@ -449,6 +449,15 @@ def test_what_would_be_converted_in_memory_is_refused(tmp_path: Path) -> None:
         load_lazily(AutoModelForCausalLM, tmp_path / "mixtral")
 
 
+def test_a_vector_may_be_in_memory(tmp_path: Path) -> None:
+    """transformers pads the bias of a head that is tied to embeddings, which copies it."""
+    model = MODELS["bert-masked-lm"].build()
+    model.save_pretrained(tmp_path)
+    loaded = load_lazily(type(model), tmp_path)
+    assert_equal(dict(loaded.named_parameters()), dict(model.named_parameters()))
+    assert "cls.predictions.bias" not in FileMappings().places_in(dict(loaded.named_parameters()))
+
+
 def test_a_weight_of_another_shape_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
     model = torch.nn.Linear(2, 4, bias=False)
