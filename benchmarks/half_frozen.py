@@ -9,7 +9,7 @@ its own whose cost is counted. Here the stock Trainers train the same texts plai
 `freeze_schedule={"0": L/2}` and the activation cache, one process each, one after the other in rounds with a seed of
 their own:
 
-    intents    what a short request wants (50 classes); `Trainer`, the head at 25 times the rate
+    intents    what a short request wants (50 classes); `Trainer`, head (pooler and classifier) at 25 times the rate
     pairs      two wordings of a request; `SentenceTransformerTrainer`, contrastive loss
 
 The epochs and rates of both recipes are those that `time_to_accuracy.py` has chosen on its validation sets (`RUNS`).
@@ -106,7 +106,7 @@ def intents(run: Run, seed: int, folder: str, model_path: Path) -> tuple[Trainer
 
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=CLASSES)
-    head = {id(p) for p in model.classifier.parameters()}
+    head = {id(p) for name, p in model.named_parameters() if "pooler" in name or "classifier" in name}
     groups = [
         {"params": [p for p in model.parameters() if id(p) not in head], "lr": run.rate},
         {"params": [p for p in model.parameters() if id(p) in head], "lr": run.rate * HEAD_FACTOR},
