@@ -63,7 +63,7 @@ RUNS = (
     Run("intents", "plain", 4, 2e-4),
     Run("intents", "half", 3.5, 4e-4),
     Run("pairs", "plain", 8, 2e-4),
-    Run("pairs", "half", 8.5, 4e-4),
+    Run("pairs", "half", 9.5, 4e-4),
 )
 
 

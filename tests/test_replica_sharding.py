@@ -289,9 +289,11 @@ def test_a_replica_holds_its_part_only(sharding: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ a gradient scaler
-def scaled(rank: int, world_size: int, sharding: str) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
+def scaled(
+    rank: int, world_size: int, sharding: str, clips: bool
+) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
     """fp16's scaler on the CPU; in the second step an element that the last replica updates overflows."""
-    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding=sharding)
+    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding=sharding, max_grad_norm=float(clips))
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
 
     def unscale() -> None:
@@ -336,11 +338,13 @@ def having_gradients(trainer: Any, sharding: str) -> list[torch.Tensor]:
 
 
 @SHARDINGS
-def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(sharding: str) -> None:
-    first, *others = run_ranks(scaled, 2, sharding)
+@pytest.mark.parametrize("clips", [True, *slow(False)])
+def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(sharding: str, clips: bool) -> None:
+    first, *others = run_ranks(scaled, 2, sharding, clips)
     skipped, norms, weights = first
     assert skipped[:3] == [False, True, False]
-    assert all(norm <= 1.001 for norm, skip in zip(norms, skipped, strict=True) if not skip), "unscaled and clipped"
+    most = 1.001 if clips else 100.0  # the loss scale is 1,024
+    assert all(norm <= most for norm, skip in zip(norms, skipped, strict=True) if not skip), "unscaled and clipped"
     for theirs, _, their_weights in others:
         assert theirs == skipped
         assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
