@@ -24,11 +24,15 @@ OTHER_WORDS = {
 OTHER_SETTINGS = {
     "cpu_offload": "weights cannot be kept on the CPU",
     "activation_checkpointing": "set gradient_checkpointing=True instead",
-    "fsdp_activation_checkpointing": "set gradient_checkpointing=True instead",
-    "fsdp_cpu_offload": "weights cannot be kept on the CPU",
     "xla": "XLA devices are not supported",
 }
 """Keys of `fsdp_config` that are refused if they are set; those on how modules are wrapped have no effect."""
+SAME_SETTINGS = {
+    "reshard_after_forward": ("true", "1", "full_shard"),
+    "sharding_strategy": ("full_shard", "1"),
+    "state_dict_type": ("full_state_dict",),
+}
+"""Keys of `fsdp_config`, with the values that say what happens anyway; others are refused."""
 
 
 def asks_for_full_sharding(fsdp: Any, config: Any, wanted: str) -> bool:
@@ -58,6 +62,13 @@ def asks_for_full_sharding(fsdp: Any, config: Any, wanted: str) -> bool:
             settings = json.loads(Path(settings).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"fsdp_config={config!r} is not the path of a JSON file: {error}") from error
+    settings = {str(name).removeprefix("fsdp_"): value for name, value in settings.items()}
+    for name, same in SAME_SETTINGS.items():
+        if str(settings.get(name, same[0])).lower() not in same:
+            raise ValueError(
+                f"fsdp_config={{{name!r}: {settings[name]!r}}} cannot be combined with {wanted}: there fsdp means"
+                f" replica_sharding='full', which does as {name}={same[0]!r} says. Remove it from fsdp_config."
+            )
     for name, why in OTHER_SETTINGS.items():
         if str(settings.get(name, "")).lower() in ("true", "1"):
             raise ValueError(

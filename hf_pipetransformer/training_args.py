@@ -454,6 +454,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         stages, policy = self.pipeline_parallel_size, self.freeze_policy
         wanted = f"pipeline_parallel_size={stages}" if self.uses_pipeline else f"freeze_policy={policy!r}"
         if (self.uses_pipeline or policy != "none") and asks_for_full_sharding(self.fsdp, self.fsdp_config, wanted):
+            if self.replica_sharding not in ("none", "full"):
+                raise ValueError(
+                    f"fsdp={self.fsdp!r} with {wanted} means replica_sharding='full', but replica_sharding is"
+                    f" {self.replica_sharding!r}. Unset one of them."
+                )
             if self.replica_sharding == "none":
                 self.replica_sharding = "full"
                 logger.warning("fsdp=%r with %s means replica_sharding='full'.", self.fsdp, wanted)

@@ -173,6 +173,87 @@ def test_a_model_without_layers_gathers_all_weights() -> None:
     assert_same_training(run_ranks(without_layers, WORLD, "full"), run_ranks(without_layers, WORLD, "none")[0])
 
 
+# ------------------------------------------------------------------------------------------ hostile models and losses
+class Experts(nn.Module):
+    """A layer that sends each sample to one of four experts, by its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        normed, outputs = self.norm(hidden), torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            if bool((chosen == number).any()):
+                outputs = outputs + expert(normed) * (chosen == number)[:, None, None]
+        return hidden + outputs
+
+
+class OfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings, self.head = nn.Embedding(1000, 8), nn.Linear(8, 2)
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden, chosen = self.embeddings(input_ids) * attention_mask[..., None], input_ids[:, 1] % 4
+        for layer in self.layers:
+            hidden = layer(hidden, chosen)
+        logits = self.head((hidden * attention_mask[..., None]).sum(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def of_experts(rank: int, world_size: int, sharding: str) -> Outcome:
+    run = Run(per_device=1, accumulation=1)  # in most steps a replica reaches one expert
+    return outcome_of(pipeline_trainer(run, 1, model=OfExperts(), replica_sharding=sharding))
+
+
+@pytest.mark.slow
+def test_experts_that_some_replicas_do_not_reach() -> None:
+    assert_same_training(run_ranks(of_experts, WORLD, "full"), run_ranks(of_experts, WORLD, "optimizer")[0])
+
+
+def with_own_optimizer(rank: int, world_size: int, sharding: str) -> Outcome:
+    trainer = pipeline_trainer(Run(), 1, replica_sharding=sharding)
+    trainer.optimizer = torch.optim.SGD(trainer.model.classifier.parameters(), lr=0.1)
+    return outcome_of(trainer)
+
+
+@pytest.mark.slow
+def test_gradients_of_what_no_optimizer_updates_are_cleared() -> None:
+    wanted = run_ranks(with_own_optimizer, WORLD, "none")[0]
+    assert_same_training(run_ranks(with_own_optimizer, WORLD, "full"), wanted)
+
+
+class Penalty:
+    """Reads weights outside of their layers."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **keywords)  # type: ignore[misc]
+        return loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+
+class GradientsItself:
+    """Computes gradients inside of the loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **keywords)  # type: ignore[misc]
+        if self.state.global_step > 0:  # type: ignore[attr-defined]
+            torch.autograd.grad(loss, [self.model.bert.encoder.layer[0].output.dense.bias], retain_graph=True)  # type: ignore[attr-defined]
+        return loss
+
+
+def with_loss(rank: int, world_size: int, of: type) -> None:
+    pipeline_trainer(Run(trainer=of), 1, replica_sharding="full").train()
+
+
+@pytest.mark.parametrize("of", few([Penalty, GradientsItself], Penalty))
+def test_a_loss_that_reads_or_computes_beside_the_layers_is_refused(of: type) -> None:
+    errors = run_ranks_expecting_error(with_loss, 2, of)
+    assert any(type(error) is ValueError and "replica_sharding='optimizer'" in str(error) for error in errors), errors
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 class Reads(TrainerCallback):
     """Uses the weights between two steps, in one of several ways."""
@@ -188,6 +269,9 @@ class Reads(TrainerCallback):
             model.eval()
             with torch.no_grad():
                 model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        elif self.how == "assigns":
+            parameter = next(iter(model.parameters()))
+            parameter.data = torch.zeros_like(parameter)
         elif self.how == "writes":
             with torch.no_grad():
                 next(iter(model.parameters())).zero_()
@@ -206,7 +290,9 @@ def reading(rank: int, world_size: int, how: str) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize("how", few(["state_dict", "forward", "writes", "averages"], "state_dict", "averages"))
+@pytest.mark.parametrize(
+    "how", few(["state_dict", "forward", "writes", "assigns", "averages"], "state_dict", "averages")
+)
 def test_what_reads_divided_weights_is_refused(how: str) -> None:
     for error in run_ranks_expecting_error(reading, 2, how):
         assert type(error) is ValueError and "replica_sharding" in str(error), error

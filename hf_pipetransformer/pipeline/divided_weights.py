@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import all_reduce, reduce  # by name, as in `updated_shards`
 
 from ..model.nested import tensors_of
-from ..model.placeholders import placeholder
+from ..model.placeholders import is_wrapper, placeholder
 from ..resilience.watchdog import phase
 from .shards import Span
 from .state import WeightState
@@ -57,7 +57,7 @@ class _Bundle:
         rarely_reached: those that get one only if some replica's samples reach them.
         is_here: whether their values are here, or arriving.
         arriving: what is to be waited for before they are used.
-        num_gradients: how many gradients of `trained` the backward that runs has completed.
+        has_gradients: those of `trained` whose gradients the backward that runs has completed.
     """
 
     names: tuple[str, ...]
@@ -67,7 +67,11 @@ class _Bundle:
     rarely_reached: tuple[str, ...]
     is_here: bool = False
     arriving: Arriving | None = None
-    num_gradients: int = 0
+    has_gradients: set[str] = field(default_factory=set)
+
+    @property
+    def all_trained(self) -> tuple[str, ...]:
+        return (*self.trained, *self.rarely_reached)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Bundle:
         return self
@@ -106,6 +110,7 @@ class DividedWeights:
         group: the replicas of the stage.
         gradients_group: the same processes in another group, if there are layers: gradients are sent while weights
             arrive, and not on every process in the same order.
+        control: the same processes in a gloo group, if there are layers.
         device: where the weights are computed with.
     """
 
@@ -118,12 +123,13 @@ class DividedWeights:
         rarely_reached: frozenset[str],
         group: dist.ProcessGroup,
         gradients_group: dist.ProcessGroup | None,
+        control: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         assert gradients_group is not None or not layers
         self.parts = parts
         self._weights, self._table, self._device = weights, weights.table, device
-        self._group, self._gradients_group = group, gradients_group
+        self._group, self._gradients_group, self._control = group, gradients_group, control
         self._rank = group.rank()
         self._spans: dict[str, Span] = dict(rows[self._rank])
         names = list(dict.fromkeys(name for row in rows for name, _ in row))
@@ -139,8 +145,11 @@ class DividedWeights:
         self._depth = 0
         self._is_running = self._in_backward = False
         self._name_at: dict[int, str] = {}  # where the values are that autograd need not keep
+        self._latest = 0  # the layer that has run last in the forward
         self._lowest = 0  # the lowest layer that the backward has come to
         self._num_waiting = 0  # bundles whose gradients have not been sent in the backward that runs
+        self._missing: set[str] = set()  # parameters without a gradient here in the backward that runs
+        self._had_gradient: set[str] = set()  # whose parts have had one before it
         self._under_way: list[_Reducing] = []
         self._hooks: list[Any] = []
         for layer, bundle in zip(layers, self._bundles[1:], strict=True):
@@ -148,7 +157,7 @@ class DividedWeights:
                 layer.module.register_forward_pre_hook(partial(self._before_layer, bundle), prepend=True),
                 layer.module.register_forward_hook(partial(self._after_layer, bundle)),
                 *(
-                    self._table[name].register_post_accumulate_grad_hook(partial(self._gradient_is_here, bundle))
+                    self._table[name].register_post_accumulate_grad_hook(partial(self._gradient_is_here, bundle, name))
                     for name in bundle.trained
                 ),
             ]
@@ -229,12 +238,17 @@ class DividedWeights:
     def keep_gradients(self) -> None:
         """Keep this replica's part of the gradients, which are complete, and free the others. Not collective."""
         for bundle in self._bundles:
-            for name in (*bundle.trained, *bundle.rarely_reached):
+            for name in bundle.all_trained:
                 gradient = self._table[name].grad
                 if gradient is not None and name in self._spans:
                     start, stop = self._spans[name]
                     self._add(name, _dense(gradient).reshape(-1)[start:stop].clone())
                 self._table[name].grad = None
+
+    def forget_gradients(self) -> None:
+        """Free the gradients of the parts here. Not collective."""
+        for part in self.parts.values():
+            part.grad = None
 
     def _add(self, name: str, gradient: torch.Tensor) -> None:
         """Add to the gradient of the part here of a parameter."""
@@ -253,14 +267,19 @@ class DividedWeights:
         self._refuse_writes()
         self._is_running, self._in_backward = True, False
         self._num_waiting = self._lowest = len(self._bundles)
+        self._latest = 0
+        self._missing = set()
+        self._had_gradient = {name for name, part in self.parts.items() if part.grad is not None}
         for bundle in self._bundles:
-            bundle.num_gradients = 0
+            bundle.has_gradients = set()
         try:
             self._bring(self._bundles[0])
             yield
             while self._num_waiting:
                 self._reduce_next()
             self._finish_reductions()
+            self._refuse_late_gradients()
+            self._drop_what_nobody_reached()
         except BaseException:
             for bundle in self._bundles:
                 bundle.arriving = None  # other replicas may not send any more
@@ -276,6 +295,8 @@ class DividedWeights:
 
     def begin_backward(self) -> None:
         """From now on, layers are run through backwards. Collective over the stage's replicas."""
+        if self._latest != len(self._bundles) - 1:
+            raise _ran_differently(f"only {self._latest} of {len(self._bundles) - 1} layers ran")
         self._in_backward = True
         if len(self._bundles) > 2:
             self._begin_to_bring(self._bundles[-2])
@@ -286,8 +307,12 @@ class DividedWeights:
         if self._in_backward:  # gradient checkpointing runs the layer once more
             self._turn_back_to(bundle)
             return
+        index, layers = self._bundles.index(bundle), len(self._bundles) - 1
+        if index != self._latest % layers + 1:  # a loss may call the model several times
+            raise _ran_differently(f"layer {index} of {layers} ran after layer {self._latest}")
+        self._latest = index
         self._bring(bundle)
-        following = self._bundles.index(bundle) + 1
+        following = index + 1
         if following < len(self._bundles):
             self._begin_to_bring(self._bundles[following])
 
@@ -302,7 +327,8 @@ class DividedWeights:
 
     def _before_backward(self, bundle: _Bundle, _: torch.Tensor) -> None:
         """Gather the weights of a layer that gradient checkpointing will run again, maybe without its hooks."""
-        if self._is_running:
+        # a tensor that all layers return (T5's position bias) comes when the lowest of them is reached
+        if self._is_running and self._bundles.index(bundle) < self._lowest:
             self._turn_back_to(bundle)
 
     def _turn_back_to(self, bundle: _Bundle) -> None:
@@ -310,6 +336,8 @@ class DividedWeights:
         index = self._bundles.index(bundle)
         if not index:
             return
+        if not self._in_backward:
+            raise _ran_differently("the loss computes gradients itself")
         if index < self._lowest:
             self._lowest = index
             self._reduce_what_is_complete()
@@ -322,6 +350,8 @@ class DividedWeights:
             self._begin_to_bring(self._bundles[index - 1])
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        if tensor.layout is not torch.strided or is_wrapper(tensor):
+            return tensor
         name = self._name_at.get(tensor.untyped_storage().data_ptr())
         if name is None or tensor.dtype != self._table[name].dtype:
             return tensor
@@ -386,17 +416,18 @@ class DividedWeights:
         Raises:
             ValueError: it has written to one of them.
         """
-        if self._versions_here() != self._versions:
+        is_other = any(self._table[name].data_ptr() != nothing.data_ptr() for name, nothing in self._nothing.items())
+        if is_other or self._versions_here() != self._versions:
             raise ValueError(
                 "A callback wrote to parameters of the model, but with replica_sharding='full' these are placeholders"
                 " between the steps. Change weights before or after train(), or set replica_sharding='optimizer'."
             )
 
     # ------------------------------------------------------------------------------------ gradients
-    def _gradient_is_here(self, bundle: _Bundle, _: torch.Tensor) -> None:
+    def _gradient_is_here(self, bundle: _Bundle, name: str, _: torch.Tensor) -> None:
         if not self._is_running:
             return
-        bundle.num_gradients += 1
+        bundle.has_gradients.add(name)
         self._reduce_what_is_complete()
 
     def _reduce_what_is_complete(self) -> None:
@@ -408,10 +439,10 @@ class DividedWeights:
             self._reduce_next()
 
     def _has_all_gradients(self, index: int) -> bool:
+        if index > self._lowest:  # the backward has come to a lower layer: no more of them will come
+            return True
         bundle = self._bundles[index]
-        if bundle.rarely_reached and index <= self._lowest:
-            return False  # only a lower layer shows that no more of them will come
-        return bundle.num_gradients >= len(bundle.trained)
+        return not bundle.rarely_reached and len(bundle.has_gradients) == len(bundle.trained)
 
     @torch.no_grad()
     def _reduce_next(self) -> None:
@@ -419,7 +450,8 @@ class DividedWeights:
         self._num_waiting -= 1
         bundle, number = self._bundles[self._num_waiting], self._group.size()
         self._finish_reductions()
-        names = {*bundle.trained, *self._reached_somewhere(bundle)}
+        names = bundle.all_trained
+        self._missing.update(name for name in names if self._table[name].grad is None)
         gradients: dict[str, torch.Tensor] = {}
         for name in names:
             parameter = self._table[name]
@@ -451,14 +483,25 @@ class DividedWeights:
                     self._add(name, gradient)
         self._under_way = []
 
-    def _reached_somewhere(self, bundle: _Bundle) -> Sequence[str]:
-        """Those of the rarely reached parameters (an expert's) that some replica's samples have reached."""
-        names = bundle.rarely_reached
-        if not names:
-            return ()
-        has = torch.tensor([float(self._table[name].grad is not None) for name in names], device=self._device)
-        all_reduce(has, group=self._gradients_group)
-        return [name for name, count in zip(names, has.tolist(), strict=True) if count]
+    def _refuse_late_gradients(self) -> None:
+        """Refuse a backward that has computed gradients after they were sent, which would be lost.
+
+        Raises:
+            ValueError: some parameter has such a gradient.
+        """
+        for bundle in self._bundles:
+            for name in bundle.all_trained:
+                if self._table[name].grad is not None:
+                    raise _ran_differently(f"{name} got a gradient after that of its layer was complete")
+
+    def _drop_what_nobody_reached(self) -> None:
+        """Parameters that no replica's samples have reached (an expert's) have no gradient, as on one process."""
+        names = [name for bundle in self._bundles for name in bundle.all_trained]
+        has = torch.tensor([float(name not in self._missing) for name in names])
+        all_reduce(has, group=self._control)
+        for name, count in zip(names, has.tolist(), strict=True):
+            if not count and name in self.parts and name not in self._had_gradient:
+                self.parts[name].grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the parts here, by the parameters' names in the model."""
@@ -472,3 +515,10 @@ class DividedWeights:
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _ran_differently(what: str) -> ValueError:
+    return ValueError(
+        "With replica_sharding='full' all replicas gather the layers' weights in the same order, once forward and"
+        f" once backward for each batch, but {what}. Set replica_sharding='optimizer'."
+    )

@@ -6,6 +6,7 @@ plan; the handle, the optimizer and the user's model remain the same objects.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import BatchKeys, named_inputs
+from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
@@ -40,6 +42,8 @@ from .shards import Shards, Size, joined, rows_of_weights, shards_under
 from .stage import LossFunction
 from .state import Holders, WeightState, WholeParameter, synchronise_buffers
 from .virtual_stages import VirtualStages, names_of_stage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -347,24 +351,35 @@ class ElasticPipeline(nn.Module):
             self._current.rarely_reached,
             group,
             second,
+            self.mesh.control,  # with layers there is one stage, whose replicas are all processes
             self.device,
         )
         self._current.use_divided(divided)
+        if self.num_stages == 1 and not divided.runs_by_layer:
+            log_once(
+                logger,
+                logging.WARNING,
+                "replica_sharding='full': all weights are gathered for a step, not layer by layer, because %s cannot"
+                " be taken apart, draws random numbers in training, or is called several times by the loss.",
+                type(self.model).__name__,
+            )
 
     def _layers_apart(self, names: frozenset[str]) -> list[Layer]:
         """The layers whose weights can be gathered when they run, and those of the given weights that they alone need.
 
-        None if there are several stages, or if the loss may call the model any number of times.
+        None if there are several stages, or if the loss may call the model any number of times. What another layer
+        needs as well, or may read, is not among them.
         """
         runner, table = self.stack.runner, self.stack.table
         if self.num_stages > 1 or not runner.takes_batch or self.stack.is_random:
             return []
         num_calls = Counter(unit.module for unit in self.stack.units)
+        num_owners = Counter(name for owned in self.stack.owners for name in owned)
         layers = []
         for unit in self.stack.units:
             prefix = f"{unit.name}."
             inside = [n for n in table.names if all(alias.startswith(prefix) for alias in table.aliases[n])]
-            inside = [name for name in inside if name in names]
+            inside = [name for name in inside if name in names and num_owners[name] == 1]
             if num_calls[unit.module] == 1 and inside:
                 layers.append(Layer(unit.module, tuple(inside)))
         return layers
@@ -509,6 +524,8 @@ class ElasticPipeline(nn.Module):
         super().zero_grad(set_to_none)
         if self._optimizer is not None:
             self._optimizer.forget_gradients()
+        if self.placed is not None and self.placed.divided is not None:
+            self.placed.divided.forget_gradients()
 
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own forward, for a user's `training_step` or `prediction_step` that calls the model it is given.

@@ -265,7 +265,8 @@ class OptimizerState:
 
     @property
     def _has_idle_parameter(self) -> bool:
-        return self._is_idle or not any(map(self._updates, self.names))  # some optimizers refuse to have none
+        # some optimizers refuse to have none; and parts may all be of parameters without a gradient
+        return self.divides_weights or self._is_idle or not any(map(self._updates, self.names))
 
     def stand_in(self, value: float) -> None:
         """If nothing is updated here, give an unused parameter a gradient, so that a gradient scaler finds one.
@@ -388,8 +389,15 @@ class OptimizerState:
 
     def _show_changed_gradients(self) -> None:
         """Before the step, the same for gradients that have been set since then; one that a part was given stays."""
-        if self.divides_weights:
-            return  # the parts have values and gradients of their own
+        if self.divides_weights:  # the parts have values and gradients of their own
+            added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in self._name_of]
+            if added:
+                raise ValueError(
+                    f"{self._name_of[id(added[0])]!r} and {len(added) - 1} more parameters were added to the optimizer"
+                    " during training, where replica_sharding='full' has divided them. Add them before train(), or set"
+                    " replica_sharding='optimizer'."
+                )
+            return
         for name, (span, part) in self._parts.items():
             gradient = self._table[name].grad
             part.data = self._flat(name)[slice(*span)]

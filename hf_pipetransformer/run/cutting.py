@@ -199,7 +199,7 @@ def _find(
         except UnsupportedModelError as error:  # every process raises it
             if job.args.uses_pipeline or job.freeze_callback is not None:
                 raise
-            log_once(logger, logging.WARNING, "All weights are gathered for a step, not layer by layer: %s", error)
+            log_once(logger, logging.WARNING, "The layers of the model cannot be found: %s", error)
     stack = LayerStack.uncut(model)
     if mesh.world_size > 1:
         with mesh.failing_together(), global_state_kept():

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
+from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
 from ..model.micro_batch import Batch, naming_long_rows
@@ -180,6 +181,10 @@ class Steps:
                 with _as_the_user_raised_it():
                     received = pipeline.step(batch, keeps_received=is_rechecked)
                 other_loss = self._recheck_loss(current, batch, received) if received else None
+        if is_rechecked and pipeline.num_stages == 1:
+            is_finite = bool(torch.isfinite(current.total(self._job.device)))
+            if self._job.mesh.any(not is_finite):
+                self._refuse_missing_weights(current, batch)
         current.release()
         self._recorder.count_rows(current.part.global_rows, len(current.losses))
         empty_every = self._job.args.torch_empty_cache_steps
@@ -313,6 +318,31 @@ class Steps:
             (self._job.trainer,),
             EXACT if is_exact else HALF_PRECISION,
         )
+
+    def _refuse_missing_weights(self, current: BatchInFlight, batch: Batch) -> None:
+        """Refuse a loss that is not finite only because it reads divided weights. Collective over all processes.
+
+        Raises:
+            ValueError: with all weights in place it is finite. Every process raises it.
+        """
+        pipeline = self._pipeline
+        inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
+        assert pipeline.stage is not None
+        stage = pipeline.stage.last
+        with (
+            pipeline.together(),
+            torch.no_grad(),
+            left_as_found(pipeline.model, self._job.trainer),
+            stage.holding((inputs,)),
+            stage.running_to_the_end((), inputs) as mine,
+        ):
+            is_finite = bool(torch.isfinite(current.again(pipeline, mine)).all())
+        if not self._job.mesh.any(not is_finite):
+            raise ValueError(
+                "The loss is not a finite number because it reads weights of layers outside of the layers' own forward"
+                " (for example in a penalty on all weights). With replica_sharding='full' each replica has a layer's"
+                " weights only while it runs. Set replica_sharding='optimizer'."
+            )
 
     def _refuse_copied_placeholders(self) -> None:
         """Refuse copies of placeholder parameters. Collective over all processes.
