@@ -35,7 +35,7 @@ from ..model.placeholders import is_wrapper, placeholder
 from ..resilience.watchdog import phase
 from .shards import Span
 from .state import WeightState
-from .updated_shards import Arriving, Row, UpdatedShards
+from .updated_shards import Arriving, Row, UpdatedShards, in_messages
 
 
 class Layer(NamedTuple):
@@ -448,7 +448,7 @@ class DividedWeights:
     def _reduce_next(self) -> None:
         """Begin to send the next bundle's gradients to the replicas whose parts they are of; wait for those before."""
         self._num_waiting -= 1
-        bundle, number = self._bundles[self._num_waiting], self._group.size()
+        bundle = self._bundles[self._num_waiting]
         self._finish_reductions()
         names = bundle.all_trained
         self._missing.update(name for name in names if self._table[name].grad is None)
@@ -464,21 +464,29 @@ class DividedWeights:
                     gradient = gradients[name][start:stop]
                     of_dtypes.setdefault(gradient.dtype, []).append((name, gradient))
             for pieces in of_dtypes.values():
-                total = torch.cat([gradient for _, gradient in pieces]).div_(number)
-                work = reduce(total, group=self._gradients_group, group_dst=replica, async_op=True)
-                assert work is not None
-                reducing = _Reducing(work, total)
-                if replica == self._rank:
-                    reducing.names = tuple(name for name, _ in pieces)
-                    reducing.sizes = tuple(gradient.numel() for _, gradient in pieces)
-                self._under_way.append(reducing)
+                for indices in in_messages([gradient.nbytes for _, gradient in pieces]):
+                    self._reduce([pieces[index] for index in indices], replica)
         for name in names:
             self._table[name].grad = None
+
+    def _reduce(self, message: Sequence[tuple[str, torch.Tensor]], replica: int) -> None:
+        """Begin to average some gradients, on the replica whose parts they are of. They may be overwritten."""
+        pieces = [gradient for _, gradient in message]
+        total = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        work = reduce(total.div_(self._group.size()), group=self._gradients_group, group_dst=replica, async_op=True)
+        assert work is not None
+        reducing = _Reducing(work, total)
+        if replica == self._rank:
+            reducing.names = tuple(name for name, _ in message)
+            reducing.sizes = tuple(piece.numel() for piece in pieces)
+        self._under_way.append(reducing)
 
     def _finish_reductions(self) -> None:
         for reducing in self._under_way:
             reducing.work.wait()
-            if reducing.names:
+            if len(reducing.names) == 1:
+                self._add(reducing.names[0], reducing.total.clone())  # without the rest of the whole gradient
+            elif reducing.names:
                 for name, gradient in zip(reducing.names, reducing.total.split(reducing.sizes), strict=True):
                     self._add(name, gradient)
         self._under_way = []

@@ -78,10 +78,10 @@ class UpdatedShards:
         dense = {name: self._table[name].detach().contiguous() for row in self._rows for name, _ in row}
         values = [[dense[name].view(-1)[start:stop] for name, (start, stop) in row] for row in self._rows]
         under_way = [
-            self._broadcast(message, replica)
-            for messages in zip_longest(*map(_messages, values))
-            for replica, message in enumerate(messages)
-            if message is not None
+            self._broadcast([values[replica][index] for index in indices], replica)
+            for messages in zip_longest(*(in_messages([value.nbytes for value in row]) for row in values))
+            for replica, indices in enumerate(messages)
+            if indices is not None
         ]
         copies = {name: value for name, value in dense.items() if not self._table[name].is_contiguous()}
         return Arriving(under_way, [(self._table[name], value) for name, value in copies.items()])
@@ -103,16 +103,23 @@ class UpdatedShards:
         return work, message, buffer
 
 
-def _messages(values: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Put values together into messages."""
-    small: list[torch.Tensor] = []
+def in_messages(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Put values together into messages: large ones alone, so that they need no buffer.
+
+    Args:
+        sizes: bytes of each value.
+
+    Yields:
+        The indices of the values of a message.
+    """
+    small: list[int] = []
     size = 0
-    for value in values:
-        if value.nbytes >= DIRECT_BYTES:
-            yield [value]
-        elif value.nbytes:
-            small.append(value)
-            size += value.nbytes
+    for index, num_bytes in enumerate(sizes):
+        if num_bytes >= DIRECT_BYTES:
+            yield [index]
+        elif num_bytes:
+            small.append(index)
+            size += num_bytes
             if size >= BUCKET_BYTES:
                 yield small
                 small, size = [], 0
