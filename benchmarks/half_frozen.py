@@ -61,7 +61,7 @@ class Run:
 
 RUNS = (
     Run("intents", "plain", 4, 2e-4),
-    Run("intents", "half", 3.5, 4e-4),
+    Run("intents", "half", 4.5, 4e-4),
     Run("pairs", "plain", 8, 2e-4),
     Run("pairs", "half", 9.5, 4e-4),
 )

@@ -181,8 +181,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             interpreted as a fraction of all training steps.
         freeze_schedule (`dict`, *optional*):
             Schedule for `freeze_policy="schedule"`. It maps an epoch (or a step, if `freeze_strategy="steps"`) to the
-            number of layers that are frozen from then on, or to `"all"` for as many as can be frozen. On the command
-            line it is given as JSON.
+            number of layers that are frozen from then on, to a share of all layers between 0 and 1 (`{"0": 0.5}`: half
+            of them from the start), or to `"all"` for as many as can be frozen. On the command line it is given as
+            JSON.
         max_frozen_layers (`int`, *optional*):
             Upper bound on the number of frozen layers.
         elastic (`bool`, *optional*, defaults to `True`):
@@ -288,7 +289,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Optimizer steps between decisions; below 1 a share of all steps."}
     )
     freeze_schedule: dict | str | None = field(
-        default=None, metadata={"help": "Epoch (or step) -> number of frozen layers, as JSON."}
+        default=None, metadata={"help": "Epoch (or step) -> number or share of frozen layers, as JSON."}
     )
     max_frozen_layers: int | None = field(default=None, metadata={"help": "Never freeze more layers than this."})
     elastic: bool = field(

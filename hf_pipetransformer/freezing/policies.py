@@ -190,12 +190,13 @@ class SchedulePolicy(FreezePolicy):
     """Freezes layers by a schedule of the user, which maps an epoch or a step to a number of frozen layers.
 
     `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers after one epoch and 7 after two; `{0: 4}` freezes 4 from the start,
-    and `{0: "all"}` as many as can be frozen, so that the head is trained alone.
+    `{0: 0.5}` half of the layers, and `{0: "all"}` as many as can be frozen, so that the head is trained alone.
     Layers are frozen at decisions only, so a step in the map is rounded up to the next decision.
 
     Args:
-        schedule: number of epochs or steps done -> number of frozen layers, or "all" for as many as can be frozen
-            while something is left to train. Keys may be strings, as in JSON.
+        schedule: number of epochs or steps done -> number of frozen layers; or the share of all layers, between 0 and
+            1, of which the whole part is taken (0.5 of 7 layers are 3); or "all" for as many as can be frozen while
+            something is left to train. Keys may be strings, as in JSON.
         by: whether the keys are epochs or steps.
 
     Raises:
@@ -224,14 +225,15 @@ class SchedulePolicy(FreezePolicy):
             )
         self.schedule = {start: layers_from[start] for start in sorted(layers_from)}
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
-            if layers == ALL != fewer or (fewer != ALL and fewer < layers):
+            is_alike = type(layers) is type(fewer) and layers != ALL  # a share and a number: not before L is known
+            if layers == ALL != fewer or (is_alike and fewer < layers):
                 raise ValueError(
                     f"freeze_schedule decreases from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
                     f" {later:g}, but frozen layers stay frozen. Use numbers that do not decrease."
                 )
 
     def num_frozen(self, decision: FreezeDecision) -> int:
-        numbers = [layers for layers in self.schedule.values() if layers != ALL]
+        numbers = [self._resolved(layers, decision) for layers in self.schedule.values() if layers != ALL]
         most = max(numbers, default=0)
         if most > decision.num_layers:
             raise ValueError(
@@ -245,7 +247,12 @@ class SchedulePolicy(FreezePolicy):
             )
         now = decision.epoch if self.by == "epoch" else decision.global_step
         reached = [layers for start, layers in self.schedule.items() if start <= now + ROUNDING]
-        return max((decision.max_frozen if layers == ALL else layers for layers in reached), default=0)
+        return max((self._resolved(layers, decision) for layers in reached), default=0)
+
+    def _resolved(self, layers: float | str, decision: FreezeDecision) -> int:
+        if isinstance(layers, str):
+            return decision.max_frozen
+        return layers if isinstance(layers, int) else math.floor(layers * decision.num_layers + ROUNDING)
 
     def _start(self, key: Any) -> float:
         try:
@@ -258,16 +265,17 @@ class SchedulePolicy(FreezePolicy):
             )
         return start
 
-    def _layers(self, key: Any) -> int | str:
+    def _layers(self, key: Any) -> float | str:
         layers = self.schedule[key]
         if layers == ALL:
             return ALL
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+        is_share = isinstance(layers, float) and 0 < layers < 1
+        if not is_share and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
             raise ValueError(
                 f"freeze_schedule has {layers!r} at {self.by} {key}, but a number of frozen layers must be an integer"
-                " of at least 0, or 'all'."
+                " of at least 0, a share of all layers between 0 and 1, or 'all'."
             )
-        return layers
+        return float(layers) if is_share else int(layers)
 
 
 POLICIES: Mapping[str, Callable[..., FreezePolicy]] = {
