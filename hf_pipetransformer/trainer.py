@@ -38,6 +38,7 @@ from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
+from .run.adapter_files import names_saved
 from .run.checkpointing import CheckpointWrite, exporting_state
 from .run.collectives import LogsOfAllStages
 from .run.consistency import check_same_size
@@ -424,7 +425,8 @@ class PipeTransformerTrainer(Trainer):
         self._expect_all_outside_of_training("save_model")
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
-        gathered = pipeline.weights.gathered(pipeline.holders(), spill)
+        needed = self._job.mesh.gather_objects(names_saved(self, self.model, pipeline.weights))[0]
+        gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
         with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model):
             super().save_model(output_dir, _internal_call)
 

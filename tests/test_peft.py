@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from safetensors.torch import load_file
 from selection import few, slow
 from test_elastic_pipeline import FreezeAt, StopAfter
 from torch import nn
@@ -27,6 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
 peft = pytest.importorskip("peft")
 
@@ -105,6 +108,61 @@ def test_saves_an_adapter_that_peft_loads(name: str, tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(LORA[name][0].build_model(), str(tmp_path), is_trainable=True)
     assert largest_difference(weights_of(loaded), outcome.weights)[0] == 0.0
     assert largest_difference(weights_of(build(name)), outcome.weights)[0] > 1e-3
+
+
+ADAPTERS = {
+    "lora": {"target_modules": ["q_proj", "v_proj"]},
+    # the whole head is in the file, too
+    "lora-and-head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def saved_in_training(rank: int, world_size: int, name: str, folder: str) -> tuple[set[str], int]:
+    """A checkpoint of two stages: the names in the adapter's file, and the values that were sent for it."""
+    run, _ = LORA["llama"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **ADAPTERS[name])
+        model = peft.get_peft_model(run.build_model(), config).train()
+    trainer = pipeline_trainer(run, 2, folder, model=model, save_strategy="steps", save_steps=2)
+    sent = 0
+    send_to = ProcessMesh.send_to
+
+    def counting(self: ProcessMesh, tensors: Sequence[torch.Tensor], destination: int) -> None:
+        nonlocal sent
+        sent += sum(tensor.numel() for tensor in tensors)
+        send_to(self, tensors, destination)
+
+    save_model = trainer.save_model
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(*args: Any, **options: Any) -> None:
+            patch.setattr(ProcessMesh, "send_to", counting)
+            save_model(*args, **options)
+            patch.setattr(ProcessMesh, "send_to", send_to)
+
+        patch.setattr(trainer, "save_model", counted)
+        trainer.add_callback(StopAfter(2))
+        trainer.train()
+    file = load_file(f"{folder}/checkpoint-2/adapter_model.safetensors")
+    assert all(bool(value.isfinite().all()) for value in file.values())
+    return set(file), sent
+
+
+@pytest.mark.parametrize("name", ["lora", *slow("lora-and-head")])
+def test_base_model_stays_where_it_is_when_adapters_are_saved(name: str, tmp_path: Path) -> None:
+    (names, nothing), (_, sent) = run_ranks(saved_in_training, WORLD, name, str(tmp_path))
+    run, _ = LORA["llama"]
+    config = run.build_model().config
+    layers, width = config.num_hidden_layers, config.hidden_size
+    keys = width * config.num_key_value_heads // config.num_attention_heads
+    of_query, of_value = 4 * (width + width), 4 * (width + keys)
+    head = config.vocab_size * width
+    expected = layers // 2 * (of_query + (of_value if name == "lora" else 0))
+    assert nothing == 0
+    assert any("lm_head" in key for key in names) == (name == "lora-and-head")
+    # PEFT may add the output embedding, so it is sent, also where it is not in the file; with a trained copy of it, both
+    assert sent == expected + (head if name == "lora" else 2 * head)
 
 
 def interrupted(rank: int, world_size: int, name: str, stages: int, folder: str) -> None:

@@ -45,6 +45,7 @@ TRAINER_METHODS: dict[str, list[str]] = {
         "start_time",
         "learning_rate",
     ],
+    "_save": ["self", "output_dir", "state_dict"],
     "_get_output_dir": ["self", "trial"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_load_best_model": ["self"],

@@ -230,7 +230,9 @@ class WeightState:
                 self._table[name].requires_grad_(False)
 
     @contextmanager
-    def gathered(self, holders: Holders, spill: Path | None = None) -> Iterator[None]:
+    def gathered(
+        self, holders: Holders, spill: Path | None = None, needed: Collection[str] | None = None
+    ) -> Iterator[None]:
         """Inside, on rank 0, `model.state_dict()` holds every weight; those of other processes are on the CPU.
 
         Collective over all processes.
@@ -238,9 +240,10 @@ class WeightState:
         Args:
             holders: who holds what.
             spill: the folder of a temporary file that they are collected in, if there may be no memory for them.
+            needed: the parameters that will be read, the same on every process; None: all.
         """
         self.onload()
-        self._gathered = self._gather(holders, spill)
+        self._gathered = self._gather(holders, spill, self._table.names if needed is None else needed)
         try:
             yield
         finally:
@@ -326,31 +329,34 @@ class WeightState:
             hook.remove()
         self._hooks = []
 
-    def _gather(self, holders: Holders, spill: Path | None) -> dict[str, Callable[[], torch.Tensor]]:
-        """On rank 0, receive the weights that are missing there from the ranks that hold them.
+    def _gather(
+        self, holders: Holders, spill: Path | None, needed: Collection[str]
+    ) -> dict[str, Callable[[], torch.Tensor]]:
+        """On rank 0, receive the weights that are needed, and missing there, from the ranks that hold them.
 
         Returns:
             For each name a function that returns the weight. What is collected in a file is mapped anew by each call.
         """
         gathered: dict[str, Callable[[], torch.Tensor]] = {}
-        sources = sorted({ranks[0] for ranks in holders.values()} - {0})
-        names_of = {rank: [name for name in self._table.names if holders[name][0] == rank] for rank in sources}
+        names = [name for name in self._table.names if name in needed]
+        sources = sorted({holders[name][0] for name in names} - {0})
+        names_of = {rank: [name for name in names if holders[name][0] == rank] for rank in sources}
         values_of_source = {rank: self._values_of_all(names) for rank, names in names_of.items()}
         file = spill_file(spill, [value for values in values_of_source.values() for value in values], self._mesh)
         number = 0
-        for source, names in names_of.items():
+        for source, theirs in names_of.items():
             like = values_of_source[source]
             if self._mesh.rank == source:
                 self._mesh.send_to(like, destination=0)
             elif self._mesh.rank == 0 and file is not None:
                 self._mesh.receive_into(map(file.open, range(number, number + len(like))), like, source)
-                for name in names:
+                for name in theirs:
                     numbers = range(number, number + len(values_of(self._table[name])))
                     gathered[name] = partial(_opened, self._table[name], file, numbers)
                     number = numbers.stop
             elif self._mesh.rank == 0:
                 received = iter(list(self._mesh.receive_from(like, source)))
-                for name in names:
+                for name in theirs:
                     gathered[name] = partial(_itself, with_values(self._table[name], received))
         return gathered
 
