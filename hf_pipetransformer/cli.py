@@ -119,12 +119,14 @@ def plan(
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache what frozen layers give.")] = True,
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
-    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b or zbv.")] = "1f1b",
+    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b, zbv, or auto.")] = "1f1b",
     virtual_pipeline_parallel_size: Annotated[
         int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b (zbv has 2).", show_default="2")
     ] = None,
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
-    plan_by: Annotated[str, typer.Option(help="counts or times: what K and M go by where auto.")] = "counts",
+    plan_by: Annotated[
+        str, typer.Option(help="counts or times: what K, the schedule and M go by where auto.")
+    ] = "counts",
     token_slices: Annotated[
         str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
     ] = "off",

@@ -23,7 +23,7 @@ from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_p
 from .fsdp_arguments import asks_for_full_sharding
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
-from .planning.schedules import SCHEDULES, virtual_stages_of
+from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
 from .planning.sharding_choice import AUTO
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
@@ -131,18 +131,21 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             `"interleaved1f1b"`, which gives each process several parts of the model and so shortens the time in which
             the pipeline fills and empties, for more messages, or `"zbv"`, which gives each process two parts, laid out
             there and back, and computes gradients of linear layers' weights when the process would otherwise wait.
+            `"auto"` chooses `"1f1b"`, `"interleaved1f1b"` with two or three parts, or `"zbv"` before training, by
+            predicted steps with nothing frozen (see `plan_by`), among those that fit the devices' memory. Each must be
+            predicted to be 10% faster than the one before. With token slices `"auto"` means `"1f1b"`.
         virtual_pipeline_parallel_size (`int`, *optional*):
             With `pipeline_schedule="interleaved1f1b"`, the number of parts of the model on each process (virtual
             stages, V in Megatron-LM): at least 2, which is the default, and the only number with `"zbv"`. While the
             model has too few layers that are not cached, there are fewer; with one part per process the schedule is
-            `"1f1b"`.
+            `"1f1b"`. `pipeline_schedule="auto"` chooses this number as well.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
             largest divisor up to twice the number of stages (see `plan_by`). `"interleaved1f1b"`
             runs multiples of the number of stages, all numbers below twice it, and a few others.
         plan_by (`str`, *optional*, defaults to `"counts"`):
-            What the automatic choices are based on: K if it is `"auto"`, the number of micro-batches if it is
+            What the automatic choices are based on: K, the schedule and the number of micro-batches where they are
             `"auto"`, and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of
             samples, which are the same in every run, so the same command and seed give the same training. `"times"`
             uses times measured on this machine: it may use more stages if that is predicted to be at least 15%
@@ -239,8 +242,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="1f1b",
         metadata={
             "help": "Order of the micro-batches: '1f1b', 'gpipe', or with several parts of the model on each process"
-            " 'interleaved1f1b' or 'zbv'.",
-            "choices": list(SCHEDULES),
+            " 'interleaved1f1b' or 'zbv'; 'auto' chooses.",
+            "choices": list(SCHEDULE_NAMES),
         },
     )
     virtual_pipeline_parallel_size: int | None = field(
@@ -323,10 +326,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = _token_slices(self.token_slices)
-        if self.pipeline_schedule not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
+        if self.pipeline_schedule not in SCHEDULE_NAMES:  # of any type, also one that cannot be hashed
             raise ValueError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, SCHEDULES))}."
+                f" {', '.join(map(repr, SCHEDULE_NAMES))}."
             )
         self._shard_for_fsdp()
         self._check_sharding()
@@ -400,8 +403,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     @property
     def num_virtual_stages(self) -> int:
-        """Number of virtual stages per stage that the plans should have."""
+        """Number of virtual stages per stage that the plans should have; 1 if it is chosen with the schedule."""
         return virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)
+
+    @property
+    def schedule_to_plan(self) -> str:
+        """Name of the schedule that the plans should have, or "auto". Token slices run in the order of 1F1B."""
+        return ONE_F_ONE_B.name if self.slices_tokens else self.pipeline_schedule
 
     @property
     def slices_tokens(self) -> bool:
@@ -417,7 +425,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"{wanted} requires several stages, but pipeline_parallel_size is 1. Increase pipeline_parallel_size,"
                 " or set token_slices='off'."
             )
-        if self.pipeline_schedule != "1f1b":
+        if self.pipeline_schedule not in (ONE_F_ONE_B.name, AUTO_SCHEDULE):
             raise ValueError(
                 f"{wanted} requires pipeline_schedule='1f1b', but it is {self.pipeline_schedule!r}. Set"
                 " pipeline_schedule='1f1b', or token_slices='off'."

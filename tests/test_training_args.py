@@ -132,6 +132,7 @@ def test_unknown_schedule(tmp_path):
         ({"pipeline_schedule": "zbv", "virtual_pipeline_parallel_size": 3}, "must be 2.*'interleaved1f1b'"),
         ({"pipeline_schedule": "zbv", "virtual_pipeline_parallel_size": 1}, "must be 2.*'1f1b'"),
         ({"pipeline_schedule": "dualpipev"}, "pipeline_schedule='dualpipev' is not supported"),
+        ({"pipeline_schedule": "auto", "virtual_pipeline_parallel_size": 2}, "chooses the number.*'interleaved1f1b'"),
     ],
 )
 def test_virtual_stages_belong_to_an_interleaved_schedule(
@@ -145,8 +146,15 @@ def test_number_of_virtual_stages(tmp_path: Path) -> None:
     assert make(tmp_path).num_virtual_stages == 1
     assert make(tmp_path, pipeline_schedule="interleaved1f1b").num_virtual_stages == 2
     assert make(tmp_path, pipeline_schedule="zbv").num_virtual_stages == 2
+    assert make(tmp_path, pipeline_schedule="auto").num_virtual_stages == 1
     options = {"pipeline_schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 3}
     assert make(tmp_path, **options).num_virtual_stages == 3
+
+
+def test_with_token_slices_a_chosen_schedule_is_1f1b(tmp_path: Path) -> None:
+    options = {"pipeline_parallel_size": "auto", "pipeline_schedule": "auto"}
+    assert make(tmp_path, **options).schedule_to_plan == "auto"
+    assert make(tmp_path, **options, token_slices=2).schedule_to_plan == "1f1b"
 
 
 EXCLUDED: dict[str, Any] = {

@@ -21,7 +21,7 @@ from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS, WHAT_REPLICAS_DIVIDE, PipelinePlan
-from ..planning.schedules import SCHEDULES, virtual_stages_of
+from ..planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
 from ..planning.sharding_choice import AUTO
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
@@ -96,11 +96,11 @@ class Request:
                 "token_slices is 'auto', which requires several stages, but pipeline_parallel_size is 1. Increase"
                 " pipeline_parallel_size, or set token_slices='off'."
             )
-        if self.pipeline_schedule not in SCHEDULES:
+        if self.pipeline_schedule not in SCHEDULE_NAMES:
             raise ValueError(
-                f"pipeline_schedule is {self.pipeline_schedule!r}, but must be one of {', '.join(SCHEDULES)}."
+                f"pipeline_schedule is {self.pipeline_schedule!r}, but must be one of {', '.join(SCHEDULE_NAMES)}."
             )
-        if self.token_slices != "off" and self.pipeline_schedule != "1f1b":
+        if self.token_slices != "off" and self.pipeline_schedule not in (ONE_F_ONE_B.name, AUTO_SCHEDULE):
             raise ValueError(
                 f"token_slices is 'auto', which requires pipeline_schedule='1f1b', but it is"
                 f" {self.pipeline_schedule!r}. Set token_slices='off'."
@@ -139,7 +139,7 @@ class Request:
             pipeline_parallel_size=_number_or_auto("pipeline_parallel_size", self.pipeline_parallel_size),
             is_elastic=self.is_elastic,
             caches=self.caches,
-            schedule=self.pipeline_schedule,
+            schedule=self.pipeline_schedule if self.token_slices == "off" else ONE_F_ONE_B.name,
             num_microbatches=_number_or_auto("num_microbatches", self.num_microbatches),
             token_slices="off" if self.token_slices == "off" else "auto",
             plan_by=self.plan_by,

@@ -23,6 +23,8 @@ from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_c
 from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan, StepPrediction, step_flops
+from ..planning.plan_choice import ScheduleChoice, choose_schedule
+from ..planning.schedules import AUTO_SCHEDULE
 from ..planning.sharding_choice import AUTO, ShardingChoice
 from ..planning.unit_times import ModelTimes
 from ..token_slices.slice_planning import RowSlices, whole_rows
@@ -52,6 +54,7 @@ class Job:
         plan_by: "counts", or "times" to choose K and M by predicted steps, as the training argument of this name.
         replica_sharding: what the replicas of a stage divide among them, or "auto" to choose it by memory and K, where
             that is "auto" as well, by predicted steps; nothing in the comparison with plain DDP.
+        schedule: name of the schedule, or "auto" to choose it as the training does, by what `plan_by` says.
         virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
 
     Raises:
@@ -325,6 +328,12 @@ class Forecast:
     @property
     def first(self) -> PipelinePlan:
         return self.epochs[0].plan
+
+    @property
+    def schedule_choice(self) -> ScheduleChoice | None:
+        """What the first plan's schedule was chosen from; None if it was given, or if there is one stage."""
+        k = self.first.pipeline_parallel_size
+        return choose_schedule(self.first, k) if self.job.schedule == AUTO_SCHEDULE and k > 1 else None
 
     @property
     def periods(self) -> list[tuple[Epoch, ...]]:

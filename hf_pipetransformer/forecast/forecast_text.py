@@ -217,6 +217,7 @@ def as_text(result: Forecast, title: str, assumed: Sequence[str]) -> str:
         title,
         "\n".join(align(epochs, left=(0, 5, 9))),
         _about_choice(result),
+        _about_schedules(result),
         _about_cuts(result),
         f"{len(result.epochs)} epochs of {result.job.steps_per_epoch:,} steps: {_duration(result.seconds)}",
         "\n".join(align(statics, left=(0, 1))),
@@ -258,6 +259,30 @@ def _about_choice(result: Forecast) -> str:
             )
         )
     return "\n".join(align(rows, left=(0, 1, 4)))
+
+
+def _about_schedules(result: Forecast) -> str:
+    """The plans that the first schedule was chosen from; empty if it was given."""
+    choice = result.schedule_choice
+    if choice is None:
+        return ""
+    by = "times" if choice.chosen.plan.goes_by_times else "FLOPs"
+    rows: list[tuple[str, ...]] = [("schedule", "V", "M", "GiB", "step ms", f"by {by}", "weighed", "")]
+    for each in choice.considered:
+        plan = each.plan
+        rows.append(
+            (
+                plan.schedule,
+                str(plan.num_virtual_stages),
+                str(plan.num_microbatches_for(plan.rows_per_pipeline)),
+                f"{largest_stage_bytes(plan) / GIB:,.1f}",
+                f"{1e3 * plain_step_seconds(result.job, plan):,.1f}",
+                f"{each.step:.2f}",
+                f"{each.weighed:.2f}",
+                "chosen" if each is choice.chosen else "" if each.fits else "does not fit",
+            )
+        )
+    return "\n".join(align(rows, left=(0, 7)))
 
 
 def _period_row(period: Sequence[Epoch]) -> tuple[str, ...]:
@@ -408,6 +433,8 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "token_slices": job.token_slices,
         "replica_sharding": result.first.replica_sharding,
         "sharding_choice": _choice_values(result),
+        "pipeline_schedule": result.first.schedule,
+        "schedule_choice": _schedule_values(result),
         "epochs": [_epoch_values(epoch) for epoch in result.epochs],
         "seconds": result.seconds,
         "compared_with": {
@@ -450,6 +477,26 @@ def _choice_values(result: Forecast) -> list[dict[str, Any]] | None:
             "chosen": plan is choice.plan,
         }
         for plan in choice.considered
+    ]
+
+
+def _schedule_values(result: Forecast) -> list[dict[str, Any]] | None:
+    choice = result.schedule_choice
+    if choice is None:
+        return None
+    return [
+        {
+            "pipeline_schedule": each.plan.schedule,
+            "virtual_stages": each.plan.num_virtual_stages,
+            "num_microbatches": each.plan.num_microbatches_for(each.plan.rows_per_pipeline),
+            "largest_stage_bytes": largest_stage_bytes(each.plan),
+            "fits": each.fits,
+            "step_seconds": plain_step_seconds(result.job, each.plan),
+            "relative_step": each.step,
+            "weighed_step": each.weighed,
+            "chosen": each is choice.chosen,
+        }
+        for each in choice.considered
     ]
 
 

@@ -28,7 +28,8 @@ class ElasticPolicy:
         is_elastic: whether freezing may shorten the pipeline and turn the freed devices into replicas; otherwise only
             the split into stages changes.
         memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
-        schedule: name of the schedule.
+        schedule: name of the schedule, or "auto", with which it and the number of virtual stages are chosen once, for
+            the first plan, and kept by the plans that follow (`plan_choice.choose_schedule`).
         num_microbatches: micro-batches per step and pipeline, or "auto".
         plan_by: "counts", or "times" to choose by predicted steps (`PipelinePlan.plan_by`).
         replica_sharding: what the replicas of a stage divide among them, or "auto", with which it is chosen once, for

@@ -319,6 +319,13 @@ class PipelinePlan:
             forward, backward = map(sum, zip(*computing, strict=True))
         return prologue + forward, backward
 
+    def stage_flops(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the FLOPs of a sample's forward and backward in each virtual stage."""
+        flops = unit_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
+        of_stages = [flops[start:stop] for start, stop in pairwise(self.stage_bounds)]
+        forward, backward = zip(*(map(sum, zip(*units, strict=True)) for units in of_stages), strict=True)
+        return forward, backward
+
     def _unit_seconds(self, unit: int, rows: float) -> tuple[float, float]:
         """Return the seconds that a unit computes in a micro-batch's forward and backward; the last one with the head.
 
@@ -535,16 +542,23 @@ class StepPrediction:
 
 
 def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
-    """Return the FLOPs of each unit in a training step, per sample.
+    """Return the FLOPs of each unit in a training step, per sample."""
+    return [sum(both) for both in unit_flops(unit_costs, num_frozen_layers, num_cached_layers)]
+
+
+def unit_flops(
+    unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0
+) -> list[tuple[float, float]]:
+    """Return the FLOPs of each unit's forward and of its backward in a training step, per sample.
 
     A backward costs two forwards; a frozen unit has none, and a cached unit is not run. The head is always trained.
     """
-    forwards = [0] * num_cached_layers + [1] * (num_frozen_layers - num_cached_layers)
-    forwards += [3] * (len(unit_costs) - num_frozen_layers)
-    return [
-        unit.forward_flops * count + unit.head.forward_flops * (3 - count)
-        for unit, count in zip(unit_costs, forwards, strict=True)
-    ]
+    flops = []
+    for index, unit in enumerate(unit_costs):
+        forward = unit if index >= num_cached_layers else unit.head
+        backward = unit if index >= num_frozen_layers else unit.head
+        flops.append((forward.forward_flops, 2 * backward.forward_flops))
+    return flops
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

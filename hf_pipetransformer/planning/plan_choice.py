@@ -1,19 +1,22 @@
 """AutoPipe: choose the split into stages and the number of stages (PipeTransformer, ICML 2021, section 3.2).
 
-    make_plan   before training: K as requested, or the shortest pipeline that fits
-    replan      after more layers are frozen: pipeline compression, then the split
+    make_plan         before training: K as requested, or the shortest pipeline that fits
+    choose_schedule   for make_plan, at each K: the schedule with the shortest step, simpler ones preferred
+    replan            after more layers are frozen: pipeline compression, then the split; the schedule stays
 
-Both are pure functions: the same arguments give the same plan on every rank.
+All are pure functions: the same arguments give the same plan on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .partition import choose_num_microbatches, split_greedy, split_min_max
 from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
+from .schedules import AUTO_SCHEDULE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V
+from .timeline import simulate
 
 if TYPE_CHECKING:
     from .costs import UnitCost
@@ -22,6 +25,18 @@ if TYPE_CHECKING:
 WORTH_A_LONGER_PIPELINE = 0.15
 """Fraction by which a longer pipeline must be predicted to be faster than a shorter one. Predictions are about this
 accurate, and less can go wrong in a short pipeline."""
+
+SCHEDULES_TO_CHOOSE_FROM = (
+    (ONE_F_ONE_B.name, 1),
+    (INTERLEAVED.name, 2),
+    (INTERLEAVED.name, 3),
+    (ZERO_BUBBLE_V.name, 2),
+)
+"""Schedules and their virtual stages per stage, from the simplest to the one that costs most beyond what is simulated.
+GPipe is not among them: it takes as long as 1F1B, and more memory."""
+
+WORTH_A_FURTHER_SCHEDULE = 0.1
+"""Fraction by which each of these schedules must be predicted to be faster than the one before (`choose_schedule`)."""
 
 PAPERS_FROZEN_SHARE = 1 / 6
 """The weight of a frozen layer in the paper's split, lambda_frozen."""
@@ -56,7 +71,7 @@ def make_plan(
         unit_costs: Cost of each unit in execution order.
         world_size: Number of ranks.
         pipeline_parallel_size: Number of stages K, or `"auto"`.
-        schedule: name of the schedule.
+        schedule: name of the schedule, or `"auto"` to choose it and V for each K considered (`choose_schedule`).
         num_microbatches: Micro-batches per step and pipeline, or `"auto"`.
         rows_per_device: Samples per device and step; a pipeline's batch has K times as many.
         memory_budget_bytes: Bytes that a device has for training, or None if unknown. Used for `"auto"` only.
@@ -82,7 +97,7 @@ def make_plan(
         pipeline_parallel_size=1,
         data_parallel_size=world_size,
         stage_bounds=(0, len(units)),
-        schedule=schedule,
+        schedule=ONE_F_ONE_B.name if schedule == AUTO_SCHEDULE else schedule,
         num_microbatches=None if num_microbatches == "auto" else num_microbatches,
         unit_costs=units,
         num_frozen_layers=num_frozen_layers,
@@ -94,21 +109,96 @@ def make_plan(
         replica_sharding=replica_sharding,
         virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
     )
+
+    def in_stages(k: int) -> PipelinePlan:
+        return (
+            choose_schedule(whole, k, split).chosen.plan
+            if schedule == AUTO_SCHEDULE
+            else _with_stages(whole, k, split)
+        )
+
     if pipeline_parallel_size != "auto":
-        return _with_stages(whole, pipeline_parallel_size, split)
-    candidates = [_with_stages(whole, k, split) for k in lengths(world_size, min(world_size, len(units)))]
-    by_times = predicted_seconds if whole.goes_by_times else None
-    if memory_budget_bytes is None:
-        return shortest_fast(candidates, by_times)
-    fitting = [plan for plan in candidates if largest_stage_bytes(plan) <= memory_budget_bytes]
+        return in_stages(pipeline_parallel_size)
+    candidates = [in_stages(k) for k in lengths(world_size, min(world_size, len(units)))]
+    fitting = [plan for plan in candidates if fits(plan)]
     if fitting:
-        return shortest_fast(fitting, by_times)
+        return shortest_fast(fitting, predicted_seconds if whole.goes_by_times else None)
+    assert memory_budget_bytes is not None
     raise ValueError(
         f"pipeline_parallel_size is 'auto', but no pipeline fits: with {candidates[-1].pipeline_parallel_size} stages"
         f" the largest stage still needs {largest_stage_bytes(candidates[-1]) / MIB:,.0f} MiB, but a device has"
         f" {memory_budget_bytes / MIB:,.0f} MiB. Use more devices, reduce per_device_train_batch_size (now"
         f" {rows_per_device}), enable gradient checkpointing, or freeze parameters."
     )
+
+
+@dataclass(frozen=True)
+class ConsideredSchedule:
+    """A plan with one of the schedules to choose from.
+
+    Attributes:
+        plan: the plan.
+        fits: whether its largest stage fits a device.
+        step: predicted time of a step in relation to the same plan with 1F1B.
+        weighed: this, increased by `WORTH_A_FURTHER_SCHEDULE` for each simpler schedule.
+    """
+
+    plan: PipelinePlan
+    fits: bool
+    step: float
+    weighed: float
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A chosen schedule, and what it was chosen from.
+
+    Attributes:
+        chosen: the chosen one of those that were considered.
+        considered: those of `SCHEDULES_TO_CHOOSE_FROM` for which there are units, in this order; with one stage only
+            the first.
+    """
+
+    chosen: ConsideredSchedule
+    considered: tuple[ConsideredSchedule, ...]
+
+
+def choose_schedule(plan: PipelinePlan, k: int, split: str = "min-max") -> ScheduleChoice:
+    """Choose the schedule, and with it the number of virtual stages per stage, for a pipeline of K stages.
+
+    It is the one with the least weighed step of those that fit, or the first where none fits. Steps are simulated with
+    the number of micro-batches that each plan has: with measured seconds if the plan goes by times, otherwise with
+    FLOPs, which are the same in every run.
+
+    Steps are weighed because the simulation leaves out what further virtual stages cost: messages, splitting a
+    backward, and with FLOPs the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
+    docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B:
+
+                    predicted by FLOPs   measured        chosen if predicted below
+        V = 2       0.93                 0.91 and 0.92   0.91
+        V = 3       0.87                 0.98            0.83
+        ZBV         0.84                 1.08            0.75
+
+    Args:
+        plan: Any plan of the model and ranks; its schedule and number of stages are not considered.
+        k: Number of stages K.
+        split: As for `make_plan`.
+    """
+    whole = _in_one_stage(plan)
+    step_of = predicted_seconds if plan.goes_by_times else predicted_flops
+    considered: list[ConsideredSchedule] = []
+    first = 0.0
+    for simpler, (schedule, v) in enumerate(SCHEDULES_TO_CHOOSE_FROM):
+        each = _with_stages(replace(whole, schedule=schedule, virtual_pipeline_parallel_size=v), k, split)
+        if each.num_virtual_stages < v:
+            continue  # too few units
+        seconds = step_of(each)
+        first = first or seconds
+        step = seconds / first if first else 1.0
+        weighed = round(step * (1 + WORTH_A_FURTHER_SCHEDULE) ** simpler, 9)  # so that rounding decides nothing
+        considered.append(ConsideredSchedule(each, fits(each), step, weighed))
+    fitting = [each for each in considered if each.fits] or considered[:1]
+    return ScheduleChoice(min(fitting, key=lambda each: each.weighed), tuple(considered))
 
 
 def replan(
@@ -142,14 +232,7 @@ def replan(
         raise ValueError(f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}.")
     k = plan.pipeline_parallel_size
     # first with one stage, for which any number of layers may be cached; then split
-    frozen = replace(
-        plan,
-        pipeline_parallel_size=1,
-        data_parallel_size=plan.world_size,
-        stage_bounds=(0, plan.num_units),
-        num_frozen_layers=num_frozen_layers,
-        num_cached_layers=num_cached_layers,
-    )
+    frozen = replace(_in_one_stage(plan), num_frozen_layers=num_frozen_layers, num_cached_layers=num_cached_layers)
     same_length = _with_stages(frozen, k, split)
     if compression == "none":
         return same_length
@@ -169,6 +252,11 @@ def largest_stage_bytes(plan: PipelinePlan) -> int:
     return max(plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in range(plan.pipeline_parallel_size))
 
 
+def fits(plan: PipelinePlan) -> bool:
+    """Whether the stages of a plan are predicted to fit its devices; they do where the budget is unknown."""
+    return plan.memory_budget_bytes is None or largest_stage_bytes(plan) <= plan.memory_budget_bytes
+
+
 def largest_bytes_with_whole_model(plan: PipelinePlan, model_bytes: int) -> int:
     """Predict the bytes that the largest stage takes if its process gets the other stages' weights as well.
 
@@ -181,6 +269,12 @@ def largest_bytes_with_whole_model(plan: PipelinePlan, model_bytes: int) -> int:
     stages = range(plan.pipeline_parallel_size)
     return model_bytes + max(
         plan.stage_bytes(stage, rows=rows, num_microbatches=m) - plan.parameter_bytes_of(stage) for stage in stages
+    )
+
+
+def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
+    return replace(
+        plan, pipeline_parallel_size=1, data_parallel_size=plan.world_size, stage_bounds=(0, plan.num_units)
     )
 
 
@@ -262,6 +356,14 @@ def predicted_seconds(plan: PipelinePlan) -> float:
     """Predict the seconds of a step on a full batch from the plan's times, with the number of micro-batches it has."""
     rows = plan.rows_per_pipeline
     return plan.predict(rows, plan.num_microbatches_for(rows)).seconds
+
+
+def predicted_flops(plan: PipelinePlan) -> float:
+    """Predict a step's time as `predicted_seconds` does, with FLOPs in place of measured seconds."""
+    m = plan.num_microbatches_for(plan.rows_per_pipeline)
+    rows = plan.rows_per_pipeline / m
+    forward, backward = ([rows * flops for flops in of_stages] for of_stages in plan.stage_flops())
+    return simulate(forward, backward, m, plan.schedule, plan.num_virtual_stages).seconds
 
 
 SecondsOf = Callable[[PipelinePlan], float]

@@ -194,6 +194,10 @@ SCHEDULES: Mapping[str, Schedule] = {
     schedule.name: schedule for schedule in (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE_V)
 }
 
+AUTO_SCHEDULE = "auto"
+"""The value of `pipeline_schedule` with which the schedule is chosen."""
+SCHEDULE_NAMES = (*SCHEDULES, AUTO_SCHEDULE)
+"""The values of `pipeline_schedule`."""
 
 INTERLEAVED_NAMES = " and ".join(repr(name) for name, schedule in SCHEDULES.items() if schedule.is_interleaved)
 
@@ -202,16 +206,24 @@ DEFAULT_VIRTUAL_STAGES = 2
 
 
 def virtual_stages_of(schedule: str, requested: int | None) -> int:
-    """Return the number of virtual stages per stage to ask for.
+    """Return the number of virtual stages per stage to ask for; 1 where the choice of the schedule determines it.
 
     Args:
-        schedule: value of `pipeline_schedule`, one of `SCHEDULES`.
+        schedule: value of `pipeline_schedule`, one of `SCHEDULE_NAMES`.
         requested: value of `virtual_pipeline_parallel_size`; None if the user has not set it.
 
     Raises:
         ValueError: With an interleaved schedule, it is no number of 2 or more, or more than the schedule runs; with
-            another one, it is not 1.
+            another one, it is not 1; with `"auto"`, it is set.
     """
+    if schedule == AUTO_SCHEDULE:
+        if requested is not None:
+            raise ValueError(
+                f"virtual_pipeline_parallel_size={requested!r} cannot be combined with pipeline_schedule={schedule!r},"
+                " which chooses the number of virtual stages as well. Unset virtual_pipeline_parallel_size, or set"
+                f" pipeline_schedule to {INTERLEAVED.name!r}."
+            )
+        return 1
     chosen = schedule_named(schedule)
     if requested is None:
         return DEFAULT_VIRTUAL_STAGES if chosen.is_interleaved else 1

@@ -67,6 +67,7 @@ def simulate(
     k = len(forward) // num_virtual_stages
     order = schedule_of_step(schedule, k, num_microbatches, num_virtual_stages)
     placement = order.placement(k, num_virtual_stages)
+    held = [placement.held_by(stage) for stage in range(k)]
     work = [order.order_of_work(stage, k, num_microbatches, num_virtual_stages) for stage in range(k)]
     share = WEIGHTS_SHARE if order.splits_backward else 0.0
     seconds: dict[Kind, list[float]] = {
@@ -79,10 +80,9 @@ def simulate(
     spans: list[Span] = []
     while any(work):
         for stage in range(k):
-            held = placement.held_by(stage)
             while work[stage]:
                 kind, part, i = work[stage][0]
-                here = held[part]
+                here = held[stage][part]
                 source = _source(kind, here, i)
                 has_source = 0 <= source.part <= placement.last and (kind == "forward" or backward[here] > 0)
                 if has_source and source not in done:

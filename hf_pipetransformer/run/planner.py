@@ -11,7 +11,8 @@ from ..pipeline.mesh import ProcessMesh
 from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan
-from ..planning.plan_choice import largest_stage_bytes
+from ..planning.plan_choice import ScheduleChoice, choose_schedule, largest_stage_bytes
+from ..planning.schedules import AUTO_SCHEDULE
 from ..planning.unit_times import ModelTimes
 from ..training_args import PipeTransformerTrainingArguments
 
@@ -44,7 +45,7 @@ class Planner:
             args.per_device_train_batch_size,
             args.elastic and may_replicate,
             self._budget,
-            args.pipeline_schedule,
+            args.schedule_to_plan,
             args.num_microbatches,
             args.plan_by,
             args.replica_sharding,
@@ -57,6 +58,12 @@ class Planner:
 
         The plan counts fewer of them if too few other layers are left.
         """
+
+    @property
+    def schedule_choice(self) -> ScheduleChoice | None:
+        """What the schedule of the first plan was chosen from; None if it was given, or if there is one stage."""
+        k = self.first.pipeline_parallel_size
+        return choose_schedule(self.first, k) if self._args.schedule_to_plan == AUTO_SCHEDULE and k > 1 else None
 
     def next(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         """Return the plan that follows `plan` when `num_frozen` layers are frozen and `num_cached` are cached."""
@@ -82,6 +89,8 @@ class Planner:
             "num_frozen": plan.num_frozen_layers,
             "num_cached": plan.num_cached_layers,
             "counted_as_cached": self.num_cached,
+            "schedule": plan.schedule,
+            "virtual_stages": plan.virtual_pipeline_parallel_size,
         }
 
     def again(self, facts: Mapping[str, Any], most_frozen: int) -> PipelinePlan | None:
@@ -101,6 +110,8 @@ class Planner:
             pipeline_parallel_size=facts["stages"],
             data_parallel_size=self.first.world_size // facts["stages"],
             stage_bounds=bounds,
+            schedule=facts["schedule"],
+            virtual_pipeline_parallel_size=facts["virtual_stages"],
             num_frozen_layers=facts["num_frozen"],
             num_cached_layers=facts["num_cached"],
         )

@@ -15,13 +15,21 @@ from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epo
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
+from ..planning.plan_choice import ScheduleChoice
 from ..token_slices.slice_planning import RowSlices
 from . import events_file
 from .cache_control import AutoCache, EpochReport
 from .collectives import LogsOfAllStages
 from .job import TrainingJob
 from .metrics_file import RunRecorder, StepsDone, facts_of_run
-from .sentences import NotComputed, describe_change, describe_end, describe_frozen, describe_start
+from .sentences import (
+    NotComputed,
+    describe_change,
+    describe_end,
+    describe_frozen,
+    describe_schedules,
+    describe_start,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +85,11 @@ class RunLog:
     def recording(self, before: Sequence[TrainerCallback]) -> AbstractContextManager[None]:
         """Return the context manager `recording` for this job's trainer and recorder."""
         return recording(self._job.trainer, self.recorder, before)
+
+    def schedule_chosen(self, choice: ScheduleChoice | None) -> None:
+        """Log which schedule was chosen; nothing if it was given. Only the main process logs."""
+        if choice is not None and self._job.trainer.is_world_process_zero():
+            logger.info("%s", describe_schedules(choice))
 
     def begin(self, plan: PipelinePlan) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""

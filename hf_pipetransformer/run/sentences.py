@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import WHAT_REPLICAS_DIVIDE, PipelinePlan
+from ..planning.plan_choice import WORTH_A_FURTHER_SCHEDULE, ScheduleChoice
 
 
 @dataclass
@@ -55,6 +56,23 @@ def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: 
     parts += [f"activation cache: {cache}"] if cache is not None else []
     parts += [f"{by_times} by measured times, so another run may differ by rounding"] if by_times else []
     return "; ".join(parts) + "."
+
+
+def describe_schedules(choice: ScheduleChoice) -> str:
+    """Describe which schedule was chosen, and from what."""
+
+    def named(plan: PipelinePlan) -> str:
+        v = plan.num_virtual_stages
+        return plan.schedule if v == 1 else f"{plan.schedule} with {v} virtual stages"
+
+    steps = ", ".join(
+        f"{named(each.plan)} {each.step:.2f}{'' if each.fits else ' (does not fit)'}" for each in choice.considered
+    )
+    by = "measured times" if choice.chosen.plan.goes_by_times else "FLOPs"
+    return (
+        f"pipeline_schedule='auto' is {named(choice.chosen.plan)}. Predicted steps by {by}, in relation to 1f1b:"
+        f" {steps}. Each of these must be {WORTH_A_FURTHER_SCHEDULE:.0%} faster than the one before."
+    )
 
 
 def describe_change(change: Transformation, step: int, seconds: float, bytes_moved: int) -> str:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hf_pipetransformer.pipeline.elastic_pipeline import Transformation
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
-from hf_pipetransformer.run.sentences import NotComputed, describe_change, describe_end, describe_start
+from hf_pipetransformer.planning.plan_choice import choose_schedule, make_plan
+from hf_pipetransformer.run.sentences import (
+    NotComputed,
+    describe_change,
+    describe_end,
+    describe_schedules,
+    describe_start,
+)
 
 UNITS = tuple(UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(6))
 
@@ -32,6 +40,18 @@ def test_a_start() -> None:
         "Bert in 1 stage (6 layers) x 4 replicas; slices are chosen by measured times, so another run may differ by"
         " rounding."
     )
+
+
+def test_a_chosen_schedule() -> None:
+    """Six layers in two stages, of which four samples take 60 bytes of memory for nothing but the weights."""
+    few = replace(plan(2), num_microbatches=2)
+    assert describe_schedules(choose_schedule(few, 2)) == (
+        "pipeline_schedule='auto' is interleaved1f1b with 3 virtual stages. Predicted steps by FLOPs, in relation to"
+        " 1f1b: 1f1b 1.00, interleaved1f1b with 2 virtual stages 0.89, interleaved1f1b with 3 virtual stages 0.78, zbv"
+        " with 2 virtual stages 0.78. Each of these must be 10% faster than the one before."
+    )
+    small = replace(few, memory_budget_bytes=1)
+    assert "1f1b 1.00 (does not fit), interleaved1f1b with" in describe_schedules(choose_schedule(small, 2))
 
 
 def test_a_change() -> None:
