@@ -330,6 +330,35 @@ def test_another_plan_is_made_where_another_is_asked_for(tmp_path: Path) -> None
     assert small.again(facts, most_frozen=3) is None  # devices with less memory
 
 
+def test_a_resumed_training_keeps_the_schedule_that_was_chosen(tmp_path: Path) -> None:
+    """Also where another one would be chosen now, because devices have less memory or layers take another time."""
+    units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
+    arguments = PipeTransformerTrainingArguments(
+        str(tmp_path), pipeline_schedule="auto", per_device_train_batch_size=2, num_microbatches=2
+    )
+    arguments.pipeline_parallel_size = 2  # afterwards: there is one process here
+    mesh = ProcessMesh(timedelta(seconds=60))
+    mesh.world_size = 2
+    made = Planner(arguments, units, None, mesh)
+    facts = json.loads(json.dumps(made.facts_of(made.first)))
+    heavy = [*units[:7], replace(units[7], forward_flops=30.0)]
+    now = Planner(arguments, heavy, None, mesh)
+    assert (made.first.schedule, now.first.schedule) == ("interleaved1f1b", "1f1b")
+    again = now.again(facts, most_frozen=0)
+    assert again is not None and (again.schedule, again.stage_bounds) == ("interleaved1f1b", made.first.stage_bounds)
+
+
+def test_token_slices_are_planned_in_the_order_of_1f1b(tmp_path: Path) -> None:
+    units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
+    options: dict[str, Any] = {"pipeline_parallel_size": "auto", "num_microbatches": 2, "token_slices": 2}
+    arguments = PipeTransformerTrainingArguments(str(tmp_path), pipeline_schedule="auto", **options)
+    arguments.pipeline_parallel_size = 2  # afterwards: there is one process here
+    mesh = ProcessMesh(timedelta(seconds=60))
+    mesh.world_size = 2
+    planner = Planner(arguments, units, None, mesh)
+    assert planner.first.schedule == "1f1b" and planner.schedule_choice is None
+
+
 def cached_at_the_first_step(
     rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int], table: dict[int, int]
 ) -> list[int]:

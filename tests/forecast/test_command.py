@@ -77,8 +77,9 @@ def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
         "model", "profile", "devices", "batch", "gradient_accumulation_steps", "samples", "steps_per_epoch",
-        "memory_budget_bytes", "token_slices", "replica_sharding", "sharding_choice", "epochs", "seconds",
-        "compared_with", "fsdp", "flop_bound", "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
+        "memory_budget_bytes", "token_slices", "replica_sharding", "sharding_choice", "pipeline_schedule",
+        "schedule_choice", "epochs", "seconds", "compared_with", "fsdp",
+        "flop_bound", "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == DEFAULT_SAMPLES and "--samples is not given" in answer["assumed"][0]
     assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]
@@ -148,6 +149,36 @@ def test_sharding_is_chosen_by_memory() -> None:
     assert re.search(r"^full +1 × 4 +0\.\d +[\d.]+ +chosen$", out, re.MULTILINE)
     assert "the replicas of a stage divide parameters, gradients and optimizer state; one stage gathers" in out
     assert "data parallelism with replica_sharding='full' (pipeline_parallel_size=1)" in out
+
+
+def test_the_schedule_is_chosen(tmp_path: Path) -> None:
+    """Four layers in two stages, two micro-batches: two parts of a stage are worth it, for three there are too few."""
+    AutoConfig.for_model("bert", **TINY, num_hidden_layers=4).save_pretrained(tmp_path)
+    few = (str(tmp_path), "--devices", "2", "--batch", "2", "--seq", "16", "--epochs", "2", "--no-freeze")
+    two_stages = (*few, "--pipeline-parallel-size", "2")
+    auto = values(*two_stages, "--pipeline-schedule", "auto")
+    assert [(each["pipeline_schedule"], each["virtual_stages"]) for each in auto["schedule_choice"]] == [
+        ("1f1b", 1),
+        ("interleaved1f1b", 2),
+        ("zbv", 2),
+    ]
+    (chosen,) = (each for each in auto["schedule_choice"] if each["chosen"])
+    assert auto["pipeline_schedule"] == chosen["pipeline_schedule"] == "interleaved1f1b"
+    assert chosen["relative_step"] < chosen["weighed_step"] == min(e["weighed_step"] for e in auto["schedule_choice"])
+    given = values(*two_stages, "--pipeline-schedule", "interleaved1f1b")
+    assert given["schedule_choice"] is None
+    assert given["epochs"] == auto["epochs"] and chosen["step_seconds"] == given["epochs"][0]["step_seconds"]
+    out = run(*two_stages, "--pipeline-schedule", "auto").stdout
+    assert re.search(r"^schedule +V +M +GiB +step ms +by FLOPs +weighed$", out, re.MULTILINE)
+    assert re.search(r"^interleaved1f1b +2 +2 +[\d.]+ +[\d.]+ +0\.8\d +0\.9\d +chosen$", out, re.MULTILINE)
+    assert "weighed" not in run(*few, "--pipeline-schedule", "auto").stdout, "one stage has no schedule"
+
+
+def test_with_token_slices_a_chosen_schedule_is_1f1b(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **TINY, num_key_value_heads=2, num_hidden_layers=4).save_pretrained(tmp_path)
+    training = ("--devices", "2", "--batch", "2", "--seq", "32", "--epochs", "2", "--pipeline-parallel-size", "2")
+    answer = values(str(tmp_path), *training, "--token-slices", "auto", "--pipeline-schedule", "auto")
+    assert (answer["pipeline_schedule"], answer["schedule_choice"]) == ("1f1b", None)
 
 
 def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:

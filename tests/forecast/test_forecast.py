@@ -233,21 +233,25 @@ def fitting(k: int, devices: int = 8) -> int:
 
 @pytest.mark.parametrize("stages", ["auto", 1, 4])
 @pytest.mark.parametrize("is_elastic", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
 def test_plans_are_those_of_the_trainer(
-    stages: Any, is_elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stages: Any, is_elastic: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forecast's plans and those of `Planner`, which the trainer asks, given the same f and c."""
     budget = fitting(4)
     monkeypatch.setattr("hf_pipetransformer.run.planner.memory_budget", lambda device, processes: budget)
     args = PipeTransformerTrainingArguments(
-        output_dir=str(tmp_path), elastic=is_elastic, per_device_train_batch_size=2
+        output_dir=str(tmp_path), elastic=is_elastic, per_device_train_batch_size=2, pipeline_schedule=schedule
     )
     args.pipeline_parallel_size = stages  # afterwards: there is one process here
     mesh = ProcessMesh(timedelta(seconds=10))
     mesh.world_size = 8
     layouts = Planner(args, workload().unit_costs, times_of(12), mesh)
-    course = job(8, 7, AlphaPolicy(1 / 3), pipeline_parallel_size=stages, is_elastic=is_elastic)
-    epochs = forecast(course, workload(), machine(budget=budget)).epochs
+    course = job(8, 7, AlphaPolicy(1 / 3), pipeline_parallel_size=stages, is_elastic=is_elastic, schedule=schedule)
+    result = forecast(course, workload(), machine(budget=budget))
+    epochs = result.epochs
+    assert layouts.schedule_choice == result.schedule_choice
+    assert (result.schedule_choice is None) == (schedule != "auto" or stages == 1)
     plan: PipelinePlan = layouts.first
     for epoch in epochs:
         if epoch.number > 1:

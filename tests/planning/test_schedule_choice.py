@@ -1,4 +1,4 @@
-"""`pipeline_schedule="auto"`: the schedule with the shortest predicted step, where further ones have to be worth it."""
+"""`pipeline_schedule="auto"`: the schedule with the shortest predicted step; further ones must be worth it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_start() -> None:
 
 
 def test_a_chosen_schedule() -> None:
-    """Six layers in two stages, of which four samples take 60 bytes of memory for nothing but the weights."""
+    """Six layers in two stages with two micro-batches, and devices on which nothing fits."""
     few = replace(plan(2), num_microbatches=2)
     assert describe_schedules(choose_schedule(few, 2)) == (
         "pipeline_schedule='auto' is interleaved1f1b with 3 virtual stages. Predicted steps by FLOPs, in relation to"
