@@ -32,8 +32,9 @@ SCHEDULES_TO_CHOOSE_FROM = (
     (INTERLEAVED.name, 3),
     (ZERO_BUBBLE_V.name, 2),
 )
-"""Schedules and their virtual stages per stage, from the simplest to the one that costs most beyond what is simulated.
-GPipe is not among them: it takes as long as 1F1B, and more memory."""
+"""Schedules and their virtual stages per stage, from the simplest to the one of which the simulation leaves out most:
+of a split backward, weights of linear layers are taken to be half, always. GPipe takes as long as 1F1B, and more
+memory."""
 
 WORTH_A_FURTHER_SCHEDULE = 0.1
 """Fraction by which each of these schedules must be predicted to be faster than the one before (`choose_schedule`)."""
@@ -172,12 +173,12 @@ def choose_schedule(plan: PipelinePlan, k: int, split: str = "min-max") -> Sched
 
     Steps are weighed because the simulation leaves out what further virtual stages cost: messages, splitting a
     backward, and with FLOPs the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
-    docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B:
+    docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B (ZBV with 2 and 4 of 6 layers):
 
                     predicted by FLOPs   measured        chosen if predicted below
-        V = 2       0.93                 0.91 and 0.92   0.91
+        V = 2       0.89                 0.91 and 0.92   0.91
         V = 3       0.87                 0.98            0.83
-        ZBV         0.84                 1.08            0.75
+        ZBV         1.09                 1.08            0.75
 
     Args:
         plan: Any plan of the model and ranks; its schedule and number of stages are not considered.
