@@ -110,8 +110,9 @@ class Planner:
             pipeline_parallel_size=facts["stages"],
             data_parallel_size=self.first.world_size // facts["stages"],
             stage_bounds=bounds,
-            schedule=facts["schedule"],
-            virtual_pipeline_parallel_size=facts["virtual_stages"],
+            # older checkpoints do not name the schedule, which was always given
+            schedule=facts.get("schedule", self.first.schedule),
+            virtual_pipeline_parallel_size=facts.get("virtual_stages", self.first.virtual_pipeline_parallel_size),
             num_frozen_layers=facts["num_frozen"],
             num_cached_layers=facts["num_cached"],
         )
