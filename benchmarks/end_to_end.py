@@ -97,6 +97,12 @@ def parse_arguments() -> argparse.Namespace:
         type=json.loads,
         help='in place of alpha, such as \'{"5": 2, "7": 4}\': so many layers after so many epochs',
     )
+    parser.add_argument(
+        "--arguments",
+        type=json.loads,
+        default={},
+        help='more training arguments, for all variants, such as \'{"learning_rate": 2e-4}\'',
+    )
     parser.add_argument("--stages", type=int, default=0, help="K at the start; 0: one for each process")
     parser.add_argument(
         "--static_stages", type=int, nargs="+", help="numbers K for variant b; default: --stages alone"
@@ -161,6 +167,7 @@ def run(
             "seed": seed,
             "bf16": options.bf16,
             **task.options,
+            **options.arguments,
         }
         trainer_class: type[Trainer] = Trainer
         arguments: TrainingArguments

@@ -87,6 +87,45 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
+def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Move the cuts between virtual stages so that what each process holds costs about the same.
+
+    `split_min_max` balances virtual stages: of six equal units it makes 1 | 2 | 2 | 1, of which the placement in the
+    shape of a V gives one process two units and the other four. Neighbouring cuts are moved by one unit as long as
+    that lowers the largest cost of a process, or leaves it and lowers the largest of a virtual stage.
+
+    Args:
+        bounds: bounds of the virtual stages, as `split_min_max` returns them.
+        costs: cost of each unit, as there. `[L]`
+        held: for each process, the indices of its virtual stages.
+
+    Returns:
+        The bounds; as given if each process holds one virtual stage.
+    """
+    prefix = _exact_prefix_sums(costs)
+
+    def largest(cuts: Sequence[int]) -> tuple[int, int]:
+        parts = [prefix[stop] - prefix[start] for start, stop in pairwise(cuts)]
+        return max(sum(parts[part] for part in parts_held) for parts_held in held), max(parts)
+
+    best = tuple(bounds)
+    if max(map(len, held)) == 1:
+        return best
+    while True:
+        inner = range(1, len(best) - 1)
+        moved = [
+            tuple(cut + by if first <= index <= last else cut for index, cut in enumerate(best))
+            for first in inner
+            for last in range(first, len(best) - 1)
+            for by in (-1, 1)
+        ]
+        moved = [cuts for cuts in moved if all(start < stop for start, stop in pairwise(cuts))]
+        better = min(moved, key=largest, default=best)
+        if largest(better) >= largest(best):
+            return best
+        best = better
+
+
 def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Split units into contiguous stages as the paper does, for comparison with `split_min_max`.
 

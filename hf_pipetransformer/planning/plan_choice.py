@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from .partition import choose_num_microbatches, split_greedy, split_min_max
+from .partition import balance_holders, choose_num_microbatches, split_greedy, split_min_max
 from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
-from .schedules import AUTO_SCHEDULE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V
+from .schedules import AUTO_SCHEDULE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, schedule_named
 from .timeline import simulate
 
 if TYPE_CHECKING:
@@ -291,7 +291,10 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     costs = costs_of(plan, k)
     # the first virtual stage holds all cached units; if too few units are left for the others, fewer count as cached
     first = min(plan.num_cached_layers, plan.num_units - k * v)
-    bounds = split_at(costs[first:], k * v)
+    placement = schedule_named(plan.schedule).placement(k, v)
+    bounds = balance_holders(
+        split_at(costs[first:], k * v), costs[first:], [placement.held_by(stage) for stage in range(k)]
+    )
     return replace(
         plan,
         pipeline_parallel_size=k,

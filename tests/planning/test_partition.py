@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.partition import (
+    balance_holders,
     choose_num_microbatches,
     microbatch_candidates,
     split_greedy,
     split_min_max,
 )
+from hf_pipetransformer.planning.placement import Placement
 
 
 def all_bounds(num_units: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -32,6 +34,16 @@ def by_brute_force(costs: list[int], num_stages: int) -> tuple[int, ...]:
             bounds,
         ),
     )
+
+
+def held_by_processes(num_stages: int, num_virtual_stages: int, is_v_shaped: bool) -> list[tuple[int, ...]]:
+    placement = Placement(num_stages, num_virtual_stages, is_v_shaped)
+    return [placement.held_by(stage) for stage in range(num_stages)]
+
+
+def process_costs(costs: list[int], bounds: tuple[int, ...], held: list[tuple[int, ...]]) -> list[int]:
+    parts = stage_costs(costs, bounds)
+    return [sum(parts[part] for part in parts_held) for parts_held in held]
 
 
 @st.composite
@@ -77,6 +89,28 @@ def test_split_is_exact_where_floating_point_sums_round() -> None:
     # 2**53 + 1 is no float: sums in floating point would call both splits equal and take the first.
     assert split_min_max([2.0**53, 1.0, 1.0], 2) == (0, 1, 3)
     assert split_min_max([1.0, 1.0, 2.0**53], 2) == (0, 2, 3)
+
+
+def test_processes_with_several_virtual_stages_hold_equal_parts() -> None:
+    """Of six layers, the last one with the head: in a V, balanced virtual stages give two and four layers."""
+    costs = [100] * 5 + [102]
+    held = held_by_processes(2, 2, is_v_shaped=True)
+    split = split_min_max(costs, 4)
+    assert process_costs(costs, split, held) == [202, 400]
+    assert process_costs(costs, balance_holders(split, costs, held), held) == [302, 300]
+
+
+@given(st.lists(st.integers(0, 20), min_size=8, max_size=16), st.booleans())
+def test_balancing_processes_makes_nothing_worse(costs: list[int], is_v_shaped: bool) -> None:
+    held = held_by_processes(4, 2, is_v_shaped)
+    split = split_min_max(costs, 8)
+    bounds = balance_holders(split, costs, held)
+    assert bounds in all_bounds(len(costs), 8)
+    assert max(process_costs(costs, bounds, held)) <= max(process_costs(costs, split, held))
+
+
+def test_cuts_of_processes_with_one_stage_stay() -> None:
+    assert balance_holders((0, 1, 6), [1] * 6, held_by_processes(2, 1, is_v_shaped=False)) == (0, 1, 6)
 
 
 def test_split_of_many_units_is_fast_enough() -> None:
