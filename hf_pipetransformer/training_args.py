@@ -162,9 +162,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             `"optimizer"`: each replica holds the optimizer state of its part of the stage's parameters, updates these,
             and receives the others from the other replicas after each step (ZeRO-1). `"full"`: each replica also
             holds its part of the weights and gradients only (ZeRO-3, FSDP). With a single stage, the weights of a
-            layer are gathered when it runs; with several, those of a stage during a step. Between the steps the
-            model's parameters are placeholders, which callbacks cannot read. The results are the same. Both also work
-            with a single stage. `"auto"`: the least of them with which the model fits the devices.
+            layer are gathered when it runs. With several, those of a stage are gathered for a step, which needs more
+            memory at its peak than `"optimizer"`; likewise with a single stage if the loss calls the model several
+            times, or if layers are skipped at random. Between the steps the model's parameters are placeholders, which
+            callbacks cannot read. The results are the same. Both also work with a single stage. `"auto"`: the least of
+            them with which the model fits the devices.
 
     > Parameters that control layer freezing
 

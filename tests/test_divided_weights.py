@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
-from selection import few
+from selection import few, slow
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import (
     WORLD,
     Outcome,
@@ -25,6 +28,9 @@ from training_runs import (
 )
 from transformers import Trainer, TrainerCallback
 
+from hf_pipetransformer.pipeline import elastic_pipeline
+from hf_pipetransformer.pipeline.autocast_copies import AutocastCopies
+from hf_pipetransformer.planning.full_sharding import divide
 from hf_pipetransformer.run import planner
 
 RUNS = {
@@ -171,6 +177,156 @@ def without_layers(rank: int, world_size: int, sharding: str) -> Outcome:
 @pytest.mark.slow
 def test_a_model_without_layers_gathers_all_weights() -> None:
     assert_same_training(run_ranks(without_layers, WORLD, "full"), run_ranks(without_layers, WORLD, "none")[0])
+
+
+# ------------------------------------------------------------------------------------------ what the planner knows
+class DrawsNumbers:
+    """Its loss is random, so layers may be skipped at random."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **keywords)  # type: ignore[misc]
+        return loss * (1 + 0.1 * torch.rand(()))
+
+
+class CallsTwice:
+    """Calls the model twice on the same batch, as R-Drop does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        once, again = (super(CallsTwice, self).compute_loss(model, inputs, **keywords) for _ in range(2))  # type: ignore[misc]
+        return once + 0.5 * again
+
+
+KNOWN = {
+    "bert": (Run(epochs=1), True),
+    "llama-tied": (Run("causal-lm", epochs=1), True),
+    "albert": (Run(model="albert", epochs=1), False),
+    "draws-numbers": (Run(epochs=1, trainer=DrawsNumbers), False),
+    "calls-twice": (Run(epochs=1, trainer=CallsTwice), False),
+}
+
+
+def planned_and_held(rank: int, world_size: int, name: str) -> tuple[list[int], list[int], bool, str]:
+    """The bytes of the layers that the plan and the replicas gather by themselves; what the plan says, and the log."""
+    trainer = pipeline_trainer(KNOWN[name][0], 1, replica_sharding="full", max_steps=1)
+    planned: list[int] = []
+    held: list[int] = []
+    by_layer = False
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            nonlocal by_layer
+            plan, placed, table = trainer.pipeline.current_plan, trainer.pipeline.placed, trainer.pipeline.stack.table
+            by_layer = plan.gathers_by_layer
+            costs = divide(plan.unit_costs, 0)
+            planned.extend(part.parameter_bytes for part in costs.layers if by_layer)
+            held.extend(sum(table[name].nbytes for name in layer.names) for layer in placed.divided._bundles[1:])
+
+    trainer.add_callback(Look())
+    with mock.patch.object(elastic_pipeline.logger, "log") as log:
+        trainer.train()
+    return planned, held, by_layer, " ".join(str(call.args[1] % call.args[2:]) for call in log.call_args_list)
+
+
+@pytest.mark.parametrize("name", few(list(KNOWN), "bert", "calls-twice"))
+def test_the_plan_knows_what_is_gathered(name: str) -> None:
+    for planned, held, by_layer, logged in run_ranks(planned_and_held, 2, name):
+        assert planned == held and bool(held) == by_layer == KNOWN[name][1]
+        assert ("needs more memory than 'optimizer'" in logged) != by_layer, logged
+        assert "than was planned" not in logged
+
+
+def auto_with(rank: int, world_size: int, trainer: type | None) -> str:
+    """What is chosen where nothing else fits than layers that are gathered one by one."""
+    run = Run(epochs=1, trainer=trainer)
+    size = sum(p.nbytes for p in run.build_model().parameters())
+    with mock.patch.object(planner, "memory_budget", lambda *_: size // 2):
+        training = pipeline_trainer(run, 1, replica_sharding="auto", max_steps=1)
+        chosen: list[str] = []
+
+        class Look(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                chosen.append(training.pipeline.current_plan.replica_sharding)
+
+        training.add_callback(Look())
+        training.train()
+    return chosen[-1]
+
+
+@pytest.mark.parametrize(("trainer", "sharding"), [(None, "full"), (DrawsNumbers, "optimizer")])
+def test_auto_knows_it_too(trainer: type | None, sharding: str) -> None:
+    assert run_ranks(auto_with, WORLD, trainer) == [sharding] * WORLD
+
+
+def calling_twice(rank: int, world_size: int, stages: int) -> Outcome:
+    run = Run(trainer=CallsTwice)
+    return outcome_of(pipeline_trainer(run, stages, replica_sharding="full") if stages else reference_trainer(run))
+
+
+@pytest.mark.slow
+def test_a_loss_that_calls_the_model_twice_equals_one_process() -> None:
+    assert_same_training(run_ranks(calling_twice, WORLD, 1), run_ranks(calling_twice, 1, 0)[0])
+
+
+# ------------------------------------------------------------------------------------------ autocast
+class Copies(TorchDispatchMode):
+    """Counts the bytes of 16-bit copies of weights that are still held."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self._made: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16 and result.shape in self._shapes:
+            self._made.append((StorageWeakRef(result.untyped_storage()), result.nbytes))
+        return result
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(size for storage, size in self._made if not storage.expired())
+
+
+def under_bf16(
+    rank: int, world_size: int, sharding: str, checkpoints: bool, lets_go: bool
+) -> tuple[Outcome, list[int], list[int]]:
+    """Bytes of copies whenever a layer has run, forward or backward, and of the copies of each layer."""
+    run = Run().with_options(bf16=True, use_cpu=True, gradient_checkpointing=checkpoints, max_steps=3, max_grad_norm=0)
+    trainer = pipeline_trainer(run, 1, replica_sharding=sharding)
+    layers = list(trainer.model.bert.encoder.layer)
+    matrices = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
+    copies = Copies({p.shape for of_layer in matrices for p in of_layer})
+    held: list[int] = []
+    step = trainer.training_step
+
+    def training_step(*positional: Any, **keywords: Any) -> Any:
+        with copies:
+            return step(*positional, **keywords)
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            for layer in layers:
+                layer.register_forward_hook(lambda *_: held.append(copies.held_bytes))
+                layer.register_full_backward_hook(lambda *_: held.append(copies.held_bytes))
+
+    trainer.training_step = training_step
+    trainer.add_callback(Watch())
+    with nullcontext() if lets_go else mock.patch.object(AutocastCopies, "enter_layer", lambda _: None):
+        outcome = outcome_of(trainer)
+    return outcome, held, [sum(2 * p.numel() for p in of_layer) for of_layer in matrices]
+
+
+@pytest.mark.parametrize("checkpoints", [False, *slow(True)])
+def test_autocast_keeps_copies_of_one_layer(checkpoints: bool) -> None:
+    """Results are the same to the last bit as with the copies of all layers, which a plain training keeps."""
+    everyone = run_ranks(under_bf16, 2, "full", checkpoints, True)
+    [(wanted, as_before, _), *_] = run_ranks(under_bf16, 2, "full", checkpoints, False)
+    [(plain, plainly, _), *_] = run_ranks(under_bf16, 2, "none", checkpoints, True)
+    for outcome, held, layers in everyone:
+        assert max(held) <= 2 * max(layers)
+        assert max(plainly) >= sum(layers) and max(as_before) >= sum(layers)
+        assert outcome.losses == wanted.losses == plain.losses
+        assert all(torch.equal(outcome.weights[name], weight) for name, weight in wanted.weights.items())
 
 
 # ------------------------------------------------------------------------------------------ hostile models and losses

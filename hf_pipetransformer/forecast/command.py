@@ -244,7 +244,9 @@ def _assumed_of_sharding(plan: PipelinePlan) -> tuple[str, ...]:
         return (f"{divided}, and exchange updated weights after each step",)
     return (
         f"{divided}; one stage gathers the parameters of a layer for its forward and its backward and reduces its"
-        " gradient while another layer computes; several stages do so once for each batch, while nothing computes",
+        " gradient while another layer computes; several stages gather all of theirs once for each batch, while"
+        " nothing computes, and need more memory than with optimizer",
+        "the loss calls the model once, and the model skips no layers; otherwise one stage does as several",
     )
 
 

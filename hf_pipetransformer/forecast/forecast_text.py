@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ..freezing.schedule_cost import WORTH_FREEZING
-from ..planning.plan import PipelinePlan, align
+from ..planning.plan import NEEDS_MORE, PipelinePlan, align
 from ..planning.plan_choice import WORTH_A_LONGER_PIPELINE, largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
@@ -32,7 +32,8 @@ ALWAYS_ASSUMED = (
     "gradients are reduced after the backward, not during it; messages between stages take no time; FSDP's transfers"
     " take place while it computes",
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
-    "the allocator's waste is not in the memory figures; activations are counted as without autocast (bf16=True)",
+    "the allocator's waste is not in the memory figures; they are those without autocast (bf16=True), with which"
+    " activations are smaller, and 16-bit copies of the weights are kept",
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
 )
 MAY_BE_CACHED = "the model may be cached; the trainer finds that out by running samples of the data"
@@ -89,8 +90,10 @@ def _about_fsdp(result: Forecast) -> list[str]:
 
 
 def _about_sharding(result: Forecast) -> list[str]:
-    """What to set in the training, whose arguments have no "auto" for the sharding."""
+    """The sharding to set in the training, if it was chosen or if the given one takes more memory than another."""
     job, choice, plan = result.job, result.sharding_choice, result.first
+    if plan.divides_weights and not any(epoch.plan.gathers_by_layer for epoch in result.epochs):
+        return [f"Set replica_sharding='optimizer': with 'full' and several stages {NEEDS_MORE}."]
     if choice is None or not choice.fits(plan):
         return []
     k, sharding = plan.pipeline_parallel_size, plan.replica_sharding

@@ -13,8 +13,9 @@ together
                                            reduce 2   reduce 1   reduce 0    to the replica whose part it is
 
 What autograd would keep of a layer's weights until the backward is gathered again when the backward asks for it
-(`torch.autograd.graph.saved_tensors_hooks`). For a layer that is computed again in the backward (gradient
-checkpointing) they are gathered when the gradient of its output is there.
+(`torch.autograd.graph.saved_tensors_hooks`); what it would keep of autocast's copies of them is then copied again
+(`autocast_copies`). For a layer that is computed again in the backward (gradient checkpointing) they are gathered when
+the gradient of its output is there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.distributed import all_reduce, reduce  # by name, as in `updated_shar
 from ..model.nested import tensors_of
 from ..model.placeholders import is_wrapper, placeholder
 from ..resilience.watchdog import phase
+from .autocast_copies import AutocastCopies, Saved, View
 from .shards import Span
 from .state import WeightState
 from .updated_shards import Arriving, Row, UpdatedShards, in_messages
@@ -75,15 +77,6 @@ class _Bundle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Bundle:
         return self
-
-
-class _Saved(NamedTuple):
-    """What autograd keeps in place of a view of a gathered parameter."""
-
-    name: str
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 @dataclass
@@ -145,6 +138,7 @@ class DividedWeights:
         self._depth = 0
         self._is_running = self._in_backward = False
         self._name_at: dict[int, str] = {}  # where the values are that autograd need not keep
+        self._copies = AutocastCopies(device.type)
         self._latest = 0  # the layer that has run last in the forward
         self._lowest = 0  # the lowest layer that the backward has come to
         self._num_waiting = 0  # bundles whose gradients have not been sent in the backward that runs
@@ -287,6 +281,7 @@ class DividedWeights:
         finally:
             self._is_running = self._in_backward = False
             self._under_way = []
+            self._copies.end_forward()
             self._release_all()
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -315,6 +310,7 @@ class DividedWeights:
         following = index + 1
         if following < len(self._bundles):
             self._begin_to_bring(self._bundles[following])
+        self._copies.enter_layer()
 
     def _after_layer(self, bundle: _Bundle, _: nn.Module, __: Any, output: Any) -> None:
         if not self._is_running or self._in_backward:
@@ -322,6 +318,7 @@ class DividedWeights:
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, bundle))
+        self._copies.leave_layer({name: self._table[name] for name in bundle.names})
         if bundle is not self._bundles[-1]:
             self._release(bundle)
 
@@ -349,19 +346,20 @@ class DividedWeights:
         if index > 1:
             self._begin_to_bring(self._bundles[index - 1])
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | View | Saved:
         if tensor.layout is not torch.strided or is_wrapper(tensor):
             return tensor
         name = self._name_at.get(tensor.untyped_storage().data_ptr())
         if name is None or tensor.dtype != self._table[name].dtype:
-            return tensor
-        return _Saved(name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return self._copies.save(tensor)
+        return View.of(name, tensor)
 
-    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        self._turn_back_to(self._bundle_of[saved.name])
-        return self._table[saved.name].detach().as_strided(saved.size, saved.stride, saved.offset)
+    def _unpack(self, saved: torch.Tensor | View | Saved) -> torch.Tensor:
+        content = saved.content if isinstance(saved, Saved) else saved
+        if isinstance(content, torch.Tensor):
+            return content
+        self._turn_back_to(self._bundle_of[content.name])
+        return self._copies.again(content, self._table[content.name])
 
     # ------------------------------------------------------------------------------------ values
     def _bring(self, bundle: _Bundle) -> None:
@@ -396,6 +394,7 @@ class DividedWeights:
             parameter = self._table[name]
             self._name_at.pop(parameter.untyped_storage().data_ptr(), None)
             parameter.data = self._nothing[name]
+        self._copies.forget(bundle.names)
         bundle.is_here, bundle.arriving = False, None
 
     def _release_all(self) -> None:

@@ -29,7 +29,7 @@ from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
 from ..model.placeholders import can_have_gradient
-from ..planning.plan import PipelinePlan
+from ..planning.plan import NEEDS_MORE, PipelinePlan
 from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
 from .divided_weights import DividedWeights, Layer
@@ -356,22 +356,38 @@ class ElasticPipeline(nn.Module):
         )
         self._current.use_divided(divided)
         if self.num_stages == 1 and not divided.runs_by_layer:
-            log_once(
-                logger,
-                logging.WARNING,
-                "replica_sharding='full': all weights are gathered for a step, not layer by layer, because %s cannot"
-                " be taken apart, draws random numbers in training, or is called several times by the loss.",
-                type(self.model).__name__,
-            )
+            self._warn_of_gathering_all()
+
+    def _warn_of_gathering_all(self) -> None:
+        """Say why one stage does not gather layer by layer, unless only its head is trained."""
+        plan, stack = self.current_plan, self.stack
+        if plan.num_frozen_layers == plan.num_units:
+            return
+        if not (stack.runner.takes_batch and stack.runner.is_called_once):
+            why = "the loss may call it several times"
+        elif stack.is_random:
+            why = "it draws random numbers in training, and may skip layers"
+        else:
+            why = "no layer has weights of its own"
+        log_once(
+            logger,
+            logging.WARNING,
+            "replica_sharding='full': weights of %s are not gathered layer by layer, because %s: %s%s. Set"
+            " replica_sharding='optimizer'.",
+            type(self.model).__name__,
+            why,
+            NEEDS_MORE,
+            ", and more than was planned" if plan.gathers_by_layer else "",
+        )
 
     def _layers_apart(self, names: frozenset[str]) -> list[Layer]:
         """The layers whose weights can be gathered when they run, and those of the given weights that they alone need.
 
-        None if there are several stages, or if the loss may call the model any number of times. What another layer
-        needs as well, or may read, is not among them.
+        None if the plan or the model does not allow it. What another layer needs as well, or may read, is not among
+        them.
         """
-        runner, table = self.stack.runner, self.stack.table
-        if self.num_stages > 1 or not runner.takes_batch or self.stack.is_random:
+        table = self.stack.table
+        if not self.current_plan.gathers_by_layer or not self.stack.runs_in_order:
             return []
         num_calls = Counter(unit.module for unit in self.stack.units)
         num_owners = Counter(name for owned in self.stack.owners for name in owned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from ..model.layer_range import Unit
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import batch_rows
 from ..model.nested import tensors_of
-from ..model.placeholders import evaluation_mode, num_bytes, values_of
+from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes, values_of
+
+HALF_PRECISION_BYTES = 2
+"""Bytes of an element in fp16 or bf16."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class HeadCost:
     forward_flops: float = 0.0
     activation_bytes: int = 0
     trainable_bytes: int = 0
+    copies: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """As `UnitCost.copies`."""
+    untrained_copies_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class UnitCost:
     """Bytes of those of its parameters that require a gradient."""
     head: HeadCost = HeadCost()
     """The part of all these costs that remains when the unit is frozen."""
+    copies: Mapping[str, int] = field(default_factory=dict)
+    """Trained parameter -> bytes of the 16-bit copy that autocast would keep of it from forward to backward."""
+    untrained_copies_bytes: int = 0
+    """Bytes of such copies of parameters that are not trained. Autocast makes one for each use of them."""
 
 
 def measure_costs(
@@ -84,7 +94,9 @@ def measure_costs(
                 meter.flops[-1] / rows,
                 round(meter.saved_bytes[-1] / rows),
                 sum(size for name, size in trainable.items() if name in never_frozen),
+                *_copies_of(stack.table, meter.read_again[-1]),
             )
+        copies, untrained_copies_bytes = _copies_of(stack.table, set().union(*(meter.read_again[i] for i in mine)))
         costs.append(
             UnitCost(
                 name=unit.name,
@@ -94,9 +106,23 @@ def measure_costs(
                 parameters=parameters,
                 trainable_bytes=sum(trainable.values()),
                 head=head,
+                copies=copies,
+                untrained_copies_bytes=untrained_copies_bytes,
             )
         )
     return tuple(costs)
+
+
+def _copies_of(table: ParameterTable, names: Collection[str]) -> tuple[dict[str, int], int]:
+    """Return what autocast's copies of these parameters take: of each that is trained, and of the others together.
+
+    Operations that autocast runs in 16 bits save matrices for the backward; of vectors, only norms do.
+    """
+    copied = [name for name in table.names if name in names]
+    copied = [name for name in copied if table[name].dtype == torch.float32 and table[name].dim() > 1]
+    sizes = {name: table[name].numel() * HALF_PRECISION_BYTES for name in copied}
+    trained = {name: size for name, size in sizes.items() if table[name].requires_grad}
+    return trained, sum(sizes.values()) - sum(trained.values())
 
 
 def cost_of_whole(stack: LayerStack) -> UnitCost:
@@ -131,10 +157,14 @@ class _Meter:
     def __init__(self, stack: LayerStack) -> None:
         self.flops: list[int] = []
         self.saved_bytes: list[int] = []
+        self.read_again: list[set[str]] = []  # parameters that the backward reads
         self.sizes: list[dict[int, list[int]]] = []  # after each unit: stack -> bytes of its latest output's tensors
         self._flops_before = 0
         self._saved: dict[int, int] = {}
-        self._weights = {v.untyped_storage().data_ptr() for n in stack.table.names for v in values_of(stack.table[n])}
+        self._read: set[str] = set()
+        self._weights = {
+            v.untyped_storage().data_ptr(): n for n in stack.table.names for v in values_of(stack.table[n])
+        }
         self._counter = FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -159,6 +189,8 @@ class _Meter:
         self._flops_before = flops
         self.saved_bytes.append(sum(self._saved.values()))
         self._saved.clear()
+        self.read_again.append(self._read)
+        self._read = set()
 
     def bytes_of(self, slots: Sequence[CarrySlot], after: int) -> int:
         """Bytes of the tensors in the used slots, in their sizes after a unit."""
@@ -166,8 +198,9 @@ class _Meter:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         for storage in (value.untyped_storage() for value in values_of(tensor)):
-            if storage.data_ptr() not in self._weights:
-                # a storage that is saved twice occupies memory once
+            if storage.data_ptr() in self._weights:
+                self._read.add(self._weights[storage.data_ptr()])
+            else:  # a storage that is saved twice occupies memory once
                 self._saved[storage.data_ptr()] = storage.nbytes()
         # An operation that saves its own result would be kept by it, and the graph and the model with it, for ever:
         # Python's garbage collector does not see what is saved in C++.

@@ -19,17 +19,20 @@ but the optimizer state is divided when most memory is needed, and `"optimizer"`
     computes                | F0 | F1 | B0 | F2 | B1 | B2 |
     transfers   |- gather -|                               |---- all-reduce ----|
 
+So does one stage whose layers do not run once each and in the same order in every step, or of which only the head is
+trained.
+
 What a freeze policy has frozen is not divided: each replica holds it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
-from .costs import UnitCost
+from .costs import HeadCost, UnitCost
 
 LAYERS_GATHERED = 2
 """Layers whose parameters a device holds at once: of the one that computes and of the next one."""
@@ -72,6 +75,11 @@ class Divided:
         parts = (self.outside, *self.layers)
         return Part(sum(part.parameter_bytes for part in parts), sum(part.trained_bytes for part in parts))
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether there is a layer that can be gathered by itself."""
+        return any(part.parameter_bytes for part in self.layers)
+
 
 def parameter_bytes(units: Sequence[UnitCost]) -> int:
     """Return the bytes of the units' parameters; a parameter that several of them need is counted once."""
@@ -92,7 +100,7 @@ def divide(units: Sequence[UnitCost], num_frozen: int) -> Divided:
     for unit in active:
         inside, others = 0, dict[str, int]()
         for name, size in unit.parameters.items():
-            if name.startswith(f"{unit.name}.") and num_units[name] == 1:
+            if _is_alone(name, unit, num_units):
                 inside += size
             elif name not in held and name not in outside:
                 others[name] = size
@@ -104,6 +112,30 @@ def divide(units: Sequence[UnitCost], num_frozen: int) -> Divided:
     head = 0 if active else units[-1].head.trainable_bytes
     of_others = Part(sum(outside.values()) + head, trained_outside + head)
     return Divided(tuple(layers), of_others, parameter_bytes(frozen) - head)
+
+
+def copied_bytes(units: Sequence[UnitCost], num_frozen: int, by_layer: bool) -> int:
+    """Return the bytes of the 16-bit copies of weights that autocast has made when a forward of the units ends.
+
+    Args:
+        units: the units in execution order.
+        num_frozen: as for `divide`.
+        by_layer: whether weights are gathered layer by layer; the copies of a layer's own weights then go with them.
+    """
+    active = units[num_frozen:]
+    costs: list[UnitCost | HeadCost] = [*(unit.head for unit in units[:num_frozen]), *active]
+    copies = {name: size for cost in costs for name, size in cost.copies.items()}
+    whole = sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in costs)
+    if not by_layer:
+        return whole
+    num_units = Counter(name for unit in units for name in unit.parameters)
+    layers = [sum(size for name, size in unit.copies.items() if _is_alone(name, unit, num_units)) for unit in active]
+    return whole - sum(layers) + max(layers, default=0)
+
+
+def _is_alone(name: str, unit: UnitCost, num_units: Mapping[str, int]) -> bool:
+    """Whether a unit's layer alone needs a parameter, so that it is gathered with the layer."""
+    return name.startswith(f"{unit.name}.") and num_units[name] == 1
 
 
 def state_bytes(divided: Divided, num_devices: int, by_layer: bool, optimizer_bytes_per_parameter_byte: float) -> int:

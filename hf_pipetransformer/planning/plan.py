@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from .full_sharding import SHARE_OF_A_REDUCTION, divide, parameter_bytes, pass_seconds, state_bytes
+from .full_sharding import SHARE_OF_A_REDUCTION, copied_bytes, divide, parameter_bytes, pass_seconds, state_bytes
 from .partition import choose_num_microbatches, microbatch_candidates
 from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
@@ -52,6 +52,9 @@ WHAT_REPLICAS_DIVIDE = {
     "optimizer": "the optimizer state",
     "full": "parameters, gradients and optimizer state",
 }
+
+NEEDS_MORE = "all weights are gathered for a step, which needs more memory than 'optimizer'"
+"""What is said of `"full"` where weights are not gathered layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ class PipelinePlan:
         replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
         virtual_pipeline_parallel_size: Virtual stages per stage as requested by the user; a plan has fewer
             (`num_virtual_stages`) if there are too few units for so many.
+        runs_layers_in_order: Whether each step runs each layer once, in the same order (`LayerStack.runs_in_order`).
+            Otherwise one stage cannot gather weights layer by layer.
+        autocasts: Whether autocast computes in 16 bits (`bf16=True`, `fp16=True`), and keeps copies of weights.
 
     Raises:
         ValueError: If the numbers contradict one another.
@@ -101,6 +107,8 @@ class PipelinePlan:
     memory_budget_bytes: int | None = None
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
+    runs_layers_in_order: bool = True
+    autocasts: bool = False
 
     def __post_init__(self) -> None:
         if self.replica_sharding not in REPLICA_SHARDINGS:
@@ -193,8 +201,19 @@ class PipelinePlan:
 
     @property
     def gathers_by_layer(self) -> bool:
-        """Whether weights that replicas divide are gathered layer by layer, rather than once for each batch."""
-        return self.pipeline_parallel_size == 1
+        """Whether replicas divide weights and gather them layer by layer, rather than once for each batch."""
+        is_possible = self.divides_weights and self.pipeline_parallel_size == 1 and self.runs_layers_in_order
+        return is_possible and self._divided(0).has_layers
+
+    @property
+    def what_replicas_divide(self) -> str | None:
+        """What the replicas of a stage divide, and when they gather it, in words; None if they divide nothing."""
+        if not self.shards_optimizer:
+            return None
+        what = WHAT_REPLICAS_DIVIDE[self.replica_sharding]
+        if not self.divides_weights:
+            return what
+        return f"{what} ({'layer by layer' if self.gathers_by_layer else NEEDS_MORE})"
 
     @property
     def num_virtual_stages(self) -> int:
@@ -312,7 +331,7 @@ class PipelinePlan:
         assert times is not None
         units = range(*self.stage_bounds[virtual_stage : virtual_stage + 2])
         prologue, computing = times.prologue.forward.of(rows), [self._unit_seconds(unit, rows) for unit in units]
-        if self.divides_weights and self.gathers_by_layer:
+        if self.gathers_by_layer:
             seconds_per_byte = self._share_of_ring * times.reduce_seconds_per_byte
             forward, backward = pass_seconds(computing, self._divided(0), seconds_per_byte)
         else:
@@ -424,9 +443,10 @@ class PipelinePlan:
         """Predict the bytes that training a stage takes on its device.
 
         The sum of parameters, gradients, optimizer state (of a replica's part, if replicas divide it; if they divide
-        weights, what `full_sharding.state_bytes` counts), activations of the micro-batches in flight, and the
-        tensors received from neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not
-        include the allocator's fragmentation, workspaces and communication buffers.
+        weights, what `full_sharding.state_bytes` counts), activations of the micro-batches in flight and autocast's
+        copies of weights for each of them, and the tensors received from neighbouring stages (PyTorch allocates these
+        for all micro-batches at once). It does not include the allocator's fragmentation, workspaces and communication
+        buffers.
 
         Args:
             stage: Index of the stage.
@@ -449,11 +469,21 @@ class PipelinePlan:
                 f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
             )
         ranges, rows_at_once = self.ranges_of(stage), rows // num_microbatches
-        per_forward = [sum(cost.activation_bytes for cost in self._trained(units)) * rows_at_once for units in ranges]
+        per_forward = [
+            sum(cost.activation_bytes for cost in self._trained(units)) * rows_at_once + self._copied_bytes(units)
+            for units in ranges
+        ]
         activations = self._largest_kept(stage, num_microbatches, per_forward)
         boundaries = [bound for units in ranges for bound in (units.start, units.stop) if 0 < bound < self.num_units]
         received = sum(self.unit_costs[bound - 1].boundary_bytes for bound in boundaries) * rows
         return self._state_bytes(stage, optimizer_bytes_per_parameter_byte) + activations + received
+
+    def _copied_bytes(self, units: Sequence[int]) -> int:
+        """Return the bytes of copies of weights that autocast keeps from each forward of the units to its backward."""
+        if not self.autocasts:
+            return 0
+        num_frozen = sum(unit < self.num_frozen_layers for unit in units)
+        return copied_bytes([self.unit_costs[unit] for unit in units], num_frozen, self.gathers_by_layer)
 
     def _state_bytes(self, stage: int, optimizer_bytes_per_parameter_byte: float) -> int:
         """Return the bytes of a stage's parameters, gradients and optimizer state on one device."""
@@ -492,7 +522,7 @@ class PipelinePlan:
             f"{self.num_units} unit{_s(self.num_units)}"
             + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
             + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
-            + (f", replicas divide {WHAT_REPLICAS_DIVIDE[self.replica_sharding]}" if self.shards_optimizer else "")
+            + (f", replicas divide {self.what_replicas_divide}" if self.shards_optimizer else "")
         )
         return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 

@@ -234,7 +234,9 @@ def _find_layers(
 
 
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
-    """Check that the loss calls the model in the same way on every process. Collective over all processes.
+    """Check that the loss calls the model in the same way on every process, and agree on whether it does so once.
+
+    Collective over all processes.
 
     Raises:
         ValueError: it does not, so the processes would reduce gradients in different ways.
@@ -242,7 +244,8 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     runner = stack.runner
     called = runner.called
     mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
-    everyone = job.mesh.gather_objects(mine)
+    everyone, once = zip(*job.mesh.gather_objects((mine, runner.is_called_once)), strict=True)
+    runner.is_called_once = all(once)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ValueError(
@@ -386,11 +389,13 @@ class HowCalled:
         called: which of the batch's inputs it passes to the model, if it calls it on them.
         takes_batch: whether it calls the model on the batch's inputs.
         nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
+        is_called_once: whether it calls the model once, as far as was looked.
     """
 
     called: CalledWith = field(default_factory=CalledWith)
     takes_batch: bool = True
     nested_in: str | None = None
+    is_called_once: bool = True
 
     def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
         """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
@@ -404,6 +409,7 @@ class HowCalled:
         """Tell it to the runner of a model's units."""
         stack.runner.called = self.called
         stack.runner.takes_batch = self.takes_batch
+        stack.runner.is_called_once &= self.is_called_once  # who has looked at the first call only was told the rest
 
 
 def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> HowCalled:
@@ -420,7 +426,7 @@ def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> How
     calls, given = calls_of_loss(job, sample, only_first)
     if not calls:
         return HowCalled()
-    called_on = calls[0].keys()
+    called_on, once = calls[0].keys(), len(calls) == 1
     if called_on.isdisjoint(sample) and tensors_of(calls[0]):
         if job.args.uses_pipeline:
             raise UnsupportedModelError(
@@ -432,12 +438,12 @@ def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> How
             )
         only = next(iter(called_on)) if len(called_on) == 1 else None
         is_nested = only is not None and all(isinstance(call.get(only), Mapping) for call in calls)
-        return HowCalled(takes_batch=False, nested_in=only if is_nested else None)
+        return HowCalled(takes_batch=False, nested_in=only if is_nested else None, is_called_once=once)
     if given.are_exchanged(calls[0], job.not_in_keys):
         if job.args.uses_pipeline:
             raise_for_exchanged_inputs(job.model)
-        return HowCalled()
-    return HowCalled(called_with(sample, calls[0]))
+        return HowCalled(is_called_once=once)
+    return HowCalled(called_with(sample, calls[0]), is_called_once=once)
 
 
 def called_with(batch: Batch, call: Batch) -> CalledWith:

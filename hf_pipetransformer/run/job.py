@@ -98,6 +98,11 @@ class TrainingJob:
         return str(self.trainer.accelerator.mixed_precision)
 
     @property
+    def autocasts(self) -> bool:
+        """Whether `torch.autocast` computes in 16 bits."""
+        return self.mixed_precision in ("bf16", "fp16")
+
+    @property
     def freeze_callback(self) -> LayerFreezeCallback | None:
         """The freeze callback, if there is one. It is looked up each time, because resuming replaces callbacks."""
         callbacks = self.trainer.callback_handler.callbacks

@@ -27,6 +27,8 @@ class Planner:
         mesh: the processes.
         may_replicate: whether freed devices may become replicas; False if the samples of a batch depend on one
             another.
+        runs_layers_in_order: whether each step runs each layer once, in the same order.
+        autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
     def __init__(
@@ -36,6 +38,9 @@ class Planner:
         times: ModelTimes | None,
         mesh: ProcessMesh,
         may_replicate: bool = True,
+        *,
+        runs_layers_in_order: bool = True,
+        autocasts: bool = False,
     ) -> None:
         self._args = args
         budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
@@ -50,6 +55,8 @@ class Planner:
             args.plan_by,
             args.replica_sharding,
             args.num_virtual_stages,
+            runs_layers_in_order,
+            autocasts,
         )
         self.first = self._policy.first(unit_costs, mesh.world_size, times)
         """The plan with which training begins."""

@@ -298,6 +298,8 @@ class PipelineRun(TrainerCallback):
             setup.times,
             job.mesh,
             may_replicate=may_replicate(job, setup.reduction),
+            runs_layers_in_order=pipeline.stack.runs_in_order,
+            autocasts=job.autocasts,
         )
         check_loss_allows(job, setup.reduction, planner.first)
         coupling = None

@@ -170,6 +170,14 @@ def test_advice_on_sharding() -> None:
     assert "Set replica_sharding" not in advice(1599, 0.01, k=1), "nothing fits"
 
 
+def test_advice_against_full_in_several_stages() -> None:
+    def advice(k: int) -> str:
+        return advise(forecast(job(4, replica_sharding="full", pipeline_parallel_size=k), workload(), machine()))[0]
+
+    assert advice(2).startswith("Set replica_sharding='optimizer': with 'full' and several stages all weights are ga")
+    assert not advice(1).startswith("Set replica_sharding") and not advice(4).startswith("Set replica_sharding")
+
+
 def test_reading_takes_the_time_of_a_nodes_rows() -> None:
     """16 rows x 10 bytes over two nodes at 8 bytes/s; from disk where generations exceed the memory."""
     host = CacheHost(read_bytes_per_second=8.0, disk_bytes_per_second=4.0, memory_bytes=160.0)

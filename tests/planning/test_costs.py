@@ -12,7 +12,7 @@ from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, HeadCost, UnitCost, measure_costs
 
 ROWS, WIDTH, INNER, CLASSES = 2, 4, 6, 3
-FLOAT = 4  # bytes
+FLOAT, HALF = 4, 2  # bytes
 
 
 class Block(nn.Module):
@@ -73,6 +73,22 @@ def test_what_is_kept_for_the_backward_and_handed_on():
     assert [unit.boundary_bytes for unit in (first, middle, last)] == [FLOAT * WIDTH, FLOAT * WIDTH, 0]
 
 
+def test_copies_that_autocast_would_keep():
+    """Of the matrices that the backward reads; a stem that nothing precedes needs no gradient of its input."""
+    model = Toy()
+    model.blocks[1].requires_grad_(False)
+    first, frozen, last = toy_costs(model)
+    block = {f"{name}.weight": HALF * WIDTH * INNER for name in ("up", "down")}
+    assert first.copies == {f"blocks.0.{name}": size for name, size in block.items()}
+    assert (frozen.copies, frozen.untrained_copies_bytes) == ({}, sum(block.values()))
+    assert last.copies == {
+        **{f"blocks.2.{name}": size for name, size in block.items()},
+        "head.weight": HALF * WIDTH * CLASSES,
+    }
+    half = costs_of(Toy().bfloat16(), {"hidden": torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)})
+    assert not any(unit.copies for unit in half), "nothing to be copied"
+
+
 def test_costs_are_those_of_one_row():
     assert toy_costs(rows=1) == toy_costs(rows=5)
 
@@ -90,7 +106,8 @@ def test_frozen_units_keep_nothing_and_train_nothing():
 def test_the_head_goes_on_when_the_last_unit_is_frozen():
     model, batch = Toy(), {"hidden": torch.randn(ROWS, WIDTH)}
     *others, last = measure_costs(LayerStack.discover(model, batch), batch, {"head.weight", "head.bias"})
-    assert last.head == HeadCost(2 * WIDTH * CLASSES, FLOAT * WIDTH, FLOAT * (WIDTH + 1) * CLASSES)
+    copies = {"head.weight": HALF * WIDTH * CLASSES}
+    assert last.head == HeadCost(2 * WIDTH * CLASSES, FLOAT * WIDTH, FLOAT * (WIDTH + 1) * CLASSES, copies)
     assert {unit.head for unit in others} == {HeadCost()}
 
 

@@ -68,6 +68,47 @@ def test_a_stage_of_several_needs_more_than_if_only_the_optimizer_state_is_divid
     assert [state_of(full(4), stage) for stage in range(4)] == [600, 800, 1600, 400], "one replica"
 
 
+def test_one_stage_that_cannot_gather_layers_holds_what_a_stage_of_several_does() -> None:
+    plan = full(1, runs_layers_in_order=False)
+    assert state_of(plan, 0) == round(850 * (1 + 2) / 4) + 850 * 2
+    assert state_of(plan, 0) > state_of(dataclasses.replace(plan, replica_sharding="optimizer"), 0)
+    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)  # a second a byte, gathered or scattered
+    timed = dataclasses.replace(plan, times=slow)
+    assert timed.predict(2, 1).seconds_at_end == (1 + 2) * 850
+    together = [unit(i, parameters={"layer.0.weight": 100}) for i in range(2)]  # ALBERT: no layer has its own
+    assert not plan_of(1, 4, tuple(together), replica_sharding="full").gathers_by_layer
+
+
+def test_autocast_keeps_copies_of_each_forward() -> None:
+    """Of a device's units in one stage, once for each micro-batch in flight; gathered layer by layer, of one layer."""
+    copies = [{f"layer.{i}.weight": size // 2} for i, size in enumerate(SIZES)]
+    copies[3]["head"] = 7
+    units = tuple(
+        dataclasses.replace(u, copies=c, parameters={**u.parameters, **({"head": 14} if "head" in c else {})})
+        for u, c in zip(UNITS, copies, strict=True)
+    )
+    units = (*units[:2], dataclasses.replace(units[2], untrained_copies_bytes=3), units[3])
+
+    def copied(plan: PipelinePlan, stage: int, m: int) -> int:
+        rows = plan.rows_per_pipeline
+        without = dataclasses.replace(plan, autocasts=False)
+        return plan.stage_bytes(stage, rows=rows, num_microbatches=m) - without.stage_bytes(
+            stage, rows=rows, num_microbatches=m
+        )
+
+    def plan_with(k: int, sharding: str, **changes: Any) -> PipelinePlan:
+        return plan_of(k, 4, units, replica_sharding=sharding, rows_per_device=2, autocasts=True, **changes)
+
+    whole = (100 + 200 + 400 + 100) // 2 + 7 + 3
+    for sharding in ("none", "optimizer"):
+        assert copied(plan_with(1, sharding), 0, 1) == whole
+    assert copied(plan_with(1, "full"), 0, 1) == 400 // 2 + 7 + 3
+    assert copied(plan_with(1, "full", runs_layers_in_order=False), 0, 1) == whole
+    assert copied(plan_with(1, "full", num_frozen_layers=3), 0, 1) == 100 // 2 + 7
+    two = plan_with(2, "full")  # units 0 1 | 2 3; two micro-batches in flight in the first stage, one in the last
+    assert [copied(two, stage, 4) for stage in range(2)] == [2 * (100 + 200) // 2, (400 + 100) // 2 + 7 + 3]
+
+
 def test_frozen_units_are_not_divided() -> None:
     assert state_of(full(1, num_frozen_layers=3), 0) == 750 + 100 * 4 // 4 + 100 + 2 * 100
 
@@ -112,11 +153,13 @@ def test_slow_transfers_of_one_stage() -> None:
 
 
 def test_the_head_of_a_frozen_unit_is_divided() -> None:
+    """It is gathered and reduced once for each batch, as there is no layer to gather."""
     units = (*UNITS[:3], dataclasses.replace(UNITS[3], head=HeadCost(0.5, 5, 30)))
     slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)
     plan = plan_of(1, 4, units, replica_sharding="full", rows_per_device=2, times=slow, num_frozen_layers=4)
-    assert seconds(plan, 1) == (30 + 30) + 4 * 2
-    assert plan.stage_bytes(0, rows=2, num_microbatches=1) == 850 - 30 + 30 * 4 // 4 + 30 + 30 + 5 * 2
+    assert not plan.gathers_by_layer
+    assert seconds(plan, 1) == 4 * 2 + (30 + 2 * 30)
+    assert plan.stage_bytes(0, rows=2, num_microbatches=1) == 850 - 30 + round(30 * 3 / 4) + 30 + 30 + 5 * 2
 
 
 def test_several_stages_gather_and_reduce_while_nothing_computes() -> None:
@@ -132,5 +175,8 @@ def test_several_stages_gather_and_reduce_while_nothing_computes() -> None:
 
 
 def test_it_prints_what_replicas_divide() -> None:
-    assert "replicas divide parameters, gradients and optimizer state" in str(full(2))
+    whole = "replicas divide parameters, gradients and optimizer state"
+    assert f"{whole} (layer by layer)" in str(full(1))
+    for plan in (full(2), full(1, runs_layers_in_order=False)):
+        assert f"{whole} (all weights are gathered for a step, which needs more memory than 'optimizer')" in str(plan)
     assert "divide" not in str(full(4))

@@ -66,6 +66,22 @@ def test_slow_links_make_a_longer_pipeline_faster() -> None:
     assert layout(chosen(1300, times=None, by_times=False).plan) == (1, "full")
 
 
+@pytest.mark.parametrize("budget", [3200, 2000, 1999, 1200, 800])
+def test_full_only_where_it_needs_less_than_optimizer(budget: int) -> None:
+    """One stage that cannot gather layers needs more with it, and so does each of several, whether it fits or not."""
+    choice = choose_sharding(
+        UNITS, 4, "auto", memory_budget_bytes=budget, seconds=None, rows_per_device=16, runs_layers_in_order=False
+    )
+    assert [plan.replica_sharding for plan in choice.considered] == [
+        "none" if budget >= 3200 else "optimizer",
+        "none" if budget >= 1600 else "optimizer",
+        "none",
+    ]
+    assert all(
+        plan.replica_sharding != "full" for plan in chosen(budget).considered if plan.pipeline_parallel_size > 1
+    )
+
+
 def test_a_given_number_of_stages_that_does_not_fit_is_kept() -> None:
     choice = chosen(1199, k=1)
     assert layout(choice.plan) == (1, "full") and not choice.fits(choice.plan)

@@ -16,10 +16,10 @@ from hf_pipetransformer.run.sentences import (
     describe_start,
 )
 
-UNITS = tuple(UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(6))
+UNITS = tuple(UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}.weight": 4}, 4) for k in range(6))
 
 
-def plan(stages: int, frozen: int = 0, cached: int = 0) -> PipelinePlan:
+def plan(stages: int, frozen: int = 0, cached: int = 0, sharding: str = "none") -> PipelinePlan:
     return make_plan(
         UNITS,
         4,
@@ -28,6 +28,7 @@ def plan(stages: int, frozen: int = 0, cached: int = 0) -> PipelinePlan:
         memory_budget_bytes=None,
         num_frozen_layers=frozen,
         num_cached_layers=cached,
+        replica_sharding=sharding,
     )
 
 
@@ -52,6 +53,12 @@ def test_a_chosen_schedule() -> None:
     )
     small = replace(few, memory_budget_bytes=1)
     assert "1f1b 1.00 (does not fit), interleaved1f1b with" in describe_schedules(choose_schedule(small, 2))
+
+
+def test_a_start_says_how_divided_weights_are_gathered() -> None:
+    one, two = (describe_start("Bert", plan(stages, sharding="full"), None, None, "") for stages in (1, 2))
+    assert one.endswith("replicas divide parameters, gradients and optimizer state (layer by layer).")
+    assert two.endswith("state (all weights are gathered for a step, which needs more memory than 'optimizer').")
 
 
 def test_a_change() -> None:
