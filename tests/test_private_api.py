@@ -146,6 +146,7 @@ def test_pipeline_stage_methods(method: str) -> None:
     [
         "_prepare_forward_infra",
         "_create_grad_send_info",
+        "_get_init_p2p_neighbors_ops",
         "get_bwd_send_ops",
         "get_bwd_recv_ops",
         "set_local_fwd_input",

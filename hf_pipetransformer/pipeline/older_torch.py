@@ -25,6 +25,11 @@ class OlderPipelineStage(PipelineStage):
     requires_grad_out: tuple[bool, ...] = ()
     """For each tensor that the stage sends."""
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Messages to the neighbours, but not to this process, where a placement in a V turns: gloo cannot."""
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.peer != dist.get_rank()]
+
     def _received(self, chunk: int) -> list[torch.Tensor]:
         infos: tuple[Any, ...] = self.args_recv_info[chunk]
         return [info.buffer for info in infos]
