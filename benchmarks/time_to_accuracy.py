@@ -327,7 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, which is continued")
     parser.add_argument("--report", action="store_true", help="print the fronts in the file, and train nothing")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="the folder with sst2/")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="the folder with sst2/ and squad/")
     parser.add_argument("--model", type=Path, help="a folder with a BERT's weights and tokenizer")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)

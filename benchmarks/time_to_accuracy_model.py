@@ -302,6 +302,26 @@ class MeanHead(nn.Module):
         return F.normalize(means, dim=-1)
 
 
+class SpanHead(nn.Module):
+    """Logits of where a span starts and ends: `[2, length]` for each sample, -1e9 where it has no tokens.
+
+    Args:
+        hidden: H.
+        length: tokens of the longest sample there may be.
+    """
+
+    def __init__(self, hidden: int, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.ends = nn.Linear(hidden, 2)
+        nn.init.normal_(self.ends.weight, std=0.02)
+        nn.init.zeros_(self.ends.bias)
+
+    def forward(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
+        parts = self.ends(x).split(packing.lengths)
+        return torch.stack([F.pad(part.t(), (0, self.length - len(part)), value=-1e9) for part in parts])
+
+
 def bert_layers(weights: dict[str, torch.Tensor], heads: int) -> list[Layer]:
     """The layers of a BERT with these weights."""
     layers = []

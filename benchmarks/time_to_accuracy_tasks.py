@@ -6,6 +6,9 @@
     intents      what a short request wants (50 classes, 10 samples of each); half of the requests name a second intent
                  that they do not want, so that bags of words are not enough
     pairs        two wordings of a request and its date, found among 200 others: a contrastive loss in the batch
+    squad        questions with the sentences around their answer, which is to be found: its first and its last token;
+                 288 questions, and 150 each for validation and test whose paragraphs are in no other split. A sample
+                 has at most 64 tokens, and is right if the likeliest span is the first answer of the data set
 
 A task's validation set is for choices (rates, recipes); its test set is looked at once, for what was chosen.
 """
@@ -15,6 +18,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +36,7 @@ from time_to_accuracy_model import (
     Layer,
     MeanHead,
     PatchEmbedding,
+    SpanHead,
     TokenEmbedding,
     bert_layers,
 )
@@ -40,7 +46,10 @@ Inputs = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """Samples: `inputs` and one label each; of pairs, the inputs of sample i are the inputs 2 i and 2 i + 1."""
+    """Samples: `inputs` and a label each, `[samples]`, or where a span starts and ends, `[samples, 2]`.
+
+    Of pairs, the inputs of sample i are the inputs 2 i and 2 i + 1.
+    """
 
     inputs: Inputs
     labels: torch.Tensor
@@ -91,10 +100,12 @@ def make_task(name: str, seed: int, data: Path, model: Path | None) -> Task:
         return _intents(seed, model_folder(model))
     if name == "pairs":
         return _pairs(seed, model_folder(model))
+    if name == "squad":
+        return _squad(seed, data / "squad", model_folder(model))
     raise ValueError(f"{name!r} is not a task: take one of {', '.join(TASKS)}.")
 
 
-TASKS = ("digits", "sst2-256", "intents", "pairs", "sst2-2048")
+TASKS = ("digits", "sst2-256", "intents", "pairs", "squad", "sst2-2048")
 
 
 def model_folder(model: Path | None) -> Path:
@@ -121,8 +132,17 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+LENGTH = 64
+"""Tokens of a text at most, with the special ones."""
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def _tokens(texts: Sequence[str], folder: Path) -> Inputs:
-    encoded = _tokenizer(folder)(list(texts), truncation=True, max_length=64)["input_ids"]
+    encoded = _tokenizer(folder)(list(texts), truncation=True, max_length=LENGTH)["input_ids"]
     return [torch.tensor(ids) for ids in encoded]
 
 
@@ -169,8 +189,7 @@ def _text_task(
 
 def _sst2(samples: int, seed: int, data: Path, folder: Path) -> Task:
     def lines(name: str) -> list[tuple[str, int]]:
-        with (data / f"{name}.jsonl").open(encoding="utf-8") as file:
-            return [(row["sentence"], row["label"]) for row in map(json.loads, file)]
+        return [(row["sentence"], row["label"]) for row in _rows(data / f"{name}.jsonl")]
 
     rows = lines("train")
     random.Random(seed).shuffle(rows)  # the file is sorted
@@ -295,6 +314,128 @@ def _pairs(seed: int, folder: Path) -> Task:
         lora_rates=(1e-3, 3e-3),
         budgets=(2, 4, 8),
     )
+
+
+# ---------------------------------------------------------------------------------------- questions
+QUESTIONS, HELD_OUT = 288, 150
+SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z\"(\[])")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Tokens of a question and of the sentences around its answer, and the answer's first and last token in them."""
+
+    context: str
+    tokens: torch.Tensor
+    span: tuple[int, int]
+
+
+def sentences_around(starts: Sequence[int], first: int, last: int, room: int, drawn: random.Random) -> tuple[int, int]:
+    """Choose the tokens [start, stop) of a text that are read for an answer [first, last] of at most `room` tokens.
+
+    They are the answer's sentence and neighbours on random sides while they fit, so that the place of the answer says
+    nothing; of a sentence that is itself too long, a random part around the answer.
+
+    Args:
+        starts: where each sentence starts, and the number of tokens.
+        first, last: the answer's tokens.
+        room: most tokens.
+        drawn: the source of what is random.
+    """
+    low, high = bisect_right(starts, first) - 1, bisect_left(starts, last + 1)
+    start, stop = starts[low], starts[high]
+    if stop - start > room:
+        start = drawn.randint(max(start, last + 1 - room), min(first, stop - room))
+        return start, start + room
+
+    def wider() -> list[tuple[int, int]]:
+        sides = ((low - 1, high), (low, high + 1))
+        return [(a, b) for a, b in sides if a >= 0 and b < len(starts) and starts[b] - starts[a] <= room]
+
+    while sides := wider():
+        low, high = drawn.choice(sides)
+    return starts[low], starts[high]
+
+
+@cache
+def _questions(data: Path, folder: Path) -> list[Question]:
+    """The questions with an answer of both files; few have none that fits, and are left out."""
+    tokenizer, drawn, found = _tokenizer(folder), random.Random(0), []
+    for row in _rows(data / "train.jsonl") + _rows(data / "validation.jsonl"):
+        if not row["answers"]["text"]:
+            continue
+        asked = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
+        context = tokenizer(row["context"], add_special_tokens=False, return_offsets_mapping=True)
+        begins, ends = zip(*context["offset_mapping"], strict=True)
+        at = row["answers"]["answer_start"][0]
+        first = bisect_right(ends, at)  # the first token that ends behind the answer's start
+        last = bisect_left(begins, at + len(row["answers"]["text"][0])) - 1
+        room = LENGTH - 3 - len(asked)
+        if last - first >= room:
+            continue
+        sentences = {
+            0,
+            *(bisect_left(begins, end.end()) for end in SENTENCE_END.finditer(row["context"])),
+            len(begins),
+        }
+        start, stop = sentences_around(sorted(sentences), first, last, room, drawn)
+        separator = tokenizer.sep_token_id
+        before = [tokenizer.cls_token_id, *asked, separator]
+        tokens = torch.tensor([*before, *context["input_ids"][start:stop], separator])
+        found.append(Question(row["context"], tokens, (len(before) + first - start, len(before) + last - start)))
+    return found
+
+
+def _squad(seed: int, data: Path, folder: Path) -> Task:
+    by_context: dict[str, list[Question]] = {}
+    for question in _questions(data, folder):
+        by_context.setdefault(question.context, []).append(question)
+    contexts = sorted(by_context)
+    random.Random(0).shuffle(contexts)
+
+    def taken(count: int) -> list[Question]:
+        """The questions of the next contexts, as many as asked for."""
+        some: list[Question] = []
+        while contexts and len(some) < count:
+            some += by_context[contexts.pop()]
+        return some[:count]
+
+    held_out = {name: taken(HELD_OUT) for name in ("validation", "test")}
+    rest = [question for context in contexts for question in by_context[context]]
+    if len(rest) < QUESTIONS:
+        raise ValueError(
+            f"--data: {data} has {len(rest)} questions with an answer beside the held-out ones: pass a folder with at "
+            f"least {QUESTIONS}, and {HELD_OUT} each for validation and test (docs/benchmarks.md)."
+        )
+
+    def split(questions: list[Question]) -> Split:
+        return Split([q.tokens for q in questions], torch.tensor([q.span for q in questions]))
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+    train = split(random.Random(seed).sample(rest, QUESTIONS))
+    return Task(
+        lambda: _bert(folder, train.inputs, lambda weights, hidden: SpanHead(hidden, LENGTH)),
+        train,
+        split(held_out["validation"]),
+        split(held_out["test"]),
+        loss,
+        right_span,
+        per_sample=1,
+        batch=16,
+        rates=(2e-4, 4e-4, 8e-4),
+        lora_rates=(1e-3, 3e-3),
+        budgets=(2, 4, 8),
+    )
+
+
+def right_span(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether the likeliest span of each sample is its label: logits `[samples, 2, length]`, labels `[samples, 2]`."""
+    of_span = outputs[:, 0, :, None] + outputs[:, 1, None, :]  # [samples, first token, last token]
+    backwards = torch.ones_like(of_span[0], dtype=torch.bool).tril(-1)
+    likeliest = of_span.masked_fill(backwards, -torch.inf).flatten(1).argmax(1)
+    return likeliest == labels[:, 0] * outputs.shape[2] + labels[:, 1]
 
 
 # ---------------------------------------------------------------------------------------- images
