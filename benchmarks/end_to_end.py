@@ -101,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
         "--arguments",
         type=json.loads,
         default={},
-        help='more training arguments, for all variants, such as \'{"learning_rate": 2e-4}\'',
+        help="more training arguments, for all variants, such as '{\"learning_rate\": 2e-4}'",
     )
     parser.add_argument("--stages", type=int, default=0, help="K at the start; 0: one for each process")
     parser.add_argument(
