@@ -382,6 +382,47 @@ def test_gradients_of_what_no_optimizer_updates_are_cleared() -> None:
     assert_same_training(run_ranks(with_own_optimizer, WORLD, "full"), wanted)
 
 
+class Bounded(nn.Module):
+    """A layer that keeps its weights within bounds, whenever it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.dense.weight.data.clamp_(-0.2, 0.2)
+        return hidden + torch.tanh(self.dense(hidden))
+
+
+class OfBounded(NoLayers):
+    def __init__(self, bounds_embeddings: bool) -> None:
+        super().__init__()
+        self.bounds_embeddings = bounds_embeddings
+        self.layers = nn.ModuleList(Bounded() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        if self.bounds_embeddings:
+            self.embeddings.weight.data.clamp_(-1, 1)
+        hidden = self.embeddings(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head((hidden * attention_mask[..., None]).sum(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def of_bounded(rank: int, world_size: int, sharding: str, stages: int) -> Outcome:
+    model = OfBounded(bounds_embeddings=stages == 1)  # all stages run what is outside of the layers
+    run = Run(epochs=4)  # in the first steps the loss is checked, with all weights in place
+    return outcome_of(pipeline_trainer(run, stages, model=model, replica_sharding=sharding))
+
+
+@pytest.mark.parametrize("stages", few([1, 2], 1))
+def test_a_forward_may_write_to_its_weights(stages: int) -> None:
+    wanted = run_ranks(of_bounded, WORLD, "none", stages)[0]
+    assert_same_training(run_ranks(of_bounded, WORLD, "full", stages), wanted)
+
+
 class Penalty:
     """Reads weights outside of their layers."""
 

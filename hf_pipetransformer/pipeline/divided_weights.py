@@ -191,11 +191,10 @@ class DividedWeights:
 
     # ------------------------------------------------------------------------------------ all of them
     @contextmanager
-    def together(self, may_change: bool = True) -> Iterator[None]:
-        """Inside, all parameters of the stage have their values. Collective over the stage's replicas.
+    def together(self) -> Iterator[None]:
+        """Inside, all parameters of the stage have their values, which code inside may change.
 
-        Args:
-            may_change: whether code inside may change values, which each replica then keeps of its part.
+        Collective over the stage's replicas.
         """
         self.gather()
         try:
@@ -203,8 +202,6 @@ class DividedWeights:
         finally:
             self._depth -= 1
             if not self._depth:
-                if may_change:
-                    self._keep_values()
                 self._release_all()
 
     def gather(self) -> None:
@@ -222,12 +219,6 @@ class DividedWeights:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    @torch.no_grad()
-    def _keep_values(self) -> None:
-        for name, part in self.parts.items():
-            start, stop = self._spans[name]
-            part.detach().view(-1).copy_(self._table[name].detach().reshape(-1)[start:stop])
 
     def keep_gradients(self) -> None:
         """Keep this replica's part of the gradients, which are complete, and free the others. Not collective."""
@@ -385,13 +376,18 @@ class DividedWeights:
                 self._name_at[value.untyped_storage().data_ptr()] = name
         bundle.is_here, bundle.arriving = True, bundle.shards.begin()
 
+    @torch.no_grad()
     def _release(self, bundle: _Bundle) -> None:
+        """Free the values. A forward may have changed them (a bound on its weights): each replica keeps its part."""
         if not bundle.is_here:
             return
         if bundle.arriving is not None:
             bundle.arriving.finish()
         for name in bundle.names:
             parameter = self._table[name]
+            if name in self._spans:
+                start, stop = self._spans[name]
+                self.parts[name].detach().view(-1).copy_(parameter.detach().reshape(-1)[start:stop])
             self._name_at.pop(parameter.untyped_storage().data_ptr(), None)
             parameter.data = self._nothing[name]
         self._copies.forget(bundle.names)

@@ -233,7 +233,7 @@ class PlacedPipeline:
         """Inside, a step can run although the replicas divide the weights. Collective over the stage's replicas."""
         if self.divided is None:
             return nullcontext()
-        return self.divided.running() if self.divided.runs_by_layer else self.divided.together(may_change=False)
+        return self.divided.running() if self.divided.runs_by_layer else self.divided.together()
 
     def _run(self, batch: Batch, gradients_synchronise: bool) -> None:
         """Run forward and backward of this pipeline's share of a batch."""
