@@ -493,3 +493,41 @@ def reading(rank: int, world_size: int, how: str) -> None:
 def test_what_reads_divided_weights_is_refused(how: str) -> None:
     for error in run_ranks_expecting_error(reading, 2, how):
         assert type(error) is ValueError and "replica_sharding" in str(error), error
+
+
+class Scaled(NoLayers):
+    """A temperature, of which CLIP and others bound the values after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        outputs = super().forward(input_ids, attention_mask, labels)
+        return {**outputs, "loss": outputs["loss"] * self.scale}
+
+
+class Bounds(TrainerCallback):
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        model.scale.data.clamp_(max=0.5)
+
+
+class RemovesGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        assert all(bool(p.grad.isnan().all()) for p in model.parameters() if p.numel() > 1), "nobody reads a number"
+        model.embeddings.weight.grad = None
+
+
+def writing(rank: int, world_size: int, of: type[TrainerCallback], clips: bool) -> None:
+    trainer = pipeline_trainer(Run(), 1, model=Scaled(), replica_sharding="full", max_grad_norm=float(clips))
+    trainer.add_callback(of())
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("of", "clips"),
+    few([(Bounds, True), (RemovesGradients, True), (RemovesGradients, False)], (RemovesGradients, True)),
+)
+def test_what_writes_to_placeholders_is_refused(of: type[TrainerCallback], clips: bool) -> None:
+    for error in run_ranks_expecting_error(writing, 2, of, clips):
+        assert type(error) is ValueError and "replica_sharding='optimizer'" in str(error), error

@@ -20,6 +20,7 @@ the gradient of its output is there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -131,10 +132,9 @@ class DividedWeights:
         self._bundles = [self._bundle(of_bundle, rows, rarely_reached) for of_bundle in of_bundles]
         self._bundle_of = {name: bundle for bundle in self._bundles for name in bundle.names}
         self._nothing = {
-            name: placeholder(parameter, float("nan") if parameter.is_floating_point() else 0.0, device)
-            for name in names
-            for parameter in (self._table[name],)
+            name: placeholder(self._table[name], _nothing_like(self._table[name]), device) for name in names
         }
+        self._singles = [n for n in self._nothing.values() if n.numel() == 1 and n.is_floating_point()]
         self._depth = 0
         self._is_running = self._in_backward = False
         self._name_at: dict[int, str] = {}  # where the values are that autograd need not keep
@@ -144,6 +144,7 @@ class DividedWeights:
         self._num_waiting = 0  # bundles whose gradients have not been sent in the backward that runs
         self._missing: set[str] = set()  # parameters without a gradient here in the backward that runs
         self._had_gradient: set[str] = set()  # whose parts have had one before it
+        self._shown: set[str] = set()  # whose gradients some replica has; at rest they are placeholders as well
         self._under_way: list[_Reducing] = []
         self._hooks: list[Any] = []
         for layer, bundle in zip(layers, self._bundles[1:], strict=True):
@@ -209,10 +210,15 @@ class DividedWeights:
         assert not self._is_running
         if not self._depth:
             self._refuse_writes()
+            self._hide_gradients()
             for bundle in self._bundles:
                 self._bring(bundle)
         self._depth += 1
         self._note_resting()
+
+    def refuse_writes_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before each step of the optimizer, check that nobody has written to placeholders. Not collective."""
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._refuse_writes()))
 
     def close(self) -> None:
         """Remove what has been registered on the model's modules and parameters."""
@@ -225,6 +231,8 @@ class DividedWeights:
         for bundle in self._bundles:
             for name in bundle.all_trained:
                 gradient = self._table[name].grad
+                if gradient is not None:
+                    self._shown.add(name)
                 if gradient is not None and name in self._spans:
                     start, stop = self._spans[name]
                     self._add(name, _dense(gradient).reshape(-1)[start:stop].clone())
@@ -234,6 +242,8 @@ class DividedWeights:
         """Free the gradients of the parts here. Not collective."""
         for part in self.parts.values():
             part.grad = None
+        self._hide_gradients()
+        self._shown = set()
 
     def _add(self, name: str, gradient: torch.Tensor) -> None:
         """Add to the gradient of the part here of a parameter."""
@@ -250,6 +260,7 @@ class DividedWeights:
         if self.is_together:
             raise RuntimeError("a step cannot begin while the weights are together")
         self._refuse_writes()
+        self._hide_gradients()
         self._is_running, self._in_backward = True, False
         self._num_waiting = self._lowest = len(self._bundles)
         self._latest = 0
@@ -400,7 +411,13 @@ class DividedWeights:
 
     def _note_resting(self) -> None:
         self._weights.resting = frozenset() if self.is_together else frozenset(self._bundle_of)
+        for name in self._shown & self._weights.resting:
+            self._table[name].grad = self._nothing[name]
         self._versions = self._versions_here()
+
+    def _hide_gradients(self) -> None:
+        for name in self._shown:
+            self._table[name].grad = None
 
     def _versions_here(self) -> int:
         return sum(self._table[name]._version for name in self._bundle_of)
@@ -409,13 +426,23 @@ class DividedWeights:
         """Refuse what user code has written to placeholders, which would be lost.
 
         Raises:
-            ValueError: it has written to one of them.
+            ValueError: it has written to one of them, or to its gradient.
         """
+        if self.is_together:
+            return
         is_other = any(self._table[name].data_ptr() != nothing.data_ptr() for name, nothing in self._nothing.items())
+        is_other |= any(not bool(single.isinf()) for single in self._singles)
         if is_other or self._versions_here() != self._versions:
             raise ValueError(
                 "A callback wrote to parameters of the model, but with replica_sharding='full' these are placeholders"
                 " between the steps. Change weights before or after train(), or set replica_sharding='optimizer'."
+            )
+        gradients = {name: self._table[name].grad for name in self._shown}
+        if any(g is None or g.data_ptr() != self._nothing[name].data_ptr() for name, g in gradients.items()):
+            raise ValueError(
+                "A callback changed gradients of the model's parameters, but with replica_sharding='full' these are"
+                " placeholders between the steps. Change those of the parameters in optimizer.param_groups, or set"
+                " replica_sharding='optimizer'."
             )
 
     # ------------------------------------------------------------------------------------ gradients
@@ -503,6 +530,8 @@ class DividedWeights:
         has = torch.tensor([float(name not in self._missing) for name in names])
         all_reduce(has, group=self._control)
         for name, count in zip(names, has.tolist(), strict=True):
+            if count:
+                self._shown.add(name)
             if not count and name in self.parts and name not in self._had_gradient:
                 self.parts[name].grad = None
 
@@ -514,6 +543,14 @@ class DividedWeights:
     def group(self) -> dist.ProcessGroup:
         """The replicas of the stage."""
         return self._group
+
+
+def _nothing_like(parameter: torch.Tensor) -> float:
+    """What a placeholder contains, so that nobody reads a plausible number."""
+    if not parameter.is_floating_point():
+        return 0.0
+    # a single element can be written to, and bounding it (`logit_scale.data.clamp_`) would leave NaN as it is
+    return math.nan if parameter.numel() > 1 else math.inf
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -354,6 +354,7 @@ class ElasticPipeline(nn.Module):
             self.mesh.control,  # with layers there is one stage, whose replicas are all processes
             self.device,
         )
+        divided.refuse_writes_before(optimizer.optimizer)
         self._current.use_divided(divided)
         if self.num_stages == 1 and not divided.runs_by_layer:
             self._warn_of_gathering_all()
@@ -537,11 +538,11 @@ class ElasticPipeline(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
         if self._optimizer is not None:
             self._optimizer.forget_gradients()
         if self.placed is not None and self.placed.divided is not None:
             self.placed.divided.forget_gradients()
+        super().zero_grad(set_to_none)
 
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own forward, for a user's `training_step` or `prediction_step` that calls the model it is given.
