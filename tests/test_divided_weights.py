@@ -518,6 +518,25 @@ class RemovesGradients(TrainerCallback):
         model.embeddings.weight.grad = None
 
 
+class Adversarial:
+    """Moves the embeddings along their gradient before a second backward (FGM)."""
+
+    def training_step(self, model: Any, inputs: Any, *positional: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(model, inputs, *positional)  # type: ignore[misc]
+        weight = self.model.embeddings.weight  # type: ignore[attr-defined]
+        weight.data.add_(weight.grad)
+        return loss
+
+
+def moving_weights(rank: int, world_size: int) -> None:
+    pipeline_trainer(Run(trainer=Adversarial), 1, model=NoLayers(), replica_sharding="full").train()
+
+
+def test_a_training_step_that_writes_to_weights_is_refused() -> None:
+    for error in run_ranks_expecting_error(moving_weights, 2):
+        assert type(error) is ValueError and "replica_sharding='optimizer'" in str(error), error
+
+
 def writing(rank: int, world_size: int, of: type[TrainerCallback], clips: bool) -> None:
     trainer = pipeline_trainer(Run(), 1, model=Scaled(), replica_sharding="full", max_grad_norm=float(clips))
     trainer.add_callback(of())

@@ -440,8 +440,9 @@ class DividedWeights:
         gradients = {name: self._table[name].grad for name in self._shown}
         if any(g is None or g.data_ptr() != self._nothing[name].data_ptr() for name, g in gradients.items()):
             raise ValueError(
-                "A callback changed gradients of the model's parameters, but with replica_sharding='full' these are"
-                " placeholders between the steps. Change those of the parameters in optimizer.param_groups, or set"
+                "A callback or your training_step changed gradients of the model's parameters, but with"
+                " replica_sharding='full' these are placeholders. Change those of the parameters in"
+                " optimizer.param_groups, clear all with the zero_grad() of the model that training_step gets, or set"
                 " replica_sharding='optimizer'."
             )
 

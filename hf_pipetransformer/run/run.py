@@ -110,7 +110,6 @@ class PipelineRun(TrainerCallback):
             entered.push(self._close)
             entered.enter_context(exporting_state(job.trainer))
             entered.enter_context(self.log.recording(before=[self]))
-            entered.enter_context(self._naming_writes_to_placeholders())
             interruption = entered.enter_context(Interruption(job.mesh.world_size > 1, self._tell_of_interruption))
             entered.enter_context(self.preemption.signal)
             entered.enter_context(
@@ -125,6 +124,7 @@ class PipelineRun(TrainerCallback):
                     is_interrupted=lambda: interruption.is_asked,
                 )
             )
+            entered.enter_context(self._naming_writes_to_placeholders())
             self._entered = entered.pop_all()
         return self
 
@@ -173,36 +173,22 @@ class PipelineRun(TrainerCallback):
         """Inside the context, translate torch's error for a write to a placeholder parameter.
 
         Raises:
-            ValueError: a callback has written to parameters that other stages hold.
+            ValueError: the user's code has written to parameters that other stages or replicas hold.
         """
-        handler: Any = self._job.trainer.callback_handler
-        call = handler.call_event
-
-        def call_event(*positional: Any, **keywords: Any) -> Any:
-            try:
-                return call(*positional, **keywords)
-            except RuntimeError as error:
-                if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
-                    raise
-                if self.pipeline.weights.resting:
-                    who, remedy = "replica", "replica_sharding='optimizer'"
-                else:
-                    who, remedy = f"of the {self.pipeline.num_stages} stages", "pipeline_parallel_size=1"
-                raise ValueError(
-                    f"A callback wrote to parameters of the model, but each {who} of the pipeline holds only its own"
-                    f" between the steps. Change weights before or after train(), or set {remedy}. The original error"
-                    f" was: {error}"
-                ) from error
-
-        before = vars(handler).get("call_event")
-        handler.call_event = call_event
         try:
             yield
-        finally:
-            if vars(handler).get("call_event") is call_event:
-                del handler.call_event
-                if before is not None:
-                    handler.call_event = before
+        except RuntimeError as error:
+            if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
+                raise
+            if self.pipeline.weights.resting:
+                who, remedy = "replica", "replica_sharding='optimizer'"
+            else:
+                who, remedy = f"of the {self.pipeline.num_stages} stages", "pipeline_parallel_size=1"
+            raise ValueError(
+                "A callback, or your training_step or loss, wrote to parameters of the model or to their gradients,"
+                f" but each {who} of the pipeline holds only its own. Change weights before or after train(), or set"
+                f" {remedy}. The original error was: {error}"
+            ) from error
 
     @property
     def pipeline(self) -> ElasticPipeline:

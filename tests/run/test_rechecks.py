@@ -101,7 +101,7 @@ class Writes(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("callback", "words"),
-    [(Averages, "Averages.average keeps copies"), (Writes, "A callback wrote to parameters of the model")],
+    [(Averages, "Averages.average keeps copies"), (Writes, "wrote to parameters of the model")],
 )
 def test_callbacks_that_need_all_weights_are_named(callback: type, words: str) -> None:
     for error in run_ranks_expecting_error(trained, 2, None, callback()):
