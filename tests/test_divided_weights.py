@@ -391,7 +391,8 @@ class Bounded(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.dense.weight.data.clamp_(-0.2, 0.2)
+            self.dense.weight.data = self.dense.weight.data.clamp(-0.2, 0.2)  # what was in its place is freed
+            self.dense.bias.data.clamp_(-0.2, 0.2)
         return hidden + torch.tanh(self.dense(hidden))
 
 

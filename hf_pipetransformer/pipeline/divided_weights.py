@@ -351,9 +351,12 @@ class DividedWeights:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | View | Saved:
         if tensor.layout is not torch.strided or is_wrapper(tensor):
             return tensor
-        name = self._name_at.get(tensor.untyped_storage().data_ptr())
+        place = tensor.untyped_storage().data_ptr()
+        name = self._name_at.get(place)
         if name is None or tensor.dtype != self._table[name].dtype:
             return self._copies.save(tensor)
+        if self._table[name].untyped_storage().data_ptr() != place:  # a forward has put other values there
+            return tensor
         return View.of(name, tensor)
 
     def _unpack(self, saved: torch.Tensor | View | Saved) -> torch.Tensor:
