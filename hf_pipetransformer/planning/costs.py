@@ -197,7 +197,8 @@ class _Meter:
         return sum(self.sizes[after][slot.stack][slot.position] for slot in slots if slot.is_used)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        for storage in (value.untyped_storage() for value in values_of(tensor)):
+        # sparse tensors have no storage of their own, and are not counted
+        for storage in (v.untyped_storage() for v in values_of(tensor) if v.layout is torch.strided):
             if storage.data_ptr() in self._weights:
                 self._read.add(self._weights[storage.data_ptr()])
             else:  # a storage that is saved twice occupies memory once

@@ -89,6 +89,20 @@ def test_copies_that_autocast_would_keep():
     assert not any(unit.copies for unit in half), "nothing to be copied"
 
 
+def test_sparse_tensors_may_be_kept_for_the_backward():
+    """As a sparse adapter (SHiRA) keeps them, whose indices and values are in no storage of their own."""
+
+    class Sparse(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(hidden)
+            return hidden + (self.down.bias.to_sparse() * hidden.new_full((), 2.0)).to_dense()
+
+    model = Toy()
+    model.blocks[1] = Sparse()
+    factor = FLOAT // ROWS
+    assert toy_costs(model)[1].activation_bytes == toy_costs()[1].activation_bytes + factor
+
+
 def test_costs_are_those_of_one_row():
     assert toy_costs(rows=1) == toy_costs(rows=5)
 
