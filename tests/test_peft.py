@@ -165,6 +165,27 @@ def test_base_model_stays_where_it_is_when_adapters_are_saved(name: str, tmp_pat
     assert sent == expected + (head if name == "lora" else 2 * head)
 
 
+def adapters_only(rank: int, world_size: int, folder: str) -> None:
+    """`state_dict` is replaced on the model, as scripts for older versions of PEFT do; its keys are PEFT's."""
+    model = build("llama")
+    original = model.state_dict
+
+    def state_dict(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        return dict(peft.get_peft_model_state_dict(model, original()))
+
+    model.state_dict = state_dict  # type: ignore[method-assign]
+    trainer = pipeline_trainer(LORA["llama"][0], 2, folder, model=model, save_strategy="steps", save_steps=2)
+    trainer.add_callback(StopAfter(2))
+    trainer.train()
+
+
+def test_a_state_dict_of_the_user_is_saved_with_its_values(tmp_path: Path) -> None:
+    run_ranks(adapters_only, WORLD, str(tmp_path))
+    file = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert len(file) == 16
+    assert all(bool(value.isfinite().all()) for value in file.values())
+
+
 def interrupted(rank: int, world_size: int, name: str, stages: int, folder: str) -> None:
     trainer = pipeline_trainer(LORA[name][0], stages, folder, model=build(name), save_strategy="steps", save_steps=2)
     trainer.add_callback(StopAfter(2))

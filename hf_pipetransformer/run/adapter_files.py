@@ -26,7 +26,7 @@ def names_saved(trainer: Trainer, model: nn.Module, weights: WeightState) -> fro
 
     Returns:
         The names; None if all may be written: the model has no adapters, or user code saves it, or the adapters' files
-        hold something that is computed from weights.
+        hold something that is computed from weights, or that user code has given another name.
     """
     if not is_peft_available():
         return None
@@ -40,15 +40,16 @@ def names_saved(trainer: Trainer, model: nn.Module, weights: WeightState) -> fro
     with weights.listing_placeholders():
         state = model.state_dict()
     parameter_of = {alias: name for name, aliases in weights.table.aliases.items() for alias in aliases}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}  # which all processes have
     key_of = {id(tensor): key for key, tensor in state.items()}
     names: set[str] = set()
     for adapter in model.peft_config:
         for tensor in _written(model, state, adapter):
-            key = key_of.get(id(tensor))
-            if key is None:
-                return None
-            if key in parameter_of:  # not a buffer, which all processes have
+            key = key_of.get(id(tensor), "")
+            if key in parameter_of:
                 names.add(parameter_of[key])
+            elif key not in buffers:
+                return None
     return frozenset(names)
 
 
