@@ -227,10 +227,7 @@ class SchedulePolicy(FreezePolicy):
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
             is_alike = type(layers) is type(fewer) and layers != ALL  # a share and a number: not before L is known
             if layers == ALL != fewer or (is_alike and fewer < layers):
-                raise ValueError(
-                    f"freeze_schedule decreases from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
-                    f" {later:g}, but frozen layers stay frozen. Use numbers that do not decrease."
-                )
+                raise self._decreases(layers, start, fewer, later)
 
     def num_frozen(self, decision: FreezeDecision) -> int:
         numbers = [self._resolved(layers, decision) for layers in self.schedule.values() if layers != ALL]
@@ -245,9 +242,18 @@ class SchedulePolicy(FreezePolicy):
                 f"freeze_schedule requests {most} frozen layers of {decision.num_layers}, which would leave nothing to"
                 f" train: at most {decision.max_frozen} can be frozen in this model. Reduce its numbers."
             )
+        resolved = {start: self._resolved(layers, decision) for start, layers in self.schedule.items()}
+        for (start, frozen), (later, fewer) in itertools.pairwise(resolved.items()):
+            if fewer < frozen:
+                raise self._decreases(frozen, start, fewer, later)
         now = decision.epoch if self.by == "epoch" else decision.global_step
-        reached = [layers for start, layers in self.schedule.items() if start <= now + ROUNDING]
-        return max((self._resolved(layers, decision) for layers in reached), default=0)
+        return max((frozen for start, frozen in resolved.items() if start <= now + ROUNDING), default=0)
+
+    def _decreases(self, layers: float | str, start: float, fewer: float | str, later: float) -> ValueError:
+        return ValueError(
+            f"freeze_schedule decreases from {layers} layers at {self.by} {start:g} to {fewer} at {self.by}"
+            f" {later:g}, but frozen layers stay frozen. Use numbers that do not decrease."
+        )
 
     def _resolved(self, layers: float | str, decision: FreezeDecision) -> int:
         if isinstance(layers, str):

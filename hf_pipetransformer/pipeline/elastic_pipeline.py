@@ -384,8 +384,8 @@ class ElasticPipeline(nn.Module):
     def _layers_apart(self, names: frozenset[str]) -> list[Layer]:
         """The layers whose weights can be gathered when they run, and those of the given weights that they alone need.
 
-        No layers if the plan or the model does not allow it. What another layer needs as well, or may read, is not among
-        them.
+        No layers if the plan or the model does not allow it. What another layer needs as well, or may read, is not
+        among them.
         """
         table = self.stack.table
         if not self.current_plan.gathers_by_layer or not self.stack.runs_in_order:

@@ -215,6 +215,8 @@ def test_schedule_takes_a_share_of_the_layers() -> None:
     assert [policy.num_frozen(decision(epoch, num_layers=7)) for epoch in range(4)] == [3, 3, 5, 5]
     with pytest.raises(ValueError, match=r"decreases from 0.75 layers at epoch 0 to 0.5 at epoch 1"):
         SchedulePolicy({0: 0.75, 1: 0.5})
+    with pytest.raises(ValueError, match=r"decreases from 5 layers at epoch 0 to 3 at epoch 1"):
+        SchedulePolicy({0: 5, 1: 0.5}).num_frozen(decision(0, num_layers=7))
     with pytest.raises(ValueError, match=r"has 1.5 at epoch 0, but .* a share of all layers between 0 and 1"):
         SchedulePolicy({0: 1.5})
 
