@@ -24,7 +24,7 @@ from .batch_statistics import running_statistics_kept
 from .dropout import WithoutDropout
 from .layer_range import Carry, LayerRangeRunner, RunnerDescription, Unit
 from .nested import in_new_containers, tensors_of
-from .placeholders import ParameterTable, evaluation_mode, has_state, placeholder, reachable_leaves
+from .placeholders import ParameterTable, evaluation_mode, has_state, is_wrapper, placeholder, reachable_leaves
 
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 
@@ -366,6 +366,25 @@ def refuse_weights_with_state(model: nn.Module) -> None:
                 f"{name!r} is a {type(parameter).__name__}: its weights are quantized, and what they are computed with"
                 " is no plain tensor and cannot be moved between stages.",
                 "Quantize it with torchao, load it without quantization, or set pipeline_parallel_size=1.",
+            )
+
+
+def refuse_overlapping_weights(model: nn.Module) -> None:
+    """Refuse different parameters that share elements in memory (`a.data = fused.data[:n]`), which moving takes apart.
+
+    Raises:
+        UnsupportedModelError: if the model has such parameters; the message names two.
+    """
+    dense = [(name, p) for name, p in model.named_parameters() if not (is_wrapper(p) or p.is_meta)]
+    places = [(p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in dense if p.numel() and p.is_contiguous()]
+    for (_, end, name), (begin, _, other) in pairwise(sorted(places)):
+        if begin < end:
+            raise UnsupportedModelError(
+                model,
+                f"{name!r} and {other!r} are different parameters, but share elements in memory, and would be moved"
+                " apart.",
+                "Make them one parameter (tied weights), or set pipeline_parallel_size=1 without"
+                " replica_sharding='full'.",
             )
 
 

@@ -24,7 +24,12 @@ from ..errors import UnsupportedModelError, is_out_of_memory
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
-from ..model.layer_stack import LayerStack, StackDescription, refuse_weights_with_state
+from ..model.layer_stack import (
+    LayerStack,
+    StackDescription,
+    refuse_overlapping_weights,
+    refuse_weights_with_state,
+)
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import (
@@ -313,6 +318,8 @@ def _take_apart(
         called.note(stack)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
+        if job.args.uses_pipeline or job.args.replica_sharding in ("full", AUTO):
+            refuse_overlapping_weights(model)
         if job.freeze_callback is not None:
             freezable = FreezableLayers.of(stack, inputs)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())

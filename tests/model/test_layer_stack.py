@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_range import Carry
-from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
+from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors, refuse_overlapping_weights
 from hf_pipetransformer.model.placeholders import placeholder
 
 NAN = float("nan")
@@ -540,3 +540,13 @@ def test_layers_that_are_left_out_later_are_noticed(bounds):
     stack.model.model.encoder.layerdrop = 1.0
     with installed(stack), pytest.raises(UnsupportedModelError, match="BartForConditionalGeneration"):
         cut_step(stack, bounds, batch)
+
+
+def test_refuses_parameters_that_share_elements() -> None:
+    fused = torch.zeros(4, 2)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(fused[:2]), nn.Parameter(fused[2:])  # neighbours in one storage
+    refuse_overlapping_weights(model)
+    model.c = nn.Parameter(fused[1:3])
+    with pytest.raises(UnsupportedModelError, match="'a' and 'c' are different parameters, but share elements"):
+        refuse_overlapping_weights(model)
