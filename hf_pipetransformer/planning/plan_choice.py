@@ -181,11 +181,10 @@ def choose_schedule(plan: PipelinePlan, k: int, split: str = "min-max") -> Sched
     backward, and with FLOPs the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
     docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B:
 
-                                      predicted by FLOPs   measured        chosen if predicted below
-        V = 2                         0.89                 0.91 and 0.92   0.91
-        V = 3                         0.87                 0.98            0.83
-        ZBV, 3 and 3 of 6 layers      0.87                 -               0.75
-        ZBV, 2 and 4, unbalanced      1.09                 1.08
+                    predicted by FLOPs   measured   chosen if predicted below
+        V = 2       0.89                 0.92       0.91
+        V = 3       0.87                 0.95       0.83
+        ZBV         0.87                 0.92       0.75
 
     Args:
         plan: Any plan of the model and ranks; its schedule and number of stages are not considered.
