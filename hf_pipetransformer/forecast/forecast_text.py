@@ -10,7 +10,7 @@ from typing import Any
 
 from ..freezing.schedule_cost import WORTH_FREEZING
 from ..planning.plan import NEEDS_MORE, PipelinePlan, align
-from ..planning.plan_choice import WORTH_A_LONGER_PIPELINE, largest_stage_bytes
+from ..planning.plan_choice import WORTH_A_LONGER_PIPELINE, fits, largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
 from .forecast import Epoch, Forecast, StaticRun, forecast_seconds, plain_step_seconds, plan_at_start
@@ -94,7 +94,7 @@ def _about_sharding(result: Forecast) -> list[str]:
     job, choice, plan = result.job, result.sharding_choice, result.first
     if plan.divides_weights and not any(epoch.plan.gathers_by_layer for epoch in result.epochs):
         return [f"Set replica_sharding='optimizer': with 'full' and several stages {NEEDS_MORE}."]
-    if choice is None or not choice.fits(plan):
+    if choice is None or not fits(plan):
         return []
     k, sharding = plan.pipeline_parallel_size, plan.replica_sharding
     settings = f"Set replica_sharding={sharding!r}"
@@ -251,14 +251,14 @@ def _about_choice(result: Forecast) -> str:
         return ""
     rows: list[tuple[str, ...]] = [("sharding", "K × R", "GiB", "step ms", "")]
     for plan in choice.considered:
-        fits, seconds = choice.fits(plan), plain_step_seconds(result.job, plan)
+        is_possible, seconds = fits(plan), plain_step_seconds(result.job, plan)
         rows.append(
             (
                 plan.replica_sharding,
                 _layout(plan.pipeline_parallel_size, plan.data_parallel_size),
                 f"{largest_stage_bytes(plan) / GIB:,.1f}",
-                f"{1e3 * seconds:,.1f}" if fits else "-",
-                "chosen" if plan is choice.plan else "" if fits else "does not fit",
+                f"{1e3 * seconds:,.1f}" if is_possible else "-",
+                "chosen" if plan is choice.plan else "" if is_possible else "does not fit",
             )
         )
     return "\n".join(align(rows, left=(0, 1, 4)))
@@ -475,7 +475,7 @@ def _choice_values(result: Forecast) -> list[dict[str, Any]] | None:
             "stages": plan.pipeline_parallel_size,
             "replicas": plan.data_parallel_size,
             "largest_stage_bytes": largest_stage_bytes(plan),
-            "fits": choice.fits(plan),
+            "fits": fits(plan),
             "step_seconds": plain_step_seconds(result.job, plan),
             "chosen": plan is choice.plan,
         }

@@ -230,8 +230,8 @@ class SchedulePolicy(FreezePolicy):
                 raise self._decreases(layers, start, fewer, later)
 
     def num_frozen(self, decision: FreezeDecision) -> int:
-        numbers = [self._resolved(layers, decision) for layers in self.schedule.values() if layers != ALL]
-        most = max(numbers, default=0)
+        resolved = {start: self._resolved(layers, decision) for start, layers in self.schedule.items()}
+        most = max((resolved[start] for start, layers in self.schedule.items() if layers != ALL), default=0)
         if most > decision.num_layers:
             raise ValueError(
                 f"freeze_schedule requests {most} frozen layers, but the model has {decision.num_layers}. Reduce its"
@@ -242,7 +242,6 @@ class SchedulePolicy(FreezePolicy):
                 f"freeze_schedule requests {most} frozen layers of {decision.num_layers}, which would leave nothing to"
                 f" train: at most {decision.max_frozen} can be frozen in this model. Reduce its numbers."
             )
-        resolved = {start: self._resolved(layers, decision) for start, layers in self.schedule.items()}
         for (start, frozen), (later, fewer) in itertools.pairwise(resolved.items()):
             if fewer < frozen:
                 raise self._decreases(frozen, start, fewer, later)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .plan import MIB, REPLICA_SHARDINGS, PipelinePlan
-from .plan_choice import SecondsOf, largest_stage_bytes, lengths, make_plan, shortest_fast
+from .plan_choice import SecondsOf, fits, largest_stage_bytes, lengths, make_plan, shortest_fast
 
 if TYPE_CHECKING:
     from .costs import UnitCost
@@ -38,16 +38,10 @@ class ShardingChoice:
         plan: the chosen plan; its `replica_sharding` is a name of `REPLICA_SHARDINGS`.
         considered: for each number of stages, in ascending order, the plan with the least sharding that fits, or if
             none fits, the one that needs least memory.
-        memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
     """
 
     plan: PipelinePlan
     considered: tuple[PipelinePlan, ...]
-    memory_budget_bytes: int | None
-
-    def fits(self, plan: PipelinePlan) -> bool:
-        """Whether the stages of a plan are predicted to fit a device."""
-        return self.memory_budget_bytes is None or largest_stage_bytes(plan) <= self.memory_budget_bytes
 
 
 def choose_sharding(
@@ -81,12 +75,11 @@ def choose_sharding(
     ks = lengths(world_size, min(world_size, len(unit_costs))) if auto else (pipeline_parallel_size,)
     arguments["memory_budget_bytes"] = memory_budget_bytes
     considered = tuple(_least_sharding(unit_costs, world_size, k, **arguments) for k in ks)
-    choice = ShardingChoice(considered[0], considered, memory_budget_bytes)
-    fitting = [plan for plan in considered if choice.fits(plan)]
+    fitting = [plan for plan in considered if fits(plan)]
     if fitting:
-        return ShardingChoice(shortest_fast(fitting, seconds), considered, memory_budget_bytes)
+        return ShardingChoice(shortest_fast(fitting, seconds), considered)
     if not auto:
-        return choice
+        return ShardingChoice(considered[0], considered)
     assert memory_budget_bytes is not None
     smallest = min(considered, key=largest_stage_bytes)
     raise ValueError(
@@ -112,7 +105,7 @@ def _least_sharding(
         plan = make_plan(
             unit_costs, world_size, k, replica_sharding=sharding, memory_budget_bytes=memory_budget_bytes, **arguments
         )
-        if memory_budget_bytes is None or largest_stage_bytes(plan) <= memory_budget_bytes:
+        if fits(plan):
             return plan
         plans.append(plan)
     return min(plans, key=largest_stage_bytes)

@@ -10,7 +10,7 @@ from test_plan import times_of, unit
 
 from hf_pipetransformer.planning.elastic_policy import ElasticPolicy
 from hf_pipetransformer.planning.plan import REPLICA_SHARDINGS, PipelinePlan
-from hf_pipetransformer.planning.plan_choice import largest_stage_bytes, make_plan, predicted_seconds
+from hf_pipetransformer.planning.plan_choice import fits, largest_stage_bytes, make_plan, predicted_seconds
 from hf_pipetransformer.planning.sharding_choice import ShardingChoice, choose_sharding
 
 UNITS = tuple(unit(i) for i in range(8))
@@ -50,10 +50,10 @@ def test_what_is_considered() -> None:
     """Two stages need 1,600 bytes without sharding and 1,200 with that of the optimizer's state; one replica 800."""
     choice = chosen(1300)
     assert [layout(plan) for plan in choice.considered] == [(1, "full"), (2, "optimizer"), (4, "none")]
-    assert [choice.fits(plan) for plan in choice.considered] == [True, True, True]
+    assert [fits(plan) for plan in choice.considered] == [True, True, True]
     assert choice.plan is choice.considered[0]
     choice = chosen(1199)
-    assert [choice.fits(plan) for plan in choice.considered] == [False, False, True]
+    assert [fits(plan) for plan in choice.considered] == [False, False, True]
     assert [layout(plan) for plan in choice.considered] == [(1, "full"), (2, "optimizer"), (4, "none")]
     assert choice.plan is choice.considered[2]
 
@@ -84,7 +84,7 @@ def test_full_only_where_it_needs_less_than_optimizer(budget: int) -> None:
 
 def test_a_given_number_of_stages_that_does_not_fit_is_kept() -> None:
     choice = chosen(1199, k=1)
-    assert layout(choice.plan) == (1, "full") and not choice.fits(choice.plan)
+    assert layout(choice.plan) == (1, "full") and not fits(choice.plan)
 
 
 def test_nothing_fits() -> None:
