@@ -1,6 +1,17 @@
-"""Errors whose messages tell the user what to do."""
+"""Errors whose messages tell the user what to do, and how an error that ends the program is shown.
+
+user code has failed                 its traceback, on the process on which it failed
+another process has failed           one line: `PeerFailedError`, or a process that failed in the same way
+a deliberate `ValueError` of ours    the user's own lines and the message on rank 0; one line on the other ranks
+"""
 
 from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType, TracebackType
 
 import torch
 
@@ -48,6 +59,142 @@ class PeerFailedError(RuntimeError):
     The message names the process, its phase and its step. The failure cannot be repaired inside the process: start the
     job again with `resume_from_checkpoint="last"`.
     """
+
+
+LIBRARIES = ("hf_pipetransformer", "transformers", "accelerate", "torch")
+"""Packages whose frames say nothing to a user about a mistake in the arguments or the data."""
+DRIVERS = (
+    "hf_pipetransformer",
+    "transformers.trainer",
+    "transformers.trainer_callback",
+    "torch.distributed.pipelining",
+    "torch.nn.modules.module",
+)
+"""Modules and packages that only call what has failed: the user's code, the model, or a loader."""
+STAGE_FAILED = "failed to run forward"
+"""Part of the message of the `RuntimeError` that torch's pipeline stages raise in place of an error of the model."""
+IN_WORKER = "Original Traceback (most recent call last):"
+"""Part of the message of an error of a data loader's worker. Its last line is that of the error itself."""
+ONE_LINE = "_hf_pipetransformer_one_line"
+"""Attribute of an error that needs no traceback, because another process shows it: the line that is shown instead, or
+an empty one if it has been logged."""
+
+_shows_briefly = False
+
+
+def users_error(error: BaseException) -> BaseException:
+    """Return the error that the model, the loss or a hook has raised, if torch's pipeline stage has wrapped it."""
+    while type(error) is RuntimeError and STAGE_FAILED in str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def in_one_line(error: BaseException) -> str:
+    """Describe an error by its type and message, without the traceback that a loader's worker adds to it."""
+    error = users_error(error)
+    text = str(error).strip()
+    if IN_WORKER in text:
+        return printable(text.splitlines()[-1])
+    return printable(f"{type(error).__name__}: {text}")
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Return a text as one line without control characters, shortened to `most` characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def calling_code() -> str:
+    """Name the user's code that has called this package, such as " in MyCallback.on_step_end".
+
+    It is empty if the training loop calls it, or a script.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_in(frame, (*LIBRARIES, "contextlib")):
+        if frame.f_code.co_name == "_inner_training_loop":
+            return ""
+        frame = frame.f_back
+    if frame.f_code.co_name == "<module>":
+        return ""
+    owner = frame.f_locals.get("self")
+    return f" in {frame.f_code.co_name if owner is None else f'{type(owner).__name__}.{frame.f_code.co_name}'}"
+
+
+def show_errors_briefly() -> None:
+    """Have the interpreter show errors as this module's docstring says. It may be called any number of times.
+
+    It puts a function before `sys.excepthook`, which the interpreter calls for an error that ends the program.
+    """
+    global _shows_briefly
+    if _shows_briefly:
+        return
+    _shows_briefly = True
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        rank = int(os.environ.get("RANK", "0"))
+        line: str | None = getattr(error, ONE_LINE, None)
+        if line is None and isinstance(error, PeerFailedError):
+            line = str(error)
+        is_ours = _innermost(tb).partition(".")[0] == LIBRARIES[0]
+        is_deliberate = is_ours and isinstance(error, ValueError)
+        if line is None and is_deliberate and rank > 0:
+            line = in_one_line(error)
+        if line is not None:
+            # torch collects what its hook prints, and adds the rank
+            prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank {rank}] "
+            sys.stderr.write(f"{prefix}{line}\n" if line else "")
+            return
+        if is_deliberate:
+            error.__cause__, error.__suppress_context__ = None, True  # its message says what matters
+        if is_deliberate or not is_ours:
+            for one in chain_of(error):
+                one.__traceback__ = _visible(one.__traceback__, LIBRARIES if is_deliberate else DRIVERS)
+        before(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, the error that caused it (or during whose handling it was raised), and so on.
+
+    If an error's own cause is raised in its place, the two form a cycle, so errors already seen end the iteration.
+    """
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def _visible(tb: TracebackType | None, hidden: tuple[str, ...]) -> TracebackType | None:
+    """Return a traceback without the frames of some modules and packages."""
+    frames = []
+    while tb is not None:
+        if not _is_in(tb.tb_frame, hidden):
+            frames.append(tb)
+        tb = tb.tb_next
+    following: TracebackType | None = None
+    for one in reversed(frames):
+        following = TracebackType(following, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return following
+
+
+def _innermost(tb: TracebackType | None) -> str:
+    """The module in which an error was raised."""
+    name = ""
+    while tb is not None:
+        name, tb = _module(tb.tb_frame), tb.tb_next
+    return name
+
+
+def _is_in(frame: FrameType, names: tuple[str, ...]) -> bool:
+    return any(f"{_module(frame)}.".startswith(f"{name}.") for name in names)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def refuse_wrong_order(cls: type, ours: type, stock: type, first: bool) -> None:

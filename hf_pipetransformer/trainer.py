@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.numbered_batches import KeysApart, NumberedLoader
-from .errors import UnsupportedModelError, refuse_wrong_order
+from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .freezing.by_arguments import FreezingByArguments
 from .freezing.policies import FreezePolicy
 from .model.micro_batch import naming_long_rows
@@ -60,6 +60,9 @@ from .run.samples import SampleCollator
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 logger = logging.getLogger(__name__)
+
+EVALUATIONS = {"Evaluation": "evaluate", "Prediction": "predict"}
+"""The description that `evaluation_loop` is given by each of the methods that call it."""
 
 
 class PipeTransformerTrainer(Trainer):
@@ -234,7 +237,7 @@ class PipeTransformerTrainer(Trainer):
             ValueError: the model is distributed, and not all processes call this.
         """
         if self._placed is not None:
-            self._expect_all_outside_of_training("make_model_whole")
+            self._expect_all("make_model_whole")
         if self._cut_model is not None:
             self._cut_model.make_whole()
 
@@ -360,9 +363,9 @@ class PipeTransformerTrainer(Trainer):
         evaluate: Any = super().evaluation_loop
         if self._is_stock:
             return stock(dataloader)
+        self._expect_all(EVALUATIONS.get(description, "evaluation_loop"))
         generates = self._job.generates(prediction_loss_only)
         if self._placed is not None:
-            self._expect_all_outside_of_training("evaluate or predict")
             run, before = self._pipeline_run, self._evaluated_loader
             cache, generations = (run.cache, run.generations) if run is not None else (None, None)
             with evaluation.in_training(self._job, self._placed, cache, generations, dataloader, generates) as loader:
@@ -422,7 +425,7 @@ class PipeTransformerTrainer(Trainer):
         pipeline = self._placed
         if pipeline is None:
             return super().save_model(output_dir, _internal_call)
-        self._expect_all_outside_of_training("save_model")
+        self._expect_all("save_model")
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
         needed = self._job.mesh.gather_objects(names_saved(self, self.model, pipeline.weights))[0]
@@ -430,13 +433,21 @@ class PipeTransformerTrainer(Trainer):
         with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model):
             super().save_model(output_dir, _internal_call)
 
-    def _expect_all_outside_of_training(self, what: str) -> None:
-        """Refuse a call by some processes only, of a distributed model; during training the watchdog sees it.
+    def _expect_all(self, method: str) -> None:
+        """Refuse a method of a distributed model that only some processes call. Collective over all processes.
 
-        The others have `ddp_timeout`, as in each collective: the main process may upload a checkpoint meanwhile.
+        During training this takes no longer than a process needs to begin something else. Otherwise the others have
+        `ddp_timeout`, as in each collective: the main process may upload a checkpoint meanwhile.
+
+        Raises:
+            ValueError: another process does something else.
         """
-        if self._pipeline_run is None:
-            self._job.mesh.expect_all(what, self.args.ddp_timeout)
+        call = f"{method}(){calling_code()}"
+        watchdog = self._pipeline_run.watchdog if self._pipeline_run is not None else None
+        if watchdog is not None and watchdog.has_store:
+            watchdog.meet(call)
+        else:
+            self._job.mesh.expect_all(call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pipeline = self._placed
@@ -458,6 +469,7 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return super()._save_checkpoint(model, trial)
         run, cut = self._pipeline_run, self._cut_model
+        PROGRESS.begin_round(f"saves a checkpoint at step {self.state.global_step}")
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
-from .errors import refuse_wrong_order
+from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .fsdp_arguments import asks_for_full_sharding
 from .logs import follow_transformers
@@ -323,6 +323,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         refuse_wrong_order(cls, PipeTransformerTrainingArguments, TrainingArguments, first=False)
 
     def __post_init__(self) -> None:
+        show_errors_briefly()
         self._check_cache()
         self._check_watchdog()
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)

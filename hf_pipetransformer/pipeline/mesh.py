@@ -171,21 +171,25 @@ class ProcessMesh:
         if first is not None:
             raise first
 
-    def expect_all(self, what: str, seconds: float) -> None:
-        """Wait for all processes to call this. Collective over all processes.
+    def expect_all(self, call: str) -> None:
+        """Wait for all processes to make this call. Collective over all processes.
+
+        Args:
+            call: what they must call, and where it was called.
 
         Raises:
-            ValueError: some process has not, within so many seconds, or has ended.
+            ValueError: some process has called something else, or has ended, or its time is over.
         """
-        if self.control is None:
-            return
+        remedy = "Call it on every process, not on the main process alone"
         try:
-            dist.monitored_barrier(self.control, timedelta(seconds=seconds))
+            everyone = self.gather_objects(call)
         except RuntimeError as error:
             raise ValueError(
-                f"{what} was not called on all processes within {seconds:g} s, but each of them holds a part of the"
-                f" model. Call it on every process, not on the main process alone. ({error})"
+                f"rank {self.rank} called {call}, but not all processes did. {remedy}. ({error})"
             ) from error
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise ValueError(f"rank 0 called {everyone[0]}; rank {rank} called {theirs}. {remedy}.")
 
     def any(self, mine: bool) -> bool:
         """Whether `mine` is True on any process; much cheaper than objects. Collective over all processes."""

@@ -1,4 +1,6 @@
-"""Ctrl-C: one line on the first process, and all processes of the job gone within a few seconds.
+"""Ctrl-C and SIGTERM end a job also while its processes are blocked.
+
+Ctrl-C: one line on the first process, and all processes of the job gone within a few seconds.
 
 A terminal sends SIGINT to the launcher, which passes it on to every process. Python raises `KeyboardInterrupt` in the
 main thread, but only when that runs Python code. A process that is inside a long operation, or waits for another one
@@ -8,10 +10,14 @@ in a collective, would notice nothing. Therefore the C-level handler also wakes 
     main thread does not        after `SECONDS_TO_NOTICE`, in which the others may leave, the thread ends the process
 
 In a single process Python's own behaviour is kept: the script may catch `KeyboardInterrupt`, and take its time.
+
+SIGTERM: a training saves at the end of its step, and exits (`StopSignal`). If it does not get there, because this
+process finishes nothing any more (`Progress.patience_when_stopping`), the same thread ends the process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -25,9 +31,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from .exit import end_at_exit, leave_quickly
+from .watchdog.progress import PROGRESS
+
+logger = logging.getLogger(__name__)
 
 EXIT_CODE = 130
 """Exit code of a process that was interrupted while it was blocked, as a shell reports SIGINT."""
+TERMINATED = 143
+"""Exit code of a process that was blocked when it received SIGTERM, as a shell reports it."""
+SECONDS_BETWEEN_LOOKS = 0.2
+"""Seconds between two looks at the progress of a process that has received SIGTERM."""
 SECONDS_TO_NOTICE = 1.2
 """Seconds that the main thread has to notice the signal."""
 SECONDS_TO_TELL = 0.5
@@ -51,7 +64,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Interruption:
-    """Context manager around a training, which makes SIGINT end all of its processes.
+    """Context manager around a training, which makes SIGINT and SIGTERM end all of its processes.
 
     It does nothing outside the main thread, or if the program has a SIGINT handler or a wakeup descriptor of its own.
 
@@ -79,8 +92,7 @@ class Interruption:
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._notice)
             self._is_installed = True
-            if self._has_peers:
-                self._watch()
+            self._watch()
         return self
 
     def __exit__(
@@ -135,22 +147,47 @@ class Interruption:
 
     def _end_if_blocked(self, reading: socket.socket) -> None:
         with suppress(OSError):
-            while signal.SIGINT not in (numbers := reading.recv(64)):
-                if not numbers:  # the training has ended
-                    return
+            if not self._wait_for_sigint(reading) or not self._has_peers:
+                return
             self.is_asked = True
             asked = time.monotonic()
             if not self._has_left.wait(SECONDS_TO_NOTICE) and not self._is_noticed:
-                self._end()
+                self._end(EXIT_CODE)
             if not self._has_left.wait(max(asked + SECONDS_TO_LEAVE - time.monotonic(), 0)):
-                self._end()
+                self._end(EXIT_CODE)
 
-    def _end(self) -> None:
+    def _wait_for_sigint(self, reading: socket.socket) -> bool:
+        """Wait for SIGINT, and end the process if it does not react to SIGTERM. False if the training has ended."""
+        asked: float | None = None  # when SIGTERM came
+        numbers = b"-"
+        while numbers and signal.SIGINT not in numbers:
+            try:
+                numbers = reading.recv(64)
+            except TimeoutError:
+                numbers = b"-"
+            if signal.SIGTERM in numbers and asked is None:
+                asked = time.monotonic()
+                reading.settimeout(SECONDS_BETWEEN_LOOKS)
+            if asked is not None and numbers:
+                record = PROGRESS.read()
+                seconds = time.monotonic() - max(record.since, asked)
+                if seconds > PROGRESS.patience_when_stopping:
+                    logger.error(
+                        "Received SIGTERM, but this process has finished nothing for %.0f s since (%s), so it ends"
+                        " without saving a checkpoint. Exit code %d.",
+                        seconds,
+                        record.doing,
+                        TERMINATED,
+                    )
+                    self._end(TERMINATED)
+        return bool(numbers)
+
+    def _end(self, code: int) -> None:
         # in a thread, because a disk that hangs, or a lock of the blocked main thread, may be in the way
         telling = threading.Thread(target=self._tell_and_flush, name="interruption-tell", daemon=True)
         telling.start()
         telling.join(SECONDS_TO_TELL)
-        os._exit(EXIT_CODE)
+        os._exit(code)
 
     def _tell_and_flush(self) -> None:
         self._tell_once()

@@ -31,7 +31,7 @@ from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
 from ..resilience.exit import finishes, note_training
 from ..resilience.interruption import Interruption
-from ..resilience.watchdog import PROGRESS, watching
+from ..resilience.watchdog import PROGRESS, Watchdog, watching
 from ..token_slices.token_schedule import Slicing
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import UnusableFolderError, check_folder, make_cache
@@ -96,6 +96,7 @@ class PipelineRun(TrainerCallback):
         self.why_not_cached: str | None = None
         """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
+        self.watchdog: Watchdog | None = None
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
         self._loss = TrainersLoss(job)
         self._planner: Planner | None = None
@@ -112,7 +113,7 @@ class PipelineRun(TrainerCallback):
             entered.enter_context(self.log.recording(before=[self]))
             interruption = entered.enter_context(Interruption(job.mesh.world_size > 1, self._tell_of_interruption))
             entered.enter_context(self.preemption.signal)
-            entered.enter_context(
+            self.watchdog = entered.enter_context(
                 watching(
                     job.mesh.rank,
                     job.mesh.world_size,
@@ -443,7 +444,9 @@ class PipelineRun(TrainerCallback):
 
         This is the one safe point for a transformation: there are no gradients and no batch is being processed.
         """
-        PROGRESS.enter("adapt", self._job.trainer.state.global_step)
+        step = self._job.trainer.state.global_step
+        PROGRESS.begin_round(f"is in step {step + 1}")
+        PROGRESS.enter("adapt", step)
         with self.log.recorder.doing("adapting"):
             self.adapt()
         PROGRESS.enter("data")
@@ -532,6 +535,7 @@ class PipelineRun(TrainerCallback):
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
+        PROGRESS.begin_round("loads the best model")
         self.preemption.leave_if_asked()  # the steps that follow may also remove the checkpoint of the last weights
         refuse_best_model_that_some_lack(self._job)
         self.preemption.moment = Moment.BEST_LOADED
@@ -579,6 +583,7 @@ class PipelineRun(TrainerCallback):
         self._show_weights()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        PROGRESS.begin_round("is at the end of train()")
         PROGRESS.enter("end")
         self.preemption.leave_if_asked()
         self._check_cached_weights()

@@ -7,11 +7,12 @@ clip     clips by the gradient norm over all stages
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from enum import Flag, auto
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
+from ..errors import users_error
 from ..model.left_as_found import left_as_found
 from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.loss_scaling import EXACT, HALF_PRECISION
@@ -36,6 +38,8 @@ from .preemption import Preemption
 from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .setup import Setup
 from .training_data import refuse_different_numbers
+
+T = TypeVar("T")
 
 
 class Doubt(Flag):
@@ -153,6 +157,7 @@ class Steps:
             The loss of the global batch, the same on every process.
         """
         pipeline, cache, state = self._pipeline, self._cache, self._job.trainer.state
+        PROGRESS.begin_round(f"is in step {state.global_step + 1}")
         PROGRESS.enter("step")
         # 1
         self._follow_flags()
@@ -178,8 +183,7 @@ class Steps:
             current.losses.clear()  # of the profile that may have been run
             # a last stage of several computes the loss again after the step
             with pipeline.together() if is_rechecked and pipeline.num_stages > 1 else nullcontext():
-                with _as_the_user_raised_it():
-                    received = pipeline.step(batch, keeps_received=is_rechecked)
+                received = _as_the_user_raised_it(partial(pipeline.step, batch, keeps_received=is_rechecked))
                 other_loss = self._recheck_loss(current, batch, received) if received else None
         if is_rechecked and pipeline.num_stages == 1:
             is_finite = bool(torch.isfinite(current.total(self._job.device)))
@@ -368,15 +372,12 @@ class Steps:
             )
 
 
-@contextmanager
-def _as_the_user_raised_it() -> Iterator[None]:
-    """Inside the context, re-raise a `ValueError` that torch's schedule has wrapped in a `RuntimeError`."""
-    inner: ValueError | None = None
+def _as_the_user_raised_it(step: Callable[[], T]) -> T:
+    """Call `step`, and raise an error that torch's pipeline stage has wrapped in a `RuntimeError` without it."""
     try:
-        yield
+        return step()
     except RuntimeError as error:
-        if not isinstance(error.__cause__, ValueError):
+        inner = users_error(error)
+        if inner is error:
             raise
-        inner = error.__cause__
-    if inner is not None:
-        raise inner
+    raise inner  # here, where no error is handled, so that its own context stays

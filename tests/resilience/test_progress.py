@@ -15,7 +15,7 @@ from hf_pipetransformer.resilience.watchdog.progress import (
     UNKNOWN_PACE,
     Progress,
     Record,
-    chain_of,
+
     doing_when,
     phase,
 )

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 from dataclasses import dataclass
+from enum import Enum
 
 import psutil
 
@@ -22,6 +23,7 @@ class Introduction:
         pid: process id.
         file: path of the file with its record.
         store: address of the job's store; rank 0, which keeps the store, sets it.
+        secret: with which processes sign what they write to the store; that of rank 0 counts.
     """
 
     node: tuple[int, int]
@@ -29,6 +31,7 @@ class Introduction:
     pid: int
     file: str
     store: tuple[str, int]
+    secret: bytes
 
 
 class Neighbour:
@@ -80,19 +83,42 @@ class Beat:
         return float(self.text.split()[1]) if self.doing else timeout
 
 
+class Kind(Enum):
+    """What ends a job."""
+
+    FAILED = "failed"
+    """A process has raised an error, has died, or cannot be reached."""
+    HANGS = "hangs"
+    """A process makes no progress, so it matters where it is."""
+    DIVERGED = "diverged"
+    """The user's code makes some processes do what all of them must do."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The reason for ending the job.
 
     Attributes:
-        text: the reason in words.
+        text: the reason in words, without a full stop.
+        kind: what it is.
         without_store: whether the process that failed keeps the job's store; its whole host can see that.
         victim: a stopped process that has to be killed.
     """
 
     text: str
+    kind: Kind = Kind.FAILED
     without_store: bool = False
     victim: Neighbour | None = None
+
+    @classmethod
+    def parse(cls, message: str) -> Finding:
+        """The finding of another process, from its `message`."""
+        kind, _, text = message.partition(" ")
+        return cls(text, Kind(kind))
+
+    @property
+    def message(self) -> str:
+        return f"{self.kind.value} {self.text}"
 
 
 def pid_namespace() -> int:

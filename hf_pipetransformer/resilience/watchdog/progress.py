@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import chain_of
 
 MAIN = struct.Struct("<iqdd32s")
 """Fields written by the main thread: process id, step, time at which something was last finished, patience, phase."""
@@ -31,6 +34,10 @@ PACED = frozenset({"step", "all-reduce", "update", "prediction"})
 """Phases that repeat, and take about as long each time."""
 UNEVEN = frozenset({"data", "freeze", "move", "drop", "build"})
 """Phases that sometimes take longer, for example while data comes from a network or weights are moved."""
+WRITING = frozenset({"save", "publish"})
+"""Phases in which a checkpoint is written."""
+DEFAULT_TIMEOUT = 30.0
+"""Seconds, in place of `Progress.timeout` where processes do not watch one another."""
 LONGER_THAN_EVER = 5
 """A paced phase counts as stuck after this many times its longest pause so far."""
 UNKNOWN_PACE = 10
@@ -40,6 +47,22 @@ DOING = "_hf_pipetransformer_doing"
 """Attribute of an error that describes what the process was doing."""
 LEFT = "left"
 """Phase of a process that no longer takes part; whatever happens to it is not reported as a failure."""
+
+
+class Round(NamedTuple):
+    """Something that all processes of a training do together, such as a step or an evaluation.
+
+    All processes have the same sequence of rounds, and none can end a round before the others have begun it.
+
+    Attributes:
+        number: of the round, counted from the start of the training.
+        doing: what this process does in it, as the predicate of a sentence.
+        meeting: number of the latest round that this process has begun by a `Watchdog.meet`.
+    """
+
+    number: int
+    doing: str
+    meeting: int
 
 
 @dataclass(frozen=True)
@@ -101,11 +124,13 @@ class Progress:
         timeout: seconds, for the paced phases.
         limit: seconds, for the phases whose duration is unknown.
         on_enter: called with each phase that begins, and the step; tests use it to inject faults.
+        round: the latest round that this process has begun. It is replaced as a whole, so another thread may read it.
     """
 
     def __init__(self) -> None:
         self.timeout = self.limit = math.inf
         self.on_enter: Callable[[str, int], None] | None = None
+        self.round = Round(0, "is at the start of train()", 0)
         self._buffer: bytearray | mmap.mmap = bytearray(SIZE)
         self._step = 0
         self._phase = LEFT
@@ -129,6 +154,12 @@ class Progress:
         if self.on_enter is not None:
             self.on_enter(phase, self._step)
 
+    def begin_round(self, doing: str, is_meeting: bool = False) -> Round:
+        """Begin the next round."""
+        number = self.round.number + 1
+        self.round = Round(number, doing, number if is_meeting else self.round.meeting)
+        return self.round
+
     def tick(self) -> None:
         """Record that something was finished, so that the phase's patience starts anew."""
         self._finish()
@@ -149,6 +180,19 @@ class Progress:
         if self._phase in PACED | UNEVEN:
             return min(UNKNOWN_PACE * self.timeout, self.limit)
         return self.limit
+
+    @property
+    def patience_when_stopping(self) -> float:
+        """Seconds that may pass without finishing anything after SIGTERM, before the process ends by force.
+
+        It is never infinite but while a checkpoint is written.
+        """
+        timeout = self.timeout if math.isfinite(self.timeout) else DEFAULT_TIMEOUT
+        if self._phase in WRITING:
+            return self.limit
+        if self._phase in self._longest:
+            return max(timeout, LONGER_THAN_EVER * self._longest[self._phase])
+        return UNKNOWN_PACE * timeout if self._phase in PACED | UNEVEN else timeout
 
     def _write(self) -> None:
         name = self._phase.encode()[:32]
@@ -192,19 +236,6 @@ def phase(name: str) -> Iterator[None]:
         raise
     finally:
         PROGRESS.enter(before)  # the caller may handle the error and continue
-
-
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, the error that caused it (or during whose handling it was raised), and so on.
-
-    If an error's own cause is raised in its place, the two form a cycle, so errors already seen end the iteration.
-    """
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__
 
 
 def doing_when(error: BaseException) -> str:

@@ -6,9 +6,15 @@ wait for the timeout of their collectives, half an hour. With it, each process h
     this host     reads the peers' records (`progress.py`) and asks the operating system whether they are alive
     other hosts   announces through a separate store of the job that this process is alive, and reads which others are
 
-The first verdict wins, and all processes log the same one. A process whose main thread can still raise an error does
-so (`PeerFailedError`); one that is blocked inside a collective, or keeps computing, cannot be interrupted and exits
-with `EXIT_CODE`. Nothing is repaired inside a process: the job is started again, and resumes.
+The first verdict wins, and all processes show the same one. A process whose main thread can still raise an error does
+so (`PeerFailedError`); one that is blocked inside a collective, or keeps computing, cannot be interrupted, logs the
+verdict and exits with `EXIT_CODE`. Nothing is repaired inside a process: the job is started again, and resumes.
+
+What all processes must call (an evaluation, a save) they begin by `meet`. A process that is in a later round of the
+training without having met the others is a certain deadlock, so nobody waits for a timeout:
+
+    rank 0    step 5    meets for evaluate()  ......  ValueError
+    rank 1    step 5    step 6, waits for rank 0 ...  sees what rank 0 waits for: verdict
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -32,12 +39,12 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from ...errors import PeerFailedError
+from ...errors import ONE_LINE, PeerFailedError, in_one_line
 from ..exit import end_at_exit
 from ..stop_signal import EXIT_CODE as PREEMPTED
-from ..stores import keep_store, own_address
-from .neighbours import Beat, Finding, Introduction, Neighbour, pid_namespace
-from .progress import LEFT, PROGRESS, UNKNOWN_PACE, doing_when
+from ..stores import SignedStore, keep_store, own_address
+from .neighbours import Beat, Finding, Introduction, Kind, Neighbour, pid_namespace
+from .progress import LEFT, PROGRESS, UNKNOWN_PACE, Round, doing_when
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +56,20 @@ BUSY = 0.1
 """A thread that uses the CPU for more than this fraction of the time between two checks is computing, not waiting."""
 GRACE = 1.0
 """Seconds that the main thread has to exit by an error of its own, once there is a verdict."""
+GRACE_AFTER_FAILURE = 3.0
+"""The same if another process has failed: once that is gone, its connections are closed, and collectives raise."""
 SECONDS_TO_CONNECT = 12.0
 """Minimum timeout for connecting to the store. Torch resolves the names of both ends, and a name server that does not
 respond takes five seconds for each."""
 SECONDS_FOR_A_VERDICT = 5.0
 """Seconds to wait for a verdict that explains a lost connection."""
+SECONDS_BETWEEN_LOOKS = 0.005
+"""Seconds after which a process that waits for the others in `meet` looks again; longer and longer, up to `BEAT`."""
 VERDICT = "verdict"
+WAITS = "waits"
+"""Key under which a process that waits in `meet` writes its round, its rank and what it does."""
+READ = "read"
+"""Key under which the processes count that have read the verdict of another one."""
 INTERRUPTED = "was interrupted"
 """Words of a verdict about a process that has received SIGINT."""
 PUBLISH = "publish"
@@ -89,6 +104,9 @@ class Watchdog:
         limit: seconds after which a process that is stuck anywhere ends the job.
         has_accelerator: whether there is an accelerator, in which case any operation on a device may wait for others.
         is_interrupted: whether this process has received SIGINT itself, so that it ends without a word about others.
+
+    Attributes:
+        has_store: whether all processes can reach the job's store.
     """
 
     def __init__(
@@ -111,11 +129,12 @@ class Watchdog:
         self._done = threading.Event()
         self._told = threading.Event()
         self._judging = threading.Lock()
-        self._verdict: str | None = None
+        self._verdict: Finding | None = None
         self._kept: dist.TCPStore | None = None
-        self._for_verdicts: dist.TCPStore | None = None
+        self._for_verdicts: SignedStore | None = None
+        self._for_meetings: SignedStore | None = None
         self._address = ("", 0)  # address of the job's store
-        self._has_store = False
+        self.has_store = False
         self._heard: dict[int, Beat] = {}  # rank -> the last message, for processes of other hosts
         self._answered_at = math.inf  # last answer of the store; inf until connected, as connecting has a timeout
         self._own_since = self._awake_since = self._busy_at = time.monotonic()
@@ -125,32 +144,35 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         PROGRESS.timeout, PROGRESS.limit = self._timeout, self._limit
         PROGRESS.forget_pace()
+        PROGRESS.round = Round(0, "is at the start of train()", 0)
         self._main = threading.get_ident()
         descriptor, name = tempfile.mkstemp(prefix="progress-")
         os.close(descriptor)
         try:
             PROGRESS.share(Path(name))
             if self._rank == 0:
-                self._kept = keep_store(self._store_timeout)
-                self._address = own_address(os.environ.get("MASTER_ADDR")), self._kept.port
+                address = own_address(os.environ.get("MASTER_ADDR"))
+                self._kept = keep_store(self._store_timeout, address)
+                self._address = address, self._kept.port
             node = self._rank - self._local_rank, pid_namespace()
-            me = Introduction(node, socket.gethostname(), os.getpid(), name, self._address)
+            secret = secrets.token_bytes()
+            me = Introduction(node, socket.gethostname(), os.getpid(), name, self._address, secret)
             self._everyone: list[Introduction] = self._gather(me)
             self._address = self._everyone[0].store
             self._meet(node)
             self._look_at_main_thread(time.monotonic())
             # all processes have opened the files, and announce themselves
-            self._has_store = all(self._gather(self._reaches_store()))
+            self.has_store = all(self._gather(self._reaches_store()))
         finally:
             os.unlink(name)
-        if not self._has_store and self._rank == 0:
+        if not self.has_store and self._rank == 0:
             logger.warning(
                 "Not all processes can reach the store at %s, port %d, so hangs and crashes are only detected on the"
                 " same host.",
                 *self._address,
             )
         for watch in (self._watch_this_host, self._watch_other_hosts):
-            if self._has_store or watch == self._watch_this_host:
+            if self.has_store or watch == self._watch_this_host:
                 thread = threading.Thread(target=watch, name="watchdog", daemon=True)
                 end_at_exit(thread)
                 thread.start()
@@ -171,8 +193,9 @@ class Watchdog:
 
     def _reaches_store(self) -> bool:
         try:
-            self._for_verdicts = self._connect()  # early, because resolving names may take seconds
-            self._for_verdicts.set(f"beat {self._rank}", "0")
+            # early, because resolving names may take seconds
+            self._for_verdicts, self._for_meetings = self._connect(), self._connect()
+            self._for_verdicts.write(f"beat {self._rank}", "0")
         except RuntimeError:
             return False
         return True
@@ -203,7 +226,7 @@ class Watchdog:
             PeerFailedError: another process caused it.
         """
         self._is_leaving = True
-        own = f"rank {self._rank} failed {doing_when(error)}: {type(error).__name__}: {error}"
+        own = f"rank {self._rank} failed {doing_when(error)}: {in_one_line(error).rstrip('.')}"
         if isinstance(error, KeyboardInterrupt):
             own = f"rank {self._rank} {INTERRUPTED} {doing_when(error)}"
         PROGRESS.enter(LEAVING)
@@ -212,15 +235,21 @@ class Watchdog:
             self._told.wait(SECONDS_FOR_A_VERDICT + (self._longest_beat if self._distant else 0))
         if self._verdict is None:
             others = self._silent_host(self._longest_beat) or self._who_let_wait() if is_lost else None
-            if is_lost and others is None and self._has_store and 0 in self._distant and not self._store_answers():
+            if is_lost and others is None and self.has_store and 0 in self._distant and not self._store_answers():
                 others = self._without_store("any more")
             self._judge(others or Finding(own))
         try:
             self._wait_for_readers()
         finally:
             self._end()
-        if is_lost and self._verdict is not None and not self._verdict.startswith(f"rank {self._rank} "):
-            raise PeerFailedError(f"{self._verdict.rstrip('.')}. This is rank {self._rank}.") from error
+        verdict = self._verdict.text if self._verdict is not None else own
+        if is_lost and not verdict.startswith(f"rank {self._rank} "):
+            failure = PeerFailedError(f"{verdict}. This is rank {self._rank}.")
+            if self._has_told:
+                setattr(failure, ONE_LINE, "")
+            raise failure from error
+        if self._has_told and verdict != own and verdict.endswith(in_one_line(error).rstrip(".")):
+            setattr(error, ONE_LINE, "")  # it has been said, and the other process shows its traceback
 
     def _who_let_wait(self) -> Finding | None:
         """Find a process of this host that computed for too long and did not reach a collective in time."""
@@ -230,22 +259,19 @@ class Watchdog:
             own = now - max(record.since, record.own_since)
             if record.phase not in (LEFT, LEAVING) and own > self._timeout:
                 text = f"rank {neighbour.rank} made the others wait for {own:.0f} s {record.doing}, in {record.place}"
-                return Finding(text, without_store=neighbour.rank == 0)
+                return Finding(text, Kind.HANGS, without_store=neighbour.rank == 0)
         return None
 
     def _wait_for_readers(self) -> None:
         """Wait until this process has logged the verdict and, if it keeps the store, the others have read it."""
-        # after SIGINT to a whole job the others end without reading, some of them only when this process is gone
+        # after SIGINT to a whole job the others end without reading
         is_short = self._rank != 0 or self._is_interrupted()
         deadline = time.monotonic() + (2 * BEAT if is_short else GRACE)
         while time.monotonic() < deadline:
-            try:
-                is_read = self._rank != 0 or (
-                    not self._distant
-                    and all(other.read().phase == LEFT or other.state() == "gone" for other in self._neighbours)
-                )
-            except (OSError, psutil.Error):  # for example too many open files
-                is_read = False
+            is_read = self._rank != 0
+            if not is_read and self._for_meetings is not None:
+                with suppress(RuntimeError):
+                    is_read = self._for_meetings.counted(READ) >= len(self._everyone) - 1
             if self._has_told and is_read:
                 return
             time.sleep(BEAT / 10)
@@ -255,9 +281,10 @@ class Watchdog:
         """Longest time in seconds between two messages of a live process on another host, unless the GIL is held."""
         return self._timeout / 4 + GRACE
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self) -> SignedStore:
         """Connect to the store. Each thread has its own connection, because a request blocks its connection."""
-        return dist.TCPStore(*self._address, timeout=self._store_timeout)
+        store = dist.TCPStore(*self._address, timeout=self._store_timeout)
+        return SignedStore(store, self._everyone[0].secret)
 
     @property
     def _store_timeout(self) -> timedelta:
@@ -266,6 +293,54 @@ class Watchdog:
     def _end(self) -> None:
         self._done.set()
         PROGRESS.enter(LEFT)
+
+    def meet(self, what: str) -> None:
+        """Wait for all processes to begin the same round. Collective over all processes. Only if `has_store`.
+
+        Args:
+            what: the call that all processes must make, and where it was made.
+
+        Raises:
+            ValueError: another process does something else that it cannot end without this one. The message says what
+                both do.
+            PeerFailedError: another process has failed.
+        """
+        store, now = self._for_meetings, PROGRESS.begin_round(f"called {what}", is_meeting=True)
+        assert store is not None
+        first = store.write_once(f"round {now.number}", f"{self._rank} {what}")
+        rank, _, theirs = first.partition(" ")
+        if theirs != what:
+            self._judge(_diverged(int(rank), theirs, self._rank, PROGRESS.round.doing))
+            raise self._verdict_as_error()
+        arrived = store.count(f"arrived {now.number}")
+        pause = SECONDS_BETWEEN_LOOKS
+        while arrived < len(self._everyone):
+            time.sleep(pause)  # here, so that this thread is seen to wait
+            if self._told.is_set():
+                raise self._verdict_as_error()
+            pause = min(2 * pause, BEAT)
+            arrived = store.counted(f"arrived {now.number}")
+            if arrived < len(self._everyone):
+                self._look_who_has_gone_on(store, now.number, what)
+
+    def _look_who_has_gone_on(self, store: SignedStore, number: int, what: str) -> None:
+        """Say what this process waits for, unless another one waits in a later round.
+
+        Raises:
+            ValueError: one does, so it did not meet this process.
+        """
+        waits = store.read(WAITS)
+        if waits is not None and int(waits.partition(" ")[0]) > number:
+            _, rank, theirs = waits.split(" ", 2)
+            self._judge(_diverged(self._rank, what, int(rank), f"called {theirs}"))
+            raise self._verdict_as_error()
+        store.write(WAITS, f"{number} {self._rank} {what}")
+
+    def _verdict_as_error(self) -> Exception:
+        assert self._verdict is not None
+        if self._verdict.kind is Kind.DIVERGED:
+            return ValueError(f"{self._verdict.text}.")
+        return PeerFailedError(f"{self._verdict.text}. This is rank {self._rank}.")
 
     # ------------------------------------------------------------------------------------ this host
     def _watch_this_host(self) -> None:
@@ -334,20 +409,22 @@ class Watchdog:
             own = now - max(since if record.is_paced else idle_since, record.own_since)
             silent = now - max(since, record.beat)
             if own > record.patience:
-                return Finding(f"rank {rank} has been stuck for {own:.0f} s {record.doing}, in {record.place}")
+                text = f"rank {rank} has been stuck for {own:.0f} s {record.doing}, in {record.place}"
+                return Finding(text, Kind.HANGS)
             if silent > max(record.patience, self._timeout):
-                return Finding(f"rank {rank} has held the Python GIL for {silent:.0f} s {record.doing}")
+                return Finding(f"rank {rank} has held the Python GIL for {silent:.0f} s {record.doing}", Kind.HANGS)
             # a little longer, so that a process that waits for no other, maybe on another host, is blamed first
             if now - idle_since > (self._limit if self._distant else record.patience) + GRACE:
                 waiting.append(f"rank {rank} {record.doing}, in {record.place}")
         if records and len(waiting) == len(records):
-            return Finding(f"all processes of {socket.gethostname()} wait for each other: {'; '.join(waiting)}")
+            text = f"all processes of {socket.gethostname()} wait for each other: {'; '.join(waiting)}"
+            return Finding(text, Kind.HANGS)
         return None
 
     def _look_at_store(self, now: float) -> Finding | None:
         """Report a store that does not answer. A request to a disconnected host has no timeout of its own."""
         silent = now - max(self._answered_at, self._awake_since)
-        if not self._distant or not self._has_store or silent <= self._timeout + 2 * GRACE:
+        if not self._distant or not self.has_store or silent <= self._timeout + 2 * GRACE:
             return None
         return self._without_store(f"for {silent:.0f} s")
 
@@ -365,8 +442,14 @@ class Watchdog:
             store = self._connect()
             self._answered_at = time.monotonic()
             while not self._done.wait(BEAT):
-                if store.check([VERDICT]):
-                    return self._give_up(Finding(store.get(VERDICT).decode()))
+                verdict = store.read(VERDICT)
+                if verdict is not None:
+                    if self._verdict is None:
+                        store.count(READ)
+                    return self._give_up(Finding.parse(verdict))
+                diverged = self._who_waits_for_this(store.read(WAITS))
+                if diverged is not None:
+                    return self._give_up(diverged)
                 now = time.monotonic()
                 was_asleep, self._answered_at = now - self._answered_at > self._timeout / 2, now
                 if not self._distant or now < next_beat:
@@ -375,17 +458,28 @@ class Watchdog:
                 mine = PROGRESS.read()
                 # in phases that may hold the GIL for long, a missing message proves nothing
                 patience = min(max(mine.patience, self._timeout), UNKNOWN_PACE * self._timeout)
-                store.set(f"beat {self._rank}", f"{beat} {patience:g} {mine.doing}")
-                answers = store.multi_get([f"beat {rank}" for rank in self._distant])
+                store.write(f"beat {self._rank}", f"{beat} {patience:g} {mine.doing}")
+                answers = store.read_all([f"beat {rank}" for rank in self._distant])
                 for rank, answer in zip(self._distant, answers, strict=True):
-                    if was_asleep or rank not in self._heard or answer.decode() != self._heard[rank].text:
-                        self._heard[rank] = Beat(answer.decode(), now)
+                    is_news = was_asleep or rank not in self._heard or answer != self._heard[rank].text
+                    if answer is not None and is_news:
+                        self._heard[rank] = Beat(answer, now)
                 finding = self._silent_host()
                 if finding is not None:
                     return self._give_up(finding)
         except (RuntimeError, OSError) as error:
             if not self._told.wait(GRACE) and not self._done.is_set():  # if it was rank 0, its host reports more
                 self._give_up(self._without_store(f"({type(error).__name__})"))
+
+    def _who_waits_for_this(self, waits: str | None) -> Finding | None:
+        """Find a process that waits in `meet` for this one, which has gone past that round without meeting it."""
+        if waits is None:
+            return None
+        number, rank, what = waits.split(" ", 2)
+        mine = PROGRESS.round
+        if mine.number >= int(number) > mine.meeting:
+            return _diverged(int(rank), what, self._rank, mine.doing)
+        return None
 
     def _silent_host(self, patience: float | None = None) -> Finding | None:
         """Find processes of other hosts that are silent for longer than they announced, or than `patience` seconds."""
@@ -413,7 +507,7 @@ class Watchdog:
         def ask() -> None:
             with suppress(Exception):
                 assert self._for_verdicts is not None
-                self._for_verdicts.check([VERDICT])
+                self._for_verdicts.read(VERDICT)
                 answers.append(True)
 
         asking = threading.Thread(target=ask, daemon=True)
@@ -428,20 +522,20 @@ class Watchdog:
         def tell() -> None:
             try:
                 assert self._for_verdicts is not None
-                agreed.append(self._for_verdicts.compare_set(VERDICT, "", finding.text).decode())
+                agreed.append(Finding.parse(self._for_verdicts.write_once(VERDICT, finding.message)))
             except Exception:  # the store is gone as well
                 logger.debug("The verdict could not be written to the store.", exc_info=True)
 
         with self._judging:
             if self._verdict is not None:
                 return
-            agreed: list[str] = []
-            if self._has_store and not finding.without_store:
+            agreed: list[Finding] = []
+            if self.has_store and not finding.without_store:
                 writer = threading.Thread(target=tell, daemon=True)
                 end_at_exit(writer)
                 writer.start()
                 writer.join(GRACE)
-            self._verdict = agreed[0] if agreed and agreed[0] else finding.text
+            self._verdict = agreed[0] if agreed else finding
             self._told.set()
 
     def _give_up(self, finding: Finding) -> None:
@@ -450,12 +544,16 @@ class Watchdog:
             if self._is_given_up or self._done.is_set():
                 return
             self._is_given_up = True
-        if INTERRUPTED in (self._verdict or ""):
+        verdict = self._verdict
+        assert verdict is not None
+        if INTERRUPTED in verdict.text:
             self._done.wait(BEAT)  # most likely this process is interrupted as well
         if self._is_interrupted():
             self._has_told = True
             return
-        logger.error("[rank %d] %s.", self._rank, (self._verdict or "").rstrip("."))
+        # a process that has failed itself shows its error
+        if verdict.kind is Kind.HANGS or not verdict.text.startswith(f"rank {self._rank} "):
+            logger.error("[rank %d] %s.", self._rank, verdict.text)
         self._has_told = True
         if finding.victim is not None:
             time.sleep(2 * BEAT)  # so that the others see that it is stopped, too
@@ -470,8 +568,9 @@ class Watchdog:
             return
         try:
             frame = sys._current_frames().get(self._main)
-            where = "".join(traceback.format_stack(frame, limit=12)) if frame is not None else ""
-            logger.error("[rank %d] was %s, at\n%s", self._rank, PROGRESS.read().doing, where)
+            if frame is not None and verdict.kind is Kind.HANGS:
+                where = "".join(traceback.format_stack(frame, limit=12))
+                logger.error("[rank %d] was %s, at\n%s", self._rank, PROGRESS.read().doing, where)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         finally:
@@ -483,13 +582,21 @@ class Watchdog:
         A checkpoint whose files are complete may still be renamed. A process that computes outside of the training
         steps may be about to raise an error of its own, or to reach a collective that fails.
         """
-        if seconds < GRACE:
+        is_hanging = self._verdict is not None and self._verdict.kind is Kind.HANGS
+        if seconds < (GRACE if is_hanging else GRACE_AFTER_FAILURE):
             return True
         now = time.monotonic()
         self._look_at_main_thread(now)
         record = PROGRESS.read()
         works = not record.is_paced and now - record.busy_at < GRACE
         return seconds < self._timeout and (record.phase == PUBLISH or works)
+
+
+def _diverged(waiting: int, call: str, other: int, doing: str) -> Finding:
+    return Finding(
+        f"rank {waiting} called {call}; rank {other} {doing}. Call it on every process, not on the main process alone",
+        Kind.DIVERGED,
+    )
 
 
 def _may_wait(frame: FrameType, anywhere: bool) -> bool:
@@ -530,7 +637,7 @@ def watching(
     limit: float,
     has_accelerator: bool,
     is_interrupted: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
+) -> Iterator[Watchdog | None]:
     """Inside, the death or hang of one process ends all of them. Collective over all processes.
 
     Nothing is watched where `timeout` is 0, where there is one process, and inside a training that is already watched
@@ -545,14 +652,17 @@ def watching(
         limit: bound on any wait, in seconds.
         has_accelerator: whether the process computes on one.
         is_interrupted: whether this process has received SIGINT.
+
+    Yields:
+        The watchdog, or None where nothing is watched.
     """
     before, step = PROGRESS.phase, PROGRESS.read().step
     watch: Any = nullcontext()
     if timeout and before == LEFT and world_size > 1:
         watch = Watchdog(rank, local_rank, gather, timeout, limit, has_accelerator, is_interrupted)
     try:
-        with watch:
+        with watch as entered:
             PROGRESS.enter("start", 0)
-            yield
+            yield entered
     finally:
         PROGRESS.enter(before, step)
