@@ -69,6 +69,7 @@ DRIVERS = (
     "transformers.trainer_callback",
     "torch.distributed.pipelining",
     "torch.nn.modules.module",
+    "torch.nn.parallel",
 )
 """Modules and packages that only call what has failed: the user's code, the model, or a loader."""
 STAGE_FAILED = "failed to run forward"

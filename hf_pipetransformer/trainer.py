@@ -329,6 +329,7 @@ class PipeTransformerTrainer(Trainer):
     ) -> None:
         stock: Any = super()._maybe_log_save_evaluate
         stock = partial(stock, tr_loss, grad_norm, model, trial, *positional, **keywords)
+        PROGRESS.begin_round(f"is at the end of step {self.state.global_step}")  # the stock method gathers the loss
         PROGRESS.enter("log")
         if self._pipeline_run is None:
             return stock()
@@ -447,7 +448,7 @@ class PipeTransformerTrainer(Trainer):
         if watchdog is not None and watchdog.has_store:
             watchdog.meet(call)
         else:
-            self._job.mesh.expect_all(call)
+            self._job.mesh.expect_all(call, self.args.ddp_timeout)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pipeline = self._placed

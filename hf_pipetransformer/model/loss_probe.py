@@ -146,8 +146,8 @@ def probe_loss(
                     break
             assert found is not None
             return found
-        except Exception as error:  # the loss itself works: it has just run as it will in training
-            if is_out_of_memory(error) or isinstance(error, UnsupportedModelError):
+        except RuntimeError as error:  # autograd's; the loss itself works: it has just run as it will in training
+            if is_out_of_memory(error):
                 raise
             why = f"it fails when only a part of its autograd graph is built ({type(error).__name__}: {error})"
             if is_cut:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import PeerFailedError, in_one_line
 from .chunks import as_bytes, packed, unpacked
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class ProcessMesh:
 
         Raises:
             Exception: the process's own error, or if it has none, the first error of another process (as a
-                `RuntimeError` if it is no `ValueError`).
+                `PeerFailedError` if it is no `ValueError`).
         """
         failure: Exception | None = None
         try:
@@ -163,7 +164,7 @@ class ProcessMesh:
             failure = error
         told = failure
         if failure is not None and not isinstance(failure, ValueError):
-            told = RuntimeError(f"process {self.rank} failed: {type(failure).__name__}: {failure}")
+            told = PeerFailedError(f"rank {self.rank} failed: {in_one_line(failure)}")
         elif failure is not None and not can_be_sent(failure):  # an error class of the user's
             told = ValueError(str(failure))
         everyone = self.gather_objects(told)
@@ -171,21 +172,25 @@ class ProcessMesh:
         if first is not None:
             raise first
 
-    def expect_all(self, call: str) -> None:
+    def expect_all(self, call: str, seconds: float) -> None:
         """Wait for all processes to make this call. Collective over all processes.
 
         Args:
             call: what they must call, and where it was called.
+            seconds: the time that they have.
 
         Raises:
             ValueError: some process has called something else, or has ended, or its time is over.
         """
+        if self.control is None:
+            return
         remedy = "Call it on every process, not on the main process alone"
         try:
+            dist.monitored_barrier(self.control, timedelta(seconds=seconds))
             everyone = self.gather_objects(call)
         except RuntimeError as error:
             raise ValueError(
-                f"rank {self.rank} called {call}, but not all processes did. {remedy}. ({error})"
+                f"rank {self.rank} called {call}, but not all processes did within {seconds:g} s. {remedy}. ({error})"
             ) from error
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
+from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.chunks import as_bytes
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
@@ -127,7 +128,7 @@ def fails_on_one(rank, world_size, error):
     ("error", "expected"),
     [
         (ValueError("a reason"), [(ValueError, "a reason")] * 3),
-        (KeyError("x"), [(RuntimeError, "process 1 failed: KeyError: 'x'"), (KeyError, "'x'")]),
+        (KeyError("x"), [(PeerFailedError, "rank 1 failed: KeyError: 'x'"), (KeyError, "'x'")]),
     ],
 )
 def test_an_error_of_one_is_raised_by_all(error, expected):

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from hf_pipetransformer.resilience.watchdog.progress import (
+    DEFAULT_TIMEOUT,
     LONGER_THAN_EVER,
     PROGRESS,
     SIZE,
     UNKNOWN_PACE,
     Progress,
     Record,
-
     doing_when,
     phase,
 )
@@ -117,9 +117,22 @@ def test_long_names_are_cut() -> None:
     assert progress.read().place == "ä" * 80
 
 
-def test_an_error_that_is_the_cause_of_its_context_ends_the_search() -> None:
-    """Who raises an error's own cause in its place makes a ring of the two."""
-    inner, outer = ValueError("inner"), RuntimeError("outer")
-    outer.__cause__, inner.__context__ = inner, outer
-    assert list(chain_of(inner)) == [inner, outer]
-    doing_when(inner)
+def test_after_sigterm_a_process_has_a_bounded_time(clock: Clock) -> None:
+    progress = Progress()  # of one process that nobody watches
+    assert progress.patience_when_stopping == DEFAULT_TIMEOUT
+    progress.timeout, progress.limit = 7.0, 1800.0
+    for phase_name, seconds in (("callbacks", 7.0), ("step", 7.0 * UNKNOWN_PACE), ("save", 1800.0)):
+        progress.enter(phase_name)
+        assert progress.patience_when_stopping == seconds
+    progress.enter("step")
+    clock.now += 4
+    progress.enter("callbacks")  # now a step is known to take four seconds
+    progress.enter("step")
+    assert progress.patience_when_stopping == 4 * LONGER_THAN_EVER
+
+
+def test_rounds_are_counted() -> None:
+    progress = Progress()
+    assert progress.begin_round("is in step 1") == (1, "is in step 1", 0)
+    assert progress.begin_round("called evaluate()", is_meeting=True) == (2, "called evaluate()", 2)
+    assert progress.begin_round("is in step 2") == (3, "is in step 2", 2)

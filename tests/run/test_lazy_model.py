@@ -263,11 +263,11 @@ def used_alone(rank: int, world_size: int, folder: Path) -> str:
     trainer.args.ddp_timeout = 1
     if rank == 0:
         assert "trainer.save_model() on all processes" in "".join(heard.messages)
-        with pytest.raises(ValueError, match="save_model was not called on all processes"):
+        with pytest.raises(ValueError, match=r"rank 0 called save_model\(\).*, but not all processes did"):
             trainer.save_model()
-        with pytest.raises(ValueError, match="evaluate or predict was not called on all processes"):
+        with pytest.raises(ValueError, match=r"rank 0 called evaluate\(\).*, but not all processes did"):
             trainer.evaluate(trainer.train_dataset)
-        with pytest.raises(ValueError, match="make_model_whole was not called on all processes"):
+        with pytest.raises(ValueError, match=r"rank 0 called make_model_whole\(\).*, but not all processes did"):
             trainer.make_model_whole()
     else:
         time.sleep(5)

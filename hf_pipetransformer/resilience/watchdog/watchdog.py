@@ -209,6 +209,7 @@ class Watchdog:
             except KeyboardInterrupt:  # the signal came while the main thread was blocked
                 self._end()
                 raise
+        PROGRESS.begin_round("is at the end of train()")
         try:
             self._gather(None)  # afterwards no process takes the exit of another one for a failure
         except RuntimeError as lost:
