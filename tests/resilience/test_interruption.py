@@ -11,13 +11,22 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from distributed import launch_ranks
+from selection import slow
 from test_restarts import ROOT, TESTS, environment
+from training_runs import Run, pipeline_trainer
+from transformers import TrainerCallback
 
+from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience import exit
-from hf_pipetransformer.resilience.interruption import Interruption
+from hf_pipetransformer.resilience.interruption import TERMINATED, Interruption
+from hf_pipetransformer.resilience.watchdog import progress
+from hf_pipetransformer.resilience.watchdog.watchdog import EXIT_CODE
 
 MOST_SECONDS = 3.0
 """On a machine with a core for each program."""
@@ -130,3 +139,38 @@ def test_a_signal_to_a_forked_process_is_not_the_parents() -> None:
         assert os.waitpid(child, 0)[1] == 0
         time.sleep(0.1)
         assert not interruption.is_asked
+
+
+class Blocks(TrainerCallback):
+    """A user's callback that waits for something that never comes, in a way that Python cannot interrupt."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and state.is_world_process_zero:
+            terminate = f"import os, time; time.sleep(0.5); [os.kill(pid, {signal.SIGTERM:d}) for pid in {PIDS}]"
+            subprocess.Popen([sys.executable, "-c", terminate])
+            os.read(os.pipe()[0], 1)
+
+
+PIDS: list[int] = []
+
+
+def trains_until_sigterm(rank: int, world_size: int, folder: str) -> None:
+    progress.DEFAULT_TIMEOUT = 2.0  # of one process, which nobody watches
+    trainer = pipeline_trainer(Run(epochs=1), 1, folder, watchdog_timeout=2, ddp_timeout=600)
+    PIDS[:] = [os.getpid()]
+    if world_size > 1:
+        PIDS[:] = [0] * world_size
+        torch.distributed.all_gather_object(PIDS, os.getpid())
+    trainer.add_callback(Blocks())
+    trainer.train()
+
+
+@pytest.mark.parametrize("world", [1, *slow(2)])
+def test_sigterm_ends_a_job_whatever_it_waits_for(world: int, tmp_path: Path) -> None:
+    """No step comes in which it could be saved, and nothing has a timeout below ten minutes."""
+    first, *others = launch_ranks(trains_until_sigterm, world, str(tmp_path), timeout=90)
+    seconds = r"finished nothing for \d+ s since \(in phase 'callbacks' at step 1\), so it ends without saving"
+    assert first.exitcode == TERMINATED and re.search(seconds, first.log)
+    assert "No checkpoint was saved" in first.log
+    for other in others:  # by the signal, or because the first one has gone
+        assert other.exitcode in (TERMINATED, EXIT_CODE) or isinstance(other.error, PeerFailedError)
