@@ -176,7 +176,7 @@ class ProcessMesh:
         """Wait for all processes to make this call. Collective over all processes.
 
         Args:
-            call: what they must call, and where it was called.
+            call: what they must call, and after a space where it was called, which may differ.
             seconds: the time that they have.
 
         Raises:
@@ -190,11 +190,12 @@ class ProcessMesh:
             everyone = self.gather_objects(call)
         except RuntimeError as error:
             raise ValueError(
-                f"rank {self.rank} called {call}, but not all processes did within {seconds:g} s. {remedy}. ({error})"
+                f"rank {self.rank} called {call}, but another process has ended, or did not call it within"
+                f" {seconds:g} s. {remedy}."
             ) from error
         for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise ValueError(f"rank 0 called {everyone[0]}; rank {rank} called {theirs}. {remedy}.")
+            if theirs.partition(" ")[0] != call.partition(" ")[0]:
+                raise ValueError(f"rank {self.rank} called {call}; rank {rank} called {theirs}. {remedy}.")
 
     def any(self, mine: bool) -> bool:
         """Whether `mine` is True on any process; much cheaper than objects. Collective over all processes."""

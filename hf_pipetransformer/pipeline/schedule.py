@@ -12,6 +12,7 @@ Interleaved 1F1B and ZBV, where a process has several of the pipeline's stages, 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -39,6 +40,13 @@ from .weight_gradients import WeightGradients
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
 
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    """Leave out the whole schedule, dozens of lines, which torch logs when a step fails; the error is raised, too."""
+    return record.levelno != logging.ERROR or record.funcName != "_step_microbatches"
+
+
+logging.getLogger(PipelineScheduleMulti.__module__).addFilter(_is_no_table)
 
 _Stage = PipelineStage if TorchVersion(torch.__version__) >= "2.13" else OlderPipelineStage
 

@@ -114,7 +114,9 @@ def meet(rank: int, world_size: int, calls: list[list[str | None]]) -> str:
 
 
 def test_all_meet_many_times() -> None:
-    assert run_ranks(meet, 3, [["evaluate()"] * 3, ["save_model()"] * 3, ["evaluate()"] * 3]) == ["done"] * 3
+    """Also from other places of the user's code."""
+    calls = [["evaluate()"] * 3, ["save_model()"] * 3, [f"evaluate() in Callback{rank}.on_log" for rank in range(3)]]
+    assert run_ranks(meet, 3, calls) == ["done"] * 3
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ class Watchdog:
         """Wait for all processes to begin the same round. Collective over all processes. Only if `has_store`.
 
         Args:
-            what: the call that all processes must make, and where it was made.
+            what: the call that all processes must make, and after a space where it was made, which may differ.
 
         Raises:
             ValueError: another process does something else that it cannot end without this one. The message says what
@@ -310,7 +310,7 @@ class Watchdog:
         assert store is not None
         first = store.write_once(f"round {now.number}", f"{self._rank} {what}")
         rank, _, theirs = first.partition(" ")
-        if theirs != what:
+        if theirs.partition(" ")[0] != what.partition(" ")[0]:
             self._judge(_diverged(int(rank), theirs, self._rank, PROGRESS.round.doing))
             raise self._verdict_as_error()
         arrived = store.count(f"arrived {now.number}")
