@@ -88,7 +88,7 @@ def test_a_sweep_of_a_recipe_has_one_store(tmp_path: Path) -> None:
     (done,) = run_ranks(swept, 1, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert [line["learning_rate"] for line in lines] == [trial["learning_rate"] for trial in done] == ["1e-3", "2e-3"]
-    assert not list(tmp_path.glob("_activation_cache"))
+    assert not list(tmp_path.glob("_hf_pipetransformer_cache"))
     rates = []
     for number in range(2):
         records = (tmp_path / f"trial-{number}" / "pipeline_metrics.jsonl").read_text().splitlines()
