@@ -6,8 +6,8 @@
         003-<fingerprint>/                    may be renamed and deleted
 
 Before each change the folder is opened without following a link, its marker is read, and the change is made relative
-to the open folder. So a folder of the user's that has such a name, or a link in its place, is refused and left as it is.
-(Names begin with "_" because uploads to the Hub skip those.)
+to the open folder. So a folder of the user's that has such a name, or a link in its place, is refused and stays as it
+is. (Names begin with "_" because uploads to the Hub skip those.)
 
 Files of the user's folders are read and replaced by `open_regular` and `replace_file`: they do not wait for a named
 pipe, do not read a device, and do not write through a link.

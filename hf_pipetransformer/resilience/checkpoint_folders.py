@@ -6,8 +6,8 @@ is added, and only then the folder is renamed to its final name:
     output_dir/_hf_pipetransformer_saving/checkpoint-40/   being written; never taken for a checkpoint
     output_dir/checkpoint-40/                              complete, with manifest.json
 
-What is replaced or removed is moved into the same folder first, which is an `OwnFolder`. Only checkpoints of the Trainer
-are moved into it: a folder, not a link, with a file that nothing else writes (`is_trainers`).
+What is replaced or removed is moved into the same folder first, which is an `OwnFolder`. Only checkpoints of the
+Trainer are moved into it: a folder, not a link, with a file that nothing else writes (`is_trainers`).
 
 Other programs delete a checkpoint file by file: the stock Trainer when it keeps only the best one, or a user. A
 partially deleted checkpoint could look like one of the stock Trainer, which has no manifest. Therefore
