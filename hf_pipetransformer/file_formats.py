@@ -226,7 +226,7 @@ _FREEZING = fields(
 FREEZE_STATE = one_or_many(fields({"attributes": fields({"memory": _FREEZING})}))
 """`LayerFreezeCallback` in `trainer_state.json`."""
 PREVIOUS_NORMS = fields({"previous?": maybe(each(NUMBER))})
-"""What the policy "alpha" keeps."""
+"""What the policy "autofreeze" keeps."""
 
 _SETTLED = both(
     row(SIZE, COUNT, SIZE),

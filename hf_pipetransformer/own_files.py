@@ -97,7 +97,7 @@ class OwnFolder:
         except FileNotFoundError:
             return []
 
-    def rename(self, old: str, new: str) -> None:
+    def rename_child(self, old: str, new: str) -> None:
         """Rename something in the folder.
 
         Raises:
@@ -110,7 +110,7 @@ class OwnFolder:
         """Move a folder into this one. The caller knows that it may: a checkpoint that is replaced, for one.
 
         Raises:
-            OSError: as `rename`.
+            OSError: as `rename_child`.
         """
         with self._opened() as folder:
             os.rename(path, _child(name), dst_dir_fd=folder)
@@ -119,7 +119,7 @@ class OwnFolder:
         """Move a folder out of this one, to a path that is free.
 
         Raises:
-            OSError: as `rename`; or it is no folder, or the path is taken.
+            OSError: as `rename_child`; or it is no folder, or the path is taken.
         """
         with self._opened() as folder:
             if not stat.S_ISDIR(os.lstat(_child(name), dir_fd=folder).st_mode):

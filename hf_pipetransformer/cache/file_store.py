@@ -379,7 +379,7 @@ class FileStore:
         """
         path = self._path(num_frozen, fingerprint)
         with suppress(FileNotFoundError):
-            self._own.rename(path.name, _unique(_DELETED))
+            self._own.rename_child(path.name, _unique(_DELETED))
         self._remove_deleted()
 
     def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
@@ -445,7 +445,7 @@ class FileStore:
             for name, content in ((META, meta.to_json()), (TABLE, "")):
                 with open(new / name, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
                     file.write(content)
-            self._own.rename(new.name, path.name)
+            self._own.rename_child(new.name, path.name)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -461,12 +461,12 @@ class FileStore:
         """
         doubtful = _unique(_DOUBTFUL)
         with suppress(FileNotFoundError):
-            self._own.rename(path.name, doubtful)
+            self._own.rename_child(path.name, doubtful)
             try:
                 GenerationFiles(self.folder / doubtful, os.O_RDONLY).close()
-                self._own.rename(doubtful, path.name)
+                self._own.rename_child(doubtful, path.name)
             except (OSError, ValueError):
-                self._own.rename(doubtful, _unique(_DELETED))
+                self._own.rename_child(doubtful, _unique(_DELETED))
         self._remove_deleted()
 
     def _remove_deleted(self) -> None:

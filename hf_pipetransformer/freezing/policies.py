@@ -183,7 +183,9 @@ class AutoFreezePolicy(FreezePolicy):
         return {"previous": None if self._previous is None else list(self._previous)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        previous = checked(state, PREVIOUS_NORMS, 'state of the policy "alpha"').get("previous")
+        previous = checked(state, PREVIOUS_NORMS, 'trainer_state.json: state of the policy "autofreeze"').get(
+            "previous"
+        )
         self._previous = None if previous is None else tuple(previous)
 
 
