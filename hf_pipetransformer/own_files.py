@@ -140,9 +140,8 @@ class OwnFolder:
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(text)
                 os.replace(new, _child(name), src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(new, dir_fd=folder)
+            except BaseException:  # KeyboardInterrupt, for one
+                _remove(new, folder)
                 raise
 
     def remove(self, *names: str) -> None:
@@ -231,7 +230,7 @@ def replace_file(path: Path, text: str) -> None:
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(text)
         os.replace(new, path)
-    except OSError:
+    except BaseException:  # KeyboardInterrupt, for one
         unlink_created(new)
         raise
 
