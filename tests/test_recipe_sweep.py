@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from distributed import run_ranks
 
+from hf_pipetransformer.cache.sharing import STORE
+from hf_pipetransformer.own_files import OwnFolder
+
 import sweep
 
 pytest.importorskip("datasets")
@@ -55,8 +58,8 @@ def test_a_trial_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.
     class Recipe:
         @staticmethod
         def main(arguments: list[str]) -> dict[str, float]:
-            store = Path(arguments[arguments.index("--activation_cache_dir") + 1])
-            store.mkdir(parents=True)
+            folder = Path(arguments[arguments.index("--activation_cache_dir") + 1])
+            OwnFolder(folder / STORE).create()
             raise RuntimeError("a trial")
 
     monkeypatch.setattr(sweep.importlib, "import_module", lambda name: Recipe)
