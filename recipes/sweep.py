@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import record
 
-STORE = "_activation_cache"
+from hf_pipetransformer.cache.sharing import STORE, open_store
+
 FEW_SAMPLES = 16
 """So many are evaluated before the first trial, to see which metrics there are."""
 TRAIN_METRICS = (
@@ -61,7 +62,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--metric", default="eval_loss", help="by which the best trial is chosen")
     parser.add_argument("--smaller_is_better", action="store_true", help="as for a loss, where it is the default")
     parser.add_argument("--output_dir", type=Path, required=True, help="of the sweep; each trial has a folder in it")
-    parser.add_argument("--activation_cache_dir", type=Path, help=f"kept; by default output_dir/{STORE}, removed")
+    parser.add_argument(
+        "--activation_cache_dir", type=Path, help="the cache in it is kept; by default output_dir, and removed"
+    )
     return parser.parse_known_args(arguments)
 
 
@@ -145,7 +148,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         raise ValueError(f"{options.recipe!r} is not a recipe. Pass one of {', '.join(known)}.")
     recipe = importlib.import_module(options.recipe)
     is_first = os.environ.get("RANK", "0") == "0"
-    store = options.activation_cache_dir or options.output_dir / STORE
+    store = options.activation_cache_dir or options.output_dir
     probe_metric(recipe, [*rest, *_as_arguments(trials[0])], options)
     done = []
     try:
@@ -160,7 +163,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     file.write(json.dumps(done[-1]) + "\n")
     finally:  # also after a trial that fails
         if options.activation_cache_dir is None and os.environ.get("LOCAL_RANK", "0") == "0":
-            shutil.rmtree(store, ignore_errors=True)
+            for folder in options.output_dir.glob(f"{STORE}*"):  # one for each node
+                open_store(folder).remove()
     if is_first:
         show(done, options.metric, options.smaller_is_better or options.metric.endswith("loss"))
     return done

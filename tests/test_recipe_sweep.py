@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from distributed import run_ranks
 
+from hf_pipetransformer.cache.sharing import STORE
+from hf_pipetransformer.own_files import OwnFolder
+
 import sweep
 
 pytest.importorskip("datasets")
@@ -55,8 +58,8 @@ def test_a_trial_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.
     class Recipe:
         @staticmethod
         def main(arguments: list[str]) -> dict[str, float]:
-            store = Path(arguments[arguments.index("--activation_cache_dir") + 1])
-            store.mkdir(parents=True)
+            folder = Path(arguments[arguments.index("--activation_cache_dir") + 1])
+            OwnFolder(folder / STORE).create()
             raise RuntimeError("a trial")
 
     monkeypatch.setattr(sweep.importlib, "import_module", lambda name: Recipe)
@@ -88,7 +91,7 @@ def test_a_sweep_of_a_recipe_has_one_store(tmp_path: Path) -> None:
     (done,) = run_ranks(swept, 1, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert [line["learning_rate"] for line in lines] == [trial["learning_rate"] for trial in done] == ["1e-3", "2e-3"]
-    assert not list(tmp_path.glob("_activation_cache"))
+    assert not list(tmp_path.glob("_hf_pipetransformer_cache"))
     rates = []
     for number in range(2):
         records = (tmp_path / f"trial-{number}" / "pipeline_metrics.jsonl").read_text().splitlines()

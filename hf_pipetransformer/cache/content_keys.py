@@ -5,8 +5,11 @@
     input_ids       7 8 6 0 0    attention_mask  1 1 1 0 0    labels  1        -> another key
 
 A key is computed from the contents, not from an index. A shuffled, streamed or augmented dataset therefore needs no
-special treatment, and different inputs never share an entry. What is left out of a key must not affect the frozen
-layers: the padding, which no model should read, and the labels. `cache_probe` checks both on the model.
+special treatment, and a sample whose inputs have changed is a miss. The hash is xxh3: different inputs share one by
+chance only (128 bits), but it is no protection against data that somebody has crafted to collide. Whoever may write to
+a shared folder is trusted likewise: entries are checked for damage, not for forgery. What is left out of a key must
+not affect the frozen layers: the padding, which no model should read, and the labels. `cache_probe` checks both on
+the model.
 
 A key does not cover changes to the inputs on their way to the model: `KeyedInputs` checks whether the model is called
 on the same inputs.

@@ -11,7 +11,8 @@ achieve this,
 1. a payload is written before its record, so that a killed writer leaves only bytes that no record refers to;
 2. a generation is created and deleted by a single rename of its folder: the process that creates it first determines
    the contents of `meta.json`, and no process sees a partially created one;
-3. only this user may write to the folder and its contents (`why_refused`), and no symbolic link is followed.
+3. only this user may write to the folder and its contents (`why_refused`), and no symbolic link is followed;
+4. what is renamed or deleted is in the folder, which this package has created (`OwnFolder`).
 
 Nothing is synchronized to the disk; a power failure results in misses. The page cache serves as the in-memory tier.
 """
@@ -34,6 +35,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ..own_files import NEW, OwnFolder
 from .activation_files import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -54,8 +56,6 @@ from .activation_files import (
 )
 from .activation_store import Row, StoreFull
 
-MOST_PROBES = 20
-"""Maximum number of attempts to write to a folder that other processes probe, and remove, at the same time."""
 PROBED_BYTES = 4096
 """Size of the file that shows whether the store can be written to."""
 USABLE_DISK = 0.8
@@ -68,7 +68,7 @@ SECONDS_UNTIL_LEFT = 3600.0
 """Creating or re-checking a generation takes an instant, so a temporary folder older than this was left behind."""
 
 _GENERATION = re.compile(r"(\d{3,})-([\w-]+)", re.ASCII)
-_NEW, _DOUBTFUL, _DELETED = ".new-", ".doubtful-", ".deleted-"
+_DOUBTFUL, _DELETED = ".doubtful-", ".deleted-"
 _USED = "used-"  # prefix of an empty file for each user; its modification time is when the user last needed it
 
 
@@ -240,7 +240,7 @@ class FileWriter:
     def _claim(self, size: int) -> int:
         """Extend the segment by `size` zero bytes; return the offset at which they start."""
         if self._max_bytes is not None:
-            used = _segments_nbytes(self._path.parent)
+            used = _segments_nbytes(OwnFolder(self._path.parent))
             if used + size > self._max_bytes:
                 raise StoreFull(
                     errno.ENOSPC,
@@ -264,7 +264,7 @@ class FileStore:
     It keeps no files open and may be pickled.
 
     Args:
-        folder: path of the folder; the first writer creates it with mode 0700.
+        folder: path of the folder; the first writer creates it, with the marker of an `OwnFolder`.
         max_bytes: upper bound on the size of the segments of all generations together, whichever process wrote them.
             Writers that append at the same time may each exceed it by one batch. None: no bound but the disk's size.
         user: name of the training for its marks; it becomes part of a file name.
@@ -279,45 +279,34 @@ class FileStore:
                 f"max_bytes is {max_bytes}. Set it to the maximum size of the store in bytes, or to None for no limit."
             )
         self.folder = Path(folder)
+        self._own = OwnFolder(self.folder)
         self.max_bytes = max_bytes
         self.user = user
 
     def why_refused(self) -> str | None:
         """Why the folder is neither read nor written, in words; None if it may be used, or does not exist yet.
 
-        Other users who may write to it could replace a generation by anything.
+        The user may have made it, and other users who may write to it could replace a generation by anything.
         """
         try:
-            return why_not_private(os.stat(self.folder))
+            return self._own.why_foreign() or why_not_private(os.lstat(self.folder))
         except OSError:
             return None  # a writer will get the error
 
     def why_unwritable(self) -> str | None:
-        """Create the folder and a small file in it, and remove them again; why that fails, in words, or None."""
+        """Write a file without a name into the folder, or where it would be created; why that fails, or None."""
+        if self.why_refused() is not None:
+            return None  # nothing is written, and the reason is another one
+        folder = self.folder
+        while not os.path.lexists(folder):
+            folder = folder.parent
         try:
-            for attempt in range(MOST_PROBES):
-                try:
-                    self._probe()
-                    break
-                except FileNotFoundError:  # another process has removed the folder that it had created as well
-                    if attempt == MOST_PROBES - 1:
-                        raise
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(PROBED_BYTES))
+                file.flush()
         except OSError as error:
             return str(error)
         return None
-
-    def _probe(self) -> None:
-        name, is_there = self._unique(".probe-"), self.folder.exists()
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(open_private(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.write(bytes(PROBED_BYTES))
-        finally:
-            with suppress(OSError):
-                name.unlink()
-            if not is_there:
-                with suppress(OSError):
-                    self.folder.rmdir()
 
     def usable_bytes(self) -> int | None:
         """What is stored, and most of what the disk has free; None if that cannot be found out."""
@@ -365,7 +354,7 @@ class FileStore:
         num_buckets = -(-capacity * RECORDS_PER_ROW // RECORDS_PER_BUCKET)
         if not 1 <= num_buckets <= MAX_BUCKETS:
             raise ValueError(f"capacity is {capacity}. Set it to the expected number of samples, from 1 to 2^33.")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._own.create()
         refusal = self.why_refused()
         if refusal is not None:
             raise PermissionError(errno.EPERM, refusal, str(self.folder))
@@ -390,29 +379,31 @@ class FileStore:
         """
         path = self._path(num_frozen, fingerprint)
         with suppress(FileNotFoundError):
-            path.rename(self._unique(_DELETED))
+            self._own.rename_child(path.name, _unique(_DELETED))
         self._remove_deleted()
 
     def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
-        path = self._path(num_frozen, fingerprint)
-        with suppress(OSError):
-            self._mark_in(path).unlink(missing_ok=True)
-            os.utime(path, (0, 0), follow_symlinks=False)
+        self._mark(num_frozen, fingerprint, (0, 0))
 
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
+        self._mark(num_frozen, fingerprint, None)
+
+    def _mark(self, num_frozen: int, fingerprint: str, times: tuple[int, int] | None) -> None:
+        """Set the times of this training's mark, and of the generation if they are given; None: now."""
         with suppress(OSError):
-            mark = self._mark_in(self._path(num_frozen, fingerprint))
-            folder = open_private(mark.parent, os.O_RDONLY | os.O_DIRECTORY)
+            folder = open_private(self._path(num_frozen, fingerprint), os.O_RDONLY | os.O_DIRECTORY)
             try:
-                descriptor = open_private(mark.name, os.O_WRONLY | os.O_CREAT, folder)
-                os.utime(descriptor)
-                os.close(descriptor)
+                mark = open_private(f"{_USED}{self.user}", os.O_WRONLY | os.O_CREAT, folder)
+                os.utime(mark, times)
+                os.close(mark)
+                if times is not None:
+                    os.utime(folder, times)
             finally:
                 os.close(folder)
 
     def evict(self, unused_since: float) -> bool:
         """Delete the least recently used generation, whichever process created it: `ActivationStore.evict`."""
-        if any(entry.name.startswith(_DELETED) for entry in _scan(self.folder)):
+        if any(name.startswith(_DELETED) for name in _names(self._own)):
             self._remove_deleted()
             return True
         used: list[tuple[float, int, str]] = []
@@ -425,16 +416,17 @@ class FileStore:
         return True
 
     def generations(self) -> list[tuple[int, str]]:
-        names = [_GENERATION.fullmatch(entry.name) for entry in _scan(self.folder)]
+        names = map(_GENERATION.fullmatch, _names(self._own))
         return sorted((int(name[1]), name[2]) for name in names if name is not None)
 
     def nbytes(self) -> int:
         """Size of the segments of all generations, without the tables (sparse, at most 128 bytes per sample)."""
-        return _segments_nbytes(self.folder)
+        return _segments_nbytes(self._own)
 
     def remove(self) -> None:
         """Delete the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self._own.destroy()
 
     def _path(self, num_frozen: int, fingerprint: str) -> Path:
         name = f"{num_frozen:03d}-{fingerprint}"
@@ -445,25 +437,20 @@ class FileStore:
             )
         return self.folder / name
 
-    def _mark_in(self, generation: Path) -> Path:
-        return generation / f"{_USED}{self.user}"
-
-    def _unique(self, prefix: str) -> Path:
-        return self.folder / f"{prefix}{uuid.uuid4().hex}"
-
     def _create(self, path: Path, meta: Meta) -> None:
         """Create a generation. If another process creates it first, all processes use that one."""
-        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.folder))  # with mode 0700
+        new = self.folder / _unique(NEW)
         try:
+            new.mkdir(mode=0o700)
             for name, content in ((META, meta.to_json()), (TABLE, "")):
                 with open(new / name, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
                     file.write(content)
-            new.rename(path)
+            self._own.rename_child(new.name, path.name)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            self._own.remove(new.name)
 
     def _discard_damaged(self, path: Path) -> None:
         """Delete a generation that cannot be read. All processes of a job may find it unreadable at the same time.
@@ -472,22 +459,29 @@ class FileStore:
         unique name, which no other process deletes or replaces, then checked again, and moved back if it is valid.
         Processes that have it open are not affected.
         """
-        doubtful = self._unique(_DOUBTFUL)
+        doubtful = _unique(_DOUBTFUL)
         with suppress(FileNotFoundError):
-            path.rename(doubtful)
+            self._own.rename_child(path.name, doubtful)
             try:
-                GenerationFiles(doubtful, os.O_RDONLY).close()
-                doubtful.rename(path)
+                GenerationFiles(self.folder / doubtful, os.O_RDONLY).close()
+                self._own.rename_child(doubtful, path.name)
             except (OSError, ValueError):
-                doubtful.rename(self._unique(_DELETED))
+                self._own.rename_child(doubtful, _unique(_DELETED))
         self._remove_deleted()
 
     def _remove_deleted(self) -> None:
         """Remove deleted generations, and temporary folders of processes that were killed."""
-        for entry in _scan(self.folder):
-            is_left = entry.name.startswith((_NEW, _DOUBTFUL)) and _age(entry) > SECONDS_UNTIL_LEFT
-            if is_left or entry.name.startswith(_DELETED):
-                shutil.rmtree(entry.path, ignore_errors=True)
+        left = [
+            name
+            for name in _names(self._own)
+            if name.startswith(_DELETED)
+            or (name.startswith((NEW, _DOUBTFUL)) and _age(self.folder / name) > SECONDS_UNTIL_LEFT)
+        ]
+        self._own.remove(*left)
+
+
+def _unique(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def _check_keys(keys: Sequence[bytes], rows: Sequence[Row] | None = None) -> None:
@@ -502,12 +496,19 @@ def _flat(row: Row) -> memoryview:
     return (row.data if isinstance(row, np.ndarray) else row).cast("B")
 
 
-def _segments_nbytes(folder: Path) -> int:
+def _names(own: OwnFolder) -> list[str]:
+    try:
+        return own.names()
+    except OSError:  # a folder of the user's, a file, or without permission
+        return []
+
+
+def _segments_nbytes(own: OwnFolder) -> int:
     """Size of all segments, including those about to be removed, which still take up space."""
     total = 0
-    for generation in _scan(folder):
-        if _GENERATION.fullmatch(generation.name) or generation.name.startswith((_DOUBTFUL, _DELETED)):
-            for file in _scan(generation.path):
+    for name in _names(own):
+        if _GENERATION.fullmatch(name) or name.startswith((_DOUBTFUL, _DELETED)):
+            for file in _scan(own.path / name):
                 if file.name.startswith(SEGMENT):
                     with suppress(OSError):  # removed in the meantime
                         total += file.stat(follow_symlinks=False).st_size
@@ -520,15 +521,15 @@ def _last_used(generation: Path) -> float:
     return max([generation.stat().st_mtime, *marks])
 
 
-def _age(entry: os.DirEntry[str]) -> float:
+def _age(folder: Path) -> float:
     """Seconds since a folder was modified; 0 if it no longer exists."""
     try:
-        return time.time() - entry.stat().st_mtime
+        return time.time() - folder.lstat().st_mtime
     except OSError:
         return 0.0
 
 
-def _scan(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)

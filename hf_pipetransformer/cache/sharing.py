@@ -1,8 +1,9 @@
 """How the trainings, nodes and loaders' workers that use a store find it, and share it.
 
-folder                       of the user, or in output_dir
-  host-0/                    one store for each node, where there are several
-    current-<hash>.json      the generations that one training reads now: its loaders' workers follow the file
+activation_cache_dir, or output_dir       the user's
+  _hf_pipetransformer_cache/              the store, an `OwnFolder`
+  _hf_pipetransformer_cache-host-0/       or one for each node, where there are several
+    current-<hash>.json                   the generations that one training reads now: its loaders' workers follow it
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from pathlib import Path
 import xxhash
 from torch.utils.data import get_worker_info
 
+from ..file_formats import GENERATIONS, checked
+from ..own_files import OwnFolder
 from .activation_files import open_private
 from .activation_store import ActivationStore, GenerationReader
 from .file_store import FileStore
+
+STORE = "_hf_pipetransformer_cache"
+"""Name of a store's folder in the user's."""
 
 
 def open_store(folder: Path, user: str = "anybody") -> ActivationStore:
@@ -31,19 +37,6 @@ def open_store(folder: Path, user: str = "anybody") -> ActivationStore:
         user: name of the training for its marks; it becomes part of a file name.
     """
     return FileStore(folder, user=user)
-
-
-def remove_store(store: ActivationStore, current: Path) -> None:
-    """Delete a store that only this training uses.
-
-    Args:
-        store: the store.
-        current: the file that `current_file` has returned for it.
-    """
-    store.remove()
-    if current.parent.name == node_name():
-        with suppress(OSError):  # succeeds on the last node only
-            current.parent.parent.rmdir()
 
 
 class ReadAhead:
@@ -61,7 +54,7 @@ class ReadAhead:
     def __call__(self, keys: list[bytes]) -> None:
         if get_worker_info() is None:
             return  # the step comes at once
-        with suppress(OSError, ValueError, TypeError):  # whatever the file says, the step reads for itself
+        with suppress(OSError, ValueError, RecursionError):  # whatever the file says, the step reads for itself
             self._follow()
         for reader in self._readers:
             reader.prefetch(keys)
@@ -73,39 +66,34 @@ class ReadAhead:
             for reader in self._readers:
                 reader.close()
             with open(open_private(self._current, os.O_RDONLY), encoding="utf-8") as file:
-                self._readers = [store.reader(*generation) for generation in json.load(file)]
+                generations = checked(json.load(file), GENERATIONS, self._current.name)
+            self._readers = [store.reader(*generation) for generation in generations]
             self._stamp = (status.st_mtime_ns, status.st_ino)
 
 
 def publish(current: Path, generations: Sequence[tuple[int, str]]) -> None:
     """Tell the loaders' workers which generations are read now."""
-    current.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = current.with_name(f"{current.name}.{os.getpid()}")
-    try:
-        new.unlink(missing_ok=True)
-        with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-            json.dump(generations, file)
-        os.replace(new, current)
-    finally:
-        new.unlink(missing_ok=True)  # of a full disk
+    OwnFolder(current.parent).write(current.name, json.dumps(generations))
+
+
+def withdraw(current: Path) -> None:
+    """Remove what `publish` has written, at the end of a training."""
+    with suppress(OSError):
+        OwnFolder(current.parent).remove(current.name)
 
 
 def current_file(folder: str | os.PathLike[str], output_dir: str, nodes: Sequence[str]) -> Path:
     """Where a training names the generations that it reads: of several in one folder each has a file of its own.
 
     Args:
-        folder: of the stores.
+        folder: the user's, in which the stores are.
         output_dir: of the training.
         nodes: name of each rank's node.
     """
-    return (
-        store_folder(folder, nodes) / f"current-{xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())}.json"
-    )
-
-
-def store_folder(folder: str | os.PathLike[str], nodes: Sequence[str]) -> Path:
-    """Each node has a folder of its own: nodes may share a file system, but they do not share a page cache."""
-    return Path(folder, node_name()).absolute() if len(set(nodes)) > 1 else Path(folder).absolute()
+    # each node has a store of its own: nodes may share a file system, but they do not share a page cache
+    store = f"{STORE}-{node_name()}" if len(set(nodes)) > 1 else STORE
+    training = xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())
+    return Path(folder, store, f"current-{training}.json").absolute()
 
 
 def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:

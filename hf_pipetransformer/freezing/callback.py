@@ -21,6 +21,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ..file_formats import FREEZE_STATE, checked
 from ..logs import follow_transformers, log_once
 from ..resilience.exit import end_at_exit
 from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup, trained_module
@@ -142,10 +143,17 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
 
         Raises:
-            ValueError: no layer can be frozen.
+            ValueError: no layer can be frozen, or the state in the checkpoint is that of another model.
         """
         if not isinstance(self.policy, NeverFreeze):
             check_something_to_freeze(max_frozen, num_layers)
+        observed = num_layers if self._observed is None else len(self._observed[0])
+        if self.num_frozen > max_frozen or observed != num_layers:
+            raise ValueError(
+                f"trainer_state.json: stateful_callbacks.{type(self).__name__} has num_frozen={self.num_frozen} and"
+                f" gradients of {observed} layers, but of the model's {num_layers} layers {max_frozen} can be frozen."
+                " Resume with the model that was saved, or train from the beginning."
+            )
         self._num_layers, self._max_frozen = num_layers, max_frozen
 
     def observe(self, squared: torch.Tensor | Sequence[float]) -> None:
@@ -268,7 +276,6 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             return
         saved: Any = state.stateful_callbacks  # from JSON: callback name -> its state
         stored = saved.get(type(self).__name__)
-        stored = stored[0] if isinstance(stored, list) else stored
         if stored is None:
             log_once(
                 logger,
@@ -277,7 +284,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             )
             saved[type(self).__name__] = self.state()  # the stock Trainer raises for a callback without a state
             return
-        self.memory = stored["attributes"]["memory"]
+        checked(stored, FREEZE_STATE, f"trainer_state.json: stateful_callbacks.{type(self).__name__}")
+        self.memory = (stored[0] if isinstance(stored, list) else stored)["attributes"]["memory"]
 
     def _refuse_late(self) -> None:
         """Refuse a callback that was added during training.

@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from ..file_formats import PREVIOUS_NORMS, checked
+
 ScheduleUnit = Literal["epoch", "step"]
 FreezeStrategy = Literal["epoch", "steps"]
 
@@ -181,7 +183,9 @@ class AutoFreezePolicy(FreezePolicy):
         return {"previous": None if self._previous is None else list(self._previous)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        previous = state.get("previous")
+        previous = checked(state, PREVIOUS_NORMS, 'trainer_state.json: state of the policy "autofreeze"').get(
+            "previous"
+        )
         self._previous = None if previous is None else tuple(previous)
 
 

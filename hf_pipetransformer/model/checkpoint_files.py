@@ -13,6 +13,9 @@ from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..file_formats import MAPPING, TENSORS, WEIGHT_INDEX, read_json
+from ..own_files import open_regular
+
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 
@@ -35,8 +38,8 @@ def weight_files(folder: Path) -> list[Path]:
             " save_pretrained), or load the model with from_pretrained."
         )
     try:
-        file_of: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        file_of: Mapping[str, str] = read_json(index, WEIGHT_INDEX)["weight_map"]
+    except ValueError as error:
         raise ValueError(f"{index} cannot be read ({error}). Copy the checkpoint again.") from error
     headers: dict[str, Mapping[str, Any]] = {}
     for tensor, file in file_of.items():
@@ -59,15 +62,17 @@ def check_file(file: Path) -> Mapping[str, Any]:
         ValueError: it is not. The message names the file and the first tensor that is not complete.
     """
     size = file.stat().st_size
-    with file.open("rb") as content:
+    with open(open_regular(file), "rb") as content:
         length = int.from_bytes(content.read(LENGTH_BYTES), "little")
         text = content.read(length) if length <= size else b""
     try:
         header: dict[str, Any] = json.loads(text)
+        MAPPING(header, "header")
         header.pop("__metadata__", None)
-        end_of = {name: LENGTH_BYTES + length + entry["data_offsets"][1] for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        TENSORS(header, "header")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} ({size:,} bytes) has no complete safetensors header. Copy it again.") from error
+    end_of = {name: LENGTH_BYTES + length + entry["data_offsets"][1] for name, entry in header.items()}
     cut_off = [name for name, end in sorted(end_of.items(), key=lambda item: item[1]) if end > size]
     if cut_off:
         raise ValueError(

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..own_files import replace_file
 from ..planning.plan import MIB
 from .report_data import Layout, Training, read_trainings
 from .report_words import GLOSSARY, changes, final_quality, verdict
@@ -51,7 +52,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     text = page(trainings, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
     return path

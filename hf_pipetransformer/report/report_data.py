@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..file_formats import EVENT, LOG_HISTORY, METRIC, checked, read_records
 from ..planning.timeline import Timeline
 from ..run import events_file, metrics_file
 from ..token_slices.slice_planning import RowSlices, SliceLatency
@@ -193,12 +194,12 @@ def read_trainings(folder: Path) -> list[Training]:
         folder: a training's `output_dir`.
 
     Raises:
-        ValueError: it has no record of a training.
+        ValueError: it has no record of a training, or a line of a record is damaged.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
-    event_lines, bad_events = _read_lines(folder / events_file.FILE_NAME, ("event", "global_step"))
-    metric_lines, bad_metrics = _read_lines(folder / metrics_file.FILE_NAME, ("kind", "global_step", "run"))
+    event_lines, bad_events = read_records(folder / events_file.FILE_NAME, EVENT)
+    metric_lines, bad_metrics = read_records(folder / metrics_file.FILE_NAME, METRIC)
     state = _newest_state(folder)
     if not event_lines and not metric_lines and state is None:
         raise ValueError(
@@ -365,34 +366,20 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _read_lines(path: Path, needed: Sequence[str]) -> tuple[list[Line], int]:
-    """The objects of a file, and the number of invalid lines (the last one, if the process was killed mid-write)."""
-    lines: list[Line] = []
-    bad = 0
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    line = None
-                if isinstance(line, dict) and all(name in line for name in needed):
-                    lines.append(line)
-                else:
-                    bad += 1
-    return lines, bad
-
-
 def _newest_state(folder: Path) -> Line | None:
-    """The newest state of the Trainer that can be read; None if there is none."""
+    """The newest state of the Trainer that can be read; None if there is none.
+
+    Raises:
+        ValueError: its log has another format.
+    """
     paths = [*folder.glob(f"checkpoint-*/{STATE_NAME}"), folder / STATE_NAME]
     for path in sorted((p for p in paths if p.is_file()), key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(state, dict):
-            return state
+            return checked(state, LOG_HISTORY, str(path.relative_to(folder)))
     return None
 
 

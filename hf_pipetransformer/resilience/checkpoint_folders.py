@@ -3,10 +3,11 @@
 A checkpoint is written under another name. When all its files are on disk, a manifest with their sizes and checksums
 is added, and only then the folder is renamed to its final name:
 
-    output_dir/_saving/checkpoint-40/     being written; never taken for a checkpoint, even if the process is killed
-    output_dir/checkpoint-40/             complete, with manifest.json
+    output_dir/_hf_pipetransformer_saving/checkpoint-40/   being written; never taken for a checkpoint
+    output_dir/checkpoint-40/                              complete, with manifest.json
 
-(Uploads to the Hub skip names that begin with "_".)
+What is replaced or removed is moved into the same folder first, which is an `OwnFolder`. Only checkpoints of the
+Trainer are moved into it: a folder, not a link, with a file that nothing else writes (`is_trainers`).
 
 Other programs delete a checkpoint file by file: the stock Trainer when it keeps only the best one, or a user. A
 partially deleted checkpoint could look like one of the stock Trainer, which has no manifest. Therefore
@@ -19,37 +20,73 @@ import errno
 import json
 import os
 import re
-import shutil
+import stat
 import zipfile
 import zlib
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..file_formats import CALLBACK_STATES, KEPT, MANIFEST_FORMAT, TRAINER_STATE, WEIGHT_INDEX, checked, read_json
+from ..own_files import NotOursError, OwnFolder, open_regular
+
 MANIFEST = "manifest.json"
-SAVING = "_saving"
-REPLACED = "replaced"
+SAVING = "_hf_pipetransformer_saving"
+REPLACED = "replaced-"
+"""Prefix of a checkpoint that another one of its name is replacing."""
 STATE = "trainer_state.json"
 """The file that the stock Trainer writes last."""
-KEPT = "PipelineState"
-"""Entry of the trainer's state that only checkpoints with a manifest have. It holds the step at which it was written,
-since the stock Trainer copies the state that it was resumed from into its own checkpoints."""
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 WEIGHTS = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 SHARD = re.compile(r"-\d+-of-\d+\.")
+TRAINERS = re.compile(r"trainer_state\.json|optimizer\.pt|scheduler\.pt|rng_state(_\d+)?\.pth")
+"""Files that are in each checkpoint of the Trainer, also in one that is not complete, and that nothing else writes."""
 CHUNK = 2**22
+
+
+def saving_folder(folder: Path) -> OwnFolder:
+    """The folder in an `output_dir` in which checkpoints are written and from which they are removed."""
+    return OwnFolder(folder / SAVING)
+
+
+def is_trainers(checkpoint: Path) -> bool:
+    """Whether something named like a checkpoint is one, complete or not, and no folder of the user's and no link."""
+    try:
+        if not stat.S_ISDIR(checkpoint.lstat().st_mode):
+            return False
+        with os.scandir(checkpoint) as entries:
+            return any(TRAINERS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries)
+    except OSError:
+        return False
+
+
+def refuse_taken(final: Path) -> None:
+    """Refuse a checkpoint's name that something else has than a checkpoint of the Trainer, or an empty folder.
+
+    Raises:
+        NotOursError: something else has it.
+    """
+    is_free = not os.path.lexists(final) or (not final.is_symlink() and final.is_dir() and not any(final.iterdir()))
+    if not is_free and not is_trainers(final):
+        raise NotOursError(
+            f"{final} exists, but is not a checkpoint of the Trainer (a folder with {STATE}), so it is not replaced."
+            " Move it away and resume from the checkpoint before it, or choose another output_dir."
+        )
 
 
 def publish(written: Path, final: Path) -> None:
     """Rename a checkpoint to its final name, once all its files are on disk. An existing one of that name is replaced.
 
     Args:
-        written: folder of the files, inside another folder on the same file system as `final`.
+        written: folder of the files, in the `saving_folder` of the folder that `final` is in.
         final: final path of the checkpoint.
 
     Raises:
+        NotOursError: something else than a checkpoint has the name.
         OSError: the disk is full, or an operation on it fails.
     """
     manifest = {}
@@ -62,12 +99,23 @@ def publish(written: Path, final: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     _synchronise(written)
-    replaced = written.parent / REPLACED / final.name
-    if final.exists():  # from an earlier training; a folder cannot be replaced in one step
-        replaced.parent.mkdir(exist_ok=True)
-        final.rename(replaced)
-    written.rename(final)  # if this fails, or is never reached, `remove_incomplete` restores the replaced one
+    give_name(written, final)
     _synchronise(final.parent)
+
+
+def give_name(written: Path, final: Path) -> None:
+    """Move a folder out of the `saving_folder`; an earlier checkpoint of that name is moved into it.
+
+    Raises:
+        NotOursError: something else than a checkpoint has the name.
+        OSError: it cannot be moved.
+    """
+    refuse_taken(final)
+    saving = OwnFolder(written.parent)
+    if is_trainers(final):  # from an earlier training; a folder cannot be replaced in one step
+        saving.remove(REPLACED + final.name)
+        saving.take(final, REPLACED + final.name)
+    saving.give(written.name, final)  # if this fails, or is never reached, `remove_incomplete` restores the other one
 
 
 def validate(checkpoint: Path) -> str | None:
@@ -77,14 +125,13 @@ def validate(checkpoint: Path) -> str | None:
     of the stock Trainer, only the presence of the file that is written last is checked.
     """
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        manifest = [(name, size, checksum) for name, (size, checksum) in content.items()]
+        manifest = read_json(checkpoint / MANIFEST, MANIFEST_FORMAT)
     except FileNotFoundError:
         return _damage_without_manifest(checkpoint)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    replaced = _replaced_weights(checkpoint, [name for name, *_ in manifest])
-    for name, size, checksum in manifest:
+    replaced = _replaced_weights(checkpoint, manifest)
+    for name, (size, checksum) in manifest.items():
         if name in replaced:
             continue
         path = checkpoint / name
@@ -95,6 +142,11 @@ def validate(checkpoint: Path) -> str | None:
                 return f"{name} is damaged"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+    try:
+        with suppress(FileNotFoundError):  # the manifest was changed on purpose
+            read_json(checkpoint / STATE, TRAINER_STATE)
+    except (OSError, ValueError) as error:
+        return f"{STATE} cannot be read ({error})"
     return None
 
 
@@ -104,8 +156,8 @@ def replaced_weights(checkpoint: Path) -> list[str]:
     The manifest has no checksums of the new files; it is only known that they can be read.
     """
     try:
-        return sorted(_replaced_weights(checkpoint, json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))))
-    except (OSError, ValueError, TypeError):
+        return sorted(_replaced_weights(checkpoint, read_json(checkpoint / MANIFEST, MANIFEST_FORMAT)))
+    except (OSError, ValueError):
         return []
 
 
@@ -122,14 +174,16 @@ def _replaced_weights(checkpoint: Path, names: Collection[str]) -> set[str]:
 
 def _has_all_shards(index: Path) -> bool:
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        shards = set(read_json(index, WEIGHT_INDEX)["weight_map"].values())
+    except (OSError, ValueError):
         return False
     return bool(shards) and all(_is_readable(index.parent / shard) for shard in shards)
 
 
 def _is_readable(weights: Path) -> bool:
     """Whether a weight file is readable and as long as its header states."""
+    if not weights.is_file():
+        return False
     if weights.suffix != ".safetensors":
         return zipfile.is_zipfile(weights)
     try:
@@ -141,13 +195,23 @@ def _is_readable(weights: Path) -> bool:
 
 def _damage_without_manifest(checkpoint: Path) -> str | None:
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        kept = state.get("stateful_callbacks", {}).get(KEPT, {}).get("attributes", {}).get("memory", {})
-        return f"{MANIFEST} is missing" if kept and kept["step"] == state["global_step"] else None
+        state = read_json(checkpoint / STATE, TRAINER_STATE)
     except FileNotFoundError:
         return f"it has neither {MANIFEST} nor {STATE}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{STATE} cannot be read ({error})"
+    kept = memory_in(state.get("stateful_callbacks"))
+    return f"{MANIFEST} is missing" if kept and kept["step"] == state.get("global_step") else None
+
+
+def memory_in(states: Any) -> dict[str, Any]:
+    """Return what `PipelineState` keeps among the states of callbacks; {} if it has none.
+
+    Raises:
+        ValueError: it is damaged. The message names the field.
+    """
+    kept = checked(states or {}, CALLBACK_STATES, f"{STATE}: stateful_callbacks").get(KEPT)
+    return kept["attributes"]["memory"] if kept else {}
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
@@ -162,36 +226,49 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove what a killed process left unfinished; a checkpoint that it was about to replace is restored."""
+    """Remove what a killed process left unfinished; a checkpoint that it was about to replace is restored.
+
+    Raises:
+        NotOursError: the name of the `saving_folder` is taken by something else.
+    """
     restore_replaced(folder)
-    shutil.rmtree(folder / SAVING, ignore_errors=True)
+    saving_folder(folder).destroy()
 
 
 def restore_replaced(folder: Path) -> None:
-    """Restore the name of a checkpoint that a killed process was about to replace."""
-    for replaced in (folder / SAVING / REPLACED).glob("*"):
-        if not (folder / replaced.name).exists():
-            replaced.rename(folder / replaced.name)
+    """Restore the name of a checkpoint that a killed process was about to replace.
+
+    Raises:
+        NotOursError: as `remove_incomplete`.
+    """
+    saving = saving_folder(folder)
+    for name in saving.names():
+        final = folder / name.removeprefix(REPLACED)
+        if name != final.name and CHECKPOINT.fullmatch(final.name) and not os.path.lexists(final):
+            with suppress(NotADirectoryError):  # nothing that this package has put there
+                saving.give(name, final)
 
 
 def rotate(folder: Path, limit: int | None, newest: Path, best: Path | None) -> None:
     """Remove the oldest checkpoints beyond a limit, but never the newest or the best.
 
-    Checkpoints with higher numbers than the newest (of another training, or damaged) are kept. A checkpoint is moved
-    away before it is removed, because a partially deleted one could look like one of the stock Trainer.
+    Checkpoints with higher numbers than the newest (of another training, or damaged) are kept, and so are links and
+    folders that have such a name but are no checkpoints. A checkpoint is moved away before it is removed, because a
+    partially deleted one could look like one of the stock Trainer.
 
     Args:
         limit: `save_total_limit`; None or 0 keeps all checkpoints.
     """
     if not limit or limit < 0:
         return
-    names = [checkpoint.name for checkpoint in _checkpoints(folder)]
+    names = [checkpoint.name for checkpoint in _checkpoints(folder) if is_trainers(checkpoint)]
     names = names[: names.index(newest.name) + 1]
     kept = {newest.name} | ({best.name} if best is not None else set())
+    saving = saving_folder(folder)
     removable = [name for name in names if name not in kept]
     for name in removable[: max(len(names) - max(limit, len(kept)), 0)]:
-        (folder / SAVING).mkdir(exist_ok=True)
-        (folder / name).rename(folder / SAVING / name)
+        saving.create()
+        saving.take(folder / name, name)
     remove_incomplete(folder)
 
 
@@ -207,7 +284,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _checksum(path: Path) -> int:
     total = 0
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         while chunk := file.read(CHUNK):
             total = zlib.crc32(chunk, total)
     return total

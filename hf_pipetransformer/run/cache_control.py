@@ -34,7 +34,7 @@ from transformers import TrainerState
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import RowKey
-from ..cache.sharing import node_name, publish, remove_store
+from ..cache.sharing import node_name, publish, withdraw
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from ..planning.plan import MIB
@@ -549,7 +549,7 @@ class AutoCache:
         if is_resumable or self._is_shared:
             return f" The activation cache is kept in {folder} ({self._store.nbytes() / MIB:.1f} MiB)."
         if self._is_first_here:
-            remove_store(self._store, self._current)
+            self._store.remove()
         return f" The activation cache in {folder} was removed."
 
     def close(self, has_ended: bool) -> None:
@@ -563,10 +563,9 @@ class AutoCache:
         if not has_ended or not self._is_first_here:
             return
         if self._is_shared:
-            with suppress(OSError):
-                self._current.unlink()
+            withdraw(self._current)
         else:
-            remove_store(self._store, self._current)
+            self._store.remove()
 
 
 def _is_filled(counts: CacheCounts) -> bool:

@@ -109,7 +109,8 @@ def make_cache(
         generations: the file that names the cache generations being read.
 
     Raises:
-        ValueError: users other than this one can write to the folder `activation_cache_dir`.
+        ValueError: users other than this one can write to the cache's folder in `activation_cache_dir`, or the user
+            has made it.
     """
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
@@ -169,7 +170,7 @@ def make_cache(
             " does not exist yet."
         )
     if refusal is not None:
-        why = f"the folder {generations.parent} must be writable by this user only: {refusal}"
+        why = f"the folder {generations.parent} cannot be used: {refusal}"
         reasons = {f: reasons[f] or why for f in reasons}
     store.limit(args.activation_cache_max_gib)
     storage_dtype = CACHE_DTYPES[args.activation_cache_dtype]

@@ -11,7 +11,6 @@ An error on one process, such as a full disk, is raised on all processes.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,18 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from ..resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid, publish, remove_incomplete, rotate
+from ..resilience.checkpoint_folders import (
+    MANIFEST,
+    SAVING,
+    STATE,
+    give_name,
+    latest_valid,
+    publish,
+    refuse_taken,
+    remove_incomplete,
+    rotate,
+    saving_folder,
+)
 from ..resilience.watchdog import phase
 from .job import TrainingJob
 
@@ -131,9 +141,14 @@ class CheckpointWrite:
             self._error = self._error or error
 
     def __enter__(self) -> CheckpointWrite:
-        if self._job.args.should_save:
-            remove_incomplete(self._folder)
-        memory = self._memory()  # collective, so no process writes before the removal is complete
+        with self._job.mesh.failing_together():
+            if self._job.args.should_save:
+                remove_incomplete(self._folder)
+                refuse_taken(self.final)
+        with self.keeping_errors():  # after the removal, as the context above was collective
+            saving_folder(self._folder).create()
+        self._raise_anyones_error()
+        memory = self._memory()
         self._state.memory, self._state.on_export = memory, self.gathered
         self._expect_callbacks()
         return self
@@ -215,8 +230,8 @@ class CheckpointWrite:
             rotate(self._folder, self._job.args.save_total_limit, self.final, best)
             remove_incomplete(self._folder)
         elif is_nodes_own:
-            shutil.rmtree(self.final, ignore_errors=True)
-            written.rename(self.final)
+            give_name(written, self.final)
+            saving_folder(self._folder).destroy()
         if self._uploads:
             self._upload(str(self.final))
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
+from ..file_formats import UNIT_TIMES, read_json
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
@@ -568,10 +569,10 @@ def _read_times(cut: CutModel, measured_on: Mapping[str, Any], checkpoint: Path 
     if checkpoint is None:
         return None
     try:
-        content = json.loads((checkpoint / TIMES).read_text(encoding="utf-8"))
+        content = read_json(checkpoint / TIMES, UNIT_TIMES)
         times = ModelTimes.of_plain(content["times"])
         is_of_this = content["measured"] == measured_on and len(times.units) == len(cut.unit_costs)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, TypeError):
         return None
     return times if is_of_this else None
 

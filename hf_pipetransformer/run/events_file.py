@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.activation_cache import CacheCounts
+from ..own_files import open_regular
 from ..pipeline.microbatch_trials import WORTH_A_TRIAL
 from ..planning.plan import PipelinePlan
 from ..token_slices.slice_choice import StepSeconds
@@ -117,7 +119,7 @@ def record(
     path = Path(folder) / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
     except OSError as error:  # only one process writes; if it raised here, the others would hang
         logger.warning("The event %r could not be recorded: %s", event, error)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ import transformers
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..own_files import open_regular
 from ..pipeline.devices import name_of_device, peak_memory
 
 logger = logging.getLogger(__name__)
@@ -254,7 +256,7 @@ class RunRecorder(TrainerCallback):
         path = Path(self._args.output_dir or ".") / FILE_NAME
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a missing record must not end the training
             if not self._has_warned:

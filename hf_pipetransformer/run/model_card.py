@@ -6,12 +6,13 @@ were resumed. It names no path and no host, because model cards are published.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..file_formats import EVENT, METRIC, read_records
+from ..own_files import replace_file
 from . import events_file, metrics_file
 
 BEGIN, END = "<!-- hf_pipetransformer -->", "<!-- /hf_pipetransformer -->"
@@ -25,6 +26,11 @@ def add_to_card(output_dir: Path, run: str) -> None:
     Args:
         output_dir: of the training.
         run: name of the `train()` that trained the model (`RunRecorder.run`).
+
+    Raises:
+        NotOursError: the card is a link, which stays.
+        OSError: it cannot be written.
+        ValueError: a line of the records is damaged.
     """
     card = output_dir / "README.md"
     section = section_about(output_dir, run)
@@ -32,35 +38,41 @@ def add_to_card(output_dir: Path, run: str) -> None:
         return
     before, _, rest = card.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    card.write_text(f"{before.rstrip()}\n\n{BEGIN}\n{section}\n{END}\n{after.lstrip()}", encoding="utf-8")
+    replace_file(card, f"{before.rstrip()}\n\n{BEGIN}\n{section}\n{END}\n{after.lstrip()}")
 
 
 def section_about(output_dir: Path, run: str) -> str | None:
-    """Return the section in Markdown; None if nothing was recorded of this training."""
-    events = _of_training(list(_lines(output_dir / events_file.FILE_NAME)), run)
+    """Return the section in Markdown; None if nothing was recorded of this training.
+
+    Raises:
+        ValueError: a line of the records is damaged.
+    """
+    events = _of_training(read_records(output_dir / events_file.FILE_NAME, EVENT)[0], run)
     if not events:
         return None
     runs = {event.get("run") for event in events}
-    metrics = [line for line in _lines(output_dir / metrics_file.FILE_NAME) if line.get("run") in runs]
+    metrics = [line for line in read_records(output_dir / metrics_file.FILE_NAME, METRIC)[0] if line["run"] in runs]
     facts: Mapping[str, Any] = next((event["facts"] for event in reversed(events) if event.get("facts")), {})
     arguments, versions = facts.get("arguments", {}), facts.get("versions", {})
+    device = _text(facts.get("device", "?"))
     lines = [
         "## Pipeline, freezing and cache",
         "",
-        f"Trained with hf_pipetransformer on {facts.get('world_size', '?')} processes ({facts.get('device', '?')}), in"
+        f"Trained with hf_pipetransformer on {facts.get('world_size', '?')} processes ({device}), in"
         " pipelines of K stages, R of them side by side.",
         "",
         f"- Freezing: {_freezing(arguments)}",
         f"- Cache of the frozen layers' outputs: {_cache(arguments, events, metrics)}",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        f"- Versions: {_text(', '.join(f'{name} {version}' for name, version in versions.items()))}",
         "",
         "| from step | epoch | frozen layers | of them cached | K × R | first layer of each stage | micro-batches |",
         "|---:|---:|---:|---:|---:|---|---:|",
     ]
     for event in events:
+        cached = event.get("num_cached_layers", 0)
         lines.append(
             f"| {event['global_step']} | {event['epoch']:.4g} | {event['num_frozen_layers']} of {event['num_layers']}"
-            f" | {event['num_cached_layers']} | {event['pipeline_parallel_size']} × {event['data_parallel_size']}"
+            f" | {cached} | {event['pipeline_parallel_size']} × {event['data_parallel_size']}"
             f" | {', '.join(map(str, event['stage_bounds'][:-1]))} | {event['num_microbatches']} |"
         )
     return "\n".join(lines)
@@ -68,7 +80,7 @@ def section_about(output_dir: Path, run: str) -> str | None:
 
 def _of_training(events: Sequence[dict[str, Any]], run: str) -> list[dict[str, Any]]:
     """The changes of layout from the training's start to the end of `run`, over the resumes in between."""
-    events = [event for event in events if event.get("event") in CHANGES]
+    events = [event for event in events if event["event"] in CHANGES]
     last = max((index for index, event in enumerate(events) if event.get("run") == run), default=-1)
     first = max((index for index in range(last + 1) if events[index]["event"] == "start"), default=0)
     found: list[dict[str, Any]] = []
@@ -84,25 +96,27 @@ def _freezing(arguments: Mapping[str, Any]) -> str:
     if policy == "none":
         return "no policy among the arguments"
     names = {"schedule": ("freeze_schedule",), "alpha": ("freeze_alpha",), "adaptive": ("freeze_alpha",)}
-    named = (*names.get(policy, ()), "freeze_strategy", "freeze_steps", "max_frozen_layers", "elastic")
-    values = [f"{name}={arguments[name]}" for name in named if arguments.get(name) is not None]
-    return f"policy `{policy}` ({', '.join(values)})"
+    named = (*names.get(str(policy), ()), "freeze_strategy", "freeze_steps", "max_frozen_layers", "elastic")
+    values = [f"{name}={_text(arguments[name])}" for name in named if arguments.get(name) is not None]
+    return f"policy {_code(policy)} ({', '.join(values)})"
 
 
 def _cache(arguments: Mapping[str, Any], events: Sequence[Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    wanted = f"`{arguments.get('activation_cache', 'off')}`"
+    wanted = _code(arguments.get("activation_cache", "off"))
     if not events[-1]["num_frozen_layers"]:
         return f"{wanted}, but nothing was frozen"
     skipped = [line["values"].get("cache_layers_skipped") for line in metrics if line["kind"] == "log"]
-    known = [share for share in skipped if share is not None]
+    known = [share for share in skipped if isinstance(share, (int, float))]
     if known:
         return f"{wanted}; up to {max(known):.0%} of an epoch's forward passes of layers were read from it"
     return f"{wanted}; not used" if arguments.get("activation_cache") != "off" else wanted
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The records in a file, without lines that a killed training has left incomplete."""
-    with suppress(OSError):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
+def _text(value: Any) -> str:
+    """A recorded value as text in Markdown, in which nothing of it is markup."""
+    return re.sub(r"[^\w .,:;=+%()'\"{}-]", lambda found: f"&#{ord(found[0])};", " ".join(str(value).split()))
+
+
+def _code(value: Any) -> str:
+    """A recorded name as code in Markdown."""
+    return f"`{value}`" if re.fullmatch(r"[\w-]+", str(value)) else _text(value)

@@ -106,23 +106,31 @@ class Planner:
         Returns:
             The plan; None if the arguments are different now, or if the plan freezes more than `most_frozen` layers or
             needs more memory than is available now.
+
+        Raises:
+            ValueError: they describe no plan.
         """
         if facts["asked"] != self.facts_of(self.first)["asked"] or facts["num_frozen"] > most_frozen:
             return None
         bounds = tuple(facts["bounds"])
         if bounds[-1] != self.first.num_units:
             return None
-        plan = replace(
-            self.first,
-            pipeline_parallel_size=facts["stages"],
-            data_parallel_size=self.first.world_size // facts["stages"],
-            stage_bounds=bounds,
-            # older checkpoints do not name the schedule, which was always given
-            schedule=facts.get("schedule", self.first.schedule),
-            virtual_pipeline_parallel_size=facts.get("virtual_stages", self.first.virtual_pipeline_parallel_size),
-            num_frozen_layers=facts["num_frozen"],
-            num_cached_layers=facts["num_cached"],
-        )
+        try:
+            plan = replace(
+                self.first,
+                pipeline_parallel_size=facts["stages"],
+                data_parallel_size=self.first.world_size // facts["stages"],
+                stage_bounds=bounds,
+                # older checkpoints do not name the schedule, which was always given
+                schedule=facts.get("schedule", self.first.schedule),
+                virtual_pipeline_parallel_size=facts.get("virtual_stages", self.first.virtual_pipeline_parallel_size),
+                num_frozen_layers=facts["num_frozen"],
+                num_cached_layers=facts["num_cached"],
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout is no plan: {error}"
+            ) from error
         fits = self._budget is None or largest_stage_bytes(plan) <= max(self._budget, largest_stage_bytes(self.first))
         if not fits:
             return None

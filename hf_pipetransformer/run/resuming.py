@@ -29,12 +29,13 @@ from transformers.utils import (
 )
 
 from ..resilience.checkpoint_folders import (
-    KEPT,
     MANIFEST,
     latest_valid,
+    memory_in,
     remove_incomplete,
     replaced_weights,
     restore_replaced,
+    saving_folder,
     validate,
 )
 from .job import TrainingJob
@@ -77,8 +78,11 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             there is one and a start from the beginning otherwise, so that the same command can restart a job.
 
     Raises:
-        ValueError: the named checkpoint is damaged, or all checkpoints are.
+        ValueError: the named checkpoint is damaged, or all checkpoints are; or something else has the name of the
+            folder in which checkpoints are written.
     """
+    with job.mesh.failing_together():
+        saving_folder(Path(job.args.output_dir or ".")).refuse_foreign()
     is_first = job.args.process_index == 0
     mine = None
     if is_first and wanted:
@@ -151,10 +155,13 @@ def recall(job: TrainingJob) -> dict[str, Any]:
     """Return the `PipelineState` of the checkpoint that is resumed, or {}. Collective over all processes.
 
     A state that belongs to another step is ignored: the stock Trainer copies it, unchanged, into later checkpoints.
+
+    Raises:
+        ValueError: the state is damaged. Every process raises it.
     """
     state = job.trainer.state
-    states: Any = state.stateful_callbacks
-    memory = states.get(KEPT, {}).get("attributes", {}).get("memory", {})
+    with job.mesh.failing_together():
+        memory = memory_in(state.stateful_callbacks)
     mine = memory if memory.get("step") == state.global_step else {}
     # a process that does not see the best checkpoint has cleared its path, but all processes load it together
     everyone = job.mesh.gather_objects((mine, state.best_model_checkpoint))

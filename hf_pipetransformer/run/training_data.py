@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
-from ..cache.sharing import ReadAhead, current_file, node_name, node_shares, open_store, remove_store
+from ..cache.sharing import ReadAhead, current_file, node_name, node_shares, open_store
 from ..data.numbered_batches import (
     GivenBatches,
     KeysApart,
@@ -24,9 +23,6 @@ from ..data.numbered_batches import (
 )
 from ..resilience.stop_signal import WorkerStart
 from .job import TrainingJob, whole_stream
-
-CACHE_FOLDER = "_activation_cache"
-"""Name of the cache folder in `output_dir`. Names that begin with an underscore are not pushed to the Hub."""
 
 
 def training_loader(
@@ -163,8 +159,7 @@ def _generations_file(job: TrainingJob) -> Path:
     nodes = job.mesh.gather_objects(node_name())
     # all processes use the same file, even if each was given a temporary output_dir of its own
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
-    folder = job.args.activation_cache_dir or os.path.join(output_dir, CACHE_FOLDER)
-    return current_file(folder, output_dir, nodes)
+    return current_file(job.args.activation_cache_dir or output_dir, output_dir, nodes)
 
 
 @contextmanager
@@ -180,7 +175,7 @@ def shared_default_store(job: TrainingJob) -> Iterator[None]:
         yield
     finally:
         if current is not None and is_new:
-            remove_store(open_store(current.parent), current)
+            open_store(current.parent).remove()
 
 
 def keying_collator(

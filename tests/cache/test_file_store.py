@@ -36,10 +36,10 @@ from stored_rows import (
     put,
 )
 
-from hf_pipetransformer.cache import file_store
 from hf_pipetransformer.cache.activation_files import HEADER_BYTES, RECORDS_PER_BUCKET
 from hf_pipetransformer.cache.activation_store import StoreFull
 from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
+from hf_pipetransformer.own_files import MARKER
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_modes(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [store.folder, *store.folder.rglob("*")]}
-    files = ("meta.json", "table", "segment-0", "used-anybody")
+    files = (MARKER, "meta.json", "table", "segment-0", "used-anybody")
     assert modes == {"store": 0o700, f"003-{FINGERPRINT}": 0o700, **dict.fromkeys(files, 0o600)}
 
 
@@ -185,7 +185,8 @@ def test_the_first_writer_decides_about_a_generation(store: FileStore, reader: F
 def test_generations(store: FileStore) -> None:
     assert store.generations() == []
     assert store.nbytes() == 0
-    store.folder.mkdir()
+    open_writer(store).close()
+    store.delete(3, FINGERPRINT)
     (store.folder / "notes.txt").write_text("somebody's")
     (store.folder / "010-not a generation").mkdir()
     for num_frozen, fingerprint in ((1000, "a"), (3, "b_-B"), (3, "a"), (0, "a")):
@@ -198,7 +199,7 @@ def test_generations(store: FileStore) -> None:
     assert store.generations() == [(0, "a"), (3, "b_-B"), (1000, "a")]
     assert store.nbytes() == 3 * (200 + HEADER_BYTES)
     names = {path.name for path in store.folder.iterdir()}
-    assert names == {"notes.txt", "010-not a generation", "000-a", "003-b_-B", "1000-a"}
+    assert names == {MARKER, "notes.txt", "010-not a generation", "000-a", "003-b_-B", "1000-a"}
 
 
 @pytest.mark.parametrize(
@@ -401,7 +402,7 @@ def test_what_a_killed_process_had_not_finished_deleting(store: FileStore, write
     assert store.generations() == []
     store.writer(5, "a", writer=0, capacity=1).close()
     assert store.nbytes() == 0
-    assert [path.name for path in store.folder.iterdir()] == ["005-a"]
+    assert {path.name for path in store.folder.iterdir()} == {MARKER, "005-a"}
 
 
 def test_a_sound_generation_is_not_discarded(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
@@ -409,7 +410,7 @@ def test_a_sound_generation_is_not_discarded(store: FileStore, reader: FileReade
     store._discard_damaged(folder_of(store))  # found it damaged, but another process has been quicker
     assert put(writer, [2]) == 1
     assert hits_of(reader, [1, 2]) == [1, 2]
-    assert [path.name for path in store.folder.iterdir()] == [folder_of(store).name]
+    assert {path.name for path in store.folder.iterdir()} == {MARKER, folder_of(store).name}
 
 
 def test_size_limit(tmp_path: Path) -> None:
@@ -612,7 +613,7 @@ def test_reading_while_others_write_and_delete(store: FileStore, reader: FileRea
         assert first.result() + second.result() > 500
     assert hits > 0
     assert hits_of(reader, range(10)) == []
-    assert list(store.folder.iterdir()) == []
+    assert [path.name for path in store.folder.iterdir()] == [MARKER]
 
 
 def test_what_has_not_been_used_for_longest_is_evicted_first(store: FileStore) -> None:
@@ -631,17 +632,9 @@ def test_what_has_not_been_used_for_longest_is_evicted_first(store: FileStore) -
     assert not store.evict(began) and store.generations() == names[2:]
 
 
-def test_another_process_may_remove_the_folder_while_it_is_probed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All processes probe a folder that is not there yet, and each removes what it has created."""
-    opened, removals = file_store.open_private, iter([True, True])
-
-    def removed_first(name: Path, flags: int) -> Any:
-        if next(removals, False):
-            name.parent.rmdir()
-        return opened(name, flags)
-
-    monkeypatch.setattr(file_store, "open_private", removed_first)
-    assert FileStore(tmp_path / "new").why_unwritable() is None
-    assert next(removals, None) is None
+def test_probing_creates_nothing(tmp_path: Path) -> None:
+    """All processes probe a folder that is not there yet."""
+    assert FileStore(tmp_path / "new" / "store").why_unwritable() is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in str(FileStore(tmp_path / "file" / "store").why_unwritable())

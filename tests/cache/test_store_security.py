@@ -12,7 +12,7 @@ from distributed import run_ranks_expecting_error
 from training_runs import Run
 
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.sharing import publish
+from hf_pipetransformer.cache.sharing import STORE, publish
 
 KEY = bytes(range(16))
 
@@ -92,10 +92,13 @@ def test_a_pipe_in_the_place_of_a_segment_is_not_waited_for(store: FileStore) ->
 def test_the_current_generations_are_not_written_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (tmp_path / f"current.json.{os.getpid()}").symlink_to(precious)
-    publish(tmp_path / "current.json", [(3, "abc")])
+    current = tmp_path / "store" / "current.json"
+    publish(current, [])
+    current.unlink()
+    current.symlink_to(precious)
+    publish(current, [(3, "abc")])
     assert precious.read_text() == "mine"
-    assert not (tmp_path / "current.json").is_symlink()
+    assert not current.is_symlink()
 
 
 def trained_in(rank: int, world_size: int, folder: str) -> None:
@@ -103,9 +106,16 @@ def trained_in(rank: int, world_size: int, folder: str) -> None:
     trainer_of(Run(samples=16), stages, EPOCH_START, activation_cache_dir=folder).train()
 
 
-@pytest.mark.slow
-def test_a_folder_that_others_may_write_to_is_refused_on_all_processes(tmp_path: Path) -> None:
+def test_a_store_in_a_folder_that_others_may_write_to_is_the_users_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
+    put(FileStore(tmp_path / STORE))
+    assert find(FileStore(tmp_path / STORE)) and (tmp_path / STORE).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_a_store_that_others_may_write_to_is_refused_on_all_processes(tmp_path: Path) -> None:
+    put(FileStore(tmp_path / STORE))
+    (tmp_path / STORE).chmod(0o777)
     for error in run_ranks_expecting_error(trained_in, 2, str(tmp_path)):
         assert isinstance(error, ValueError)
         assert "activation_cache_dir" in str(error) and "chmod go-w" in str(error)

@@ -36,6 +36,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer.cache import activation_cache
 from hf_pipetransformer.cache.activation_cache import ActivationCache
+from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.run import cache_control
 from hf_pipetransformer.run.run import PipelineRun
 
@@ -204,7 +205,7 @@ class DeletesStore(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if round(state.epoch) == self.epoch:
             if args.process_index == 0:
-                for generation in Path(self.folder).glob("0*-*"):
+                for generation in Path(self.folder, STORE).glob("0*-*"):
                     shutil.rmtree(generation)
             dist.barrier()
 
@@ -265,12 +266,12 @@ def test_a_folder_of_another_training_is_not_believed(tmp_path: Path) -> None:
     first = RUNS["bert"].with_options(activation_cache_dir=folder)
     second = first.with_options(learning_rate=1e-3)
     run_ranks(cached, WORLD, first, SHRINK, EPOCH_START)
-    before = {path.name for path in Path(folder).iterdir()}
+    before = {path.name for path in Path(folder, STORE).iterdir()}
     results = run_ranks(cached, WORLD, second, SHRINK, EPOCH_START)
     expected = expected_of(RUNS["bert"].with_options(learning_rate=1e-3), EPOCH_START)
     assert_same_training([outcome for outcome, _ in results], expected)
     assert [hit_rates(results[0][1])[epoch] for epoch in (0, -1)] == [(0, 0), (1, 0)]
-    assert before < {path.name for path in Path(folder).iterdir()}
+    assert before < {path.name for path in Path(folder, STORE).iterdir()}
 
 
 def damaging(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[dict[str, Any]], list[str]]:
@@ -319,7 +320,7 @@ def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
         outcomes = [outcome for job in jobs for outcome, _ in job.result()]
     assert_same_training(outcomes, expected_of(replace(RUNS["bert"], per_device=2), EPOCH_START))
     # (their later weights may differ by rounding, and then each has a generation of its own)
-    assert {path.name[:3] for path in (tmp_path / "cache").glob("0*-*")} == {"001", "002", "003"}
+    assert {path.name[:3] for path in (tmp_path / "cache" / STORE).glob("0*-*")} == {"001", "002", "003"}
 
 
 def train_some(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_pipetransformer import own_files
 from hf_pipetransformer.resilience import checkpoint_folders
 from hf_pipetransformer.resilience.checkpoint_folders import (
     KEPT,
@@ -21,16 +22,19 @@ from hf_pipetransformer.resilience.checkpoint_folders import (
     remove_incomplete,
     restore_replaced,
     rotate,
+    saving_folder,
     validate,
 )
 
 
 def write(folder: Path, step: int) -> Path:
     """A published checkpoint with files in two levels."""
+    saving_folder(folder).create()
     written = folder / SAVING / f"checkpoint-{step}"
     (written / "adapter").mkdir(parents=True)
     for name in ("model.safetensors", "optimizer.pt", STATE, "adapter/weights.bin"):
         (written / name).write_bytes(random.Random(f"{step}{name}").randbytes(5000))
+    (written / STATE).write_text(json.dumps({"global_step": step}).ljust(5000))
     publish(written, folder / f"checkpoint-{step}")
     return folder / f"checkpoint-{step}"
 
@@ -111,8 +115,9 @@ def test_a_half_that_had_a_manifest_is_none_of_the_stock_trainer(saved_at: int, 
 
 
 def test_what_was_about_to_be_replaced_is_given_back_alone(tmp_path: Path) -> None:
-    for name, place in (("checkpoint-4", SAVING + "/" + REPLACED), ("checkpoint-8", SAVING)):
-        (tmp_path / place / name).mkdir(parents=True)
+    saving_folder(tmp_path).create()
+    for name in (f"{REPLACED}checkpoint-4", "checkpoint-8"):
+        (tmp_path / SAVING / name).mkdir(parents=True)
     restore_replaced(tmp_path)
     assert (tmp_path / "checkpoint-4").is_dir() and (tmp_path / SAVING / "checkpoint-8").is_dir()
 
@@ -137,26 +142,28 @@ def test_what_was_not_finished_is_no_checkpoint(
     def counting(owner: object, name: str) -> None:
         real = getattr(owner, name)
 
-        def call(*args: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
             nonlocal calls
             calls += 1
             if calls == dies_at:
                 raise Killed
-            return real(*args)
+            return real(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, call)
 
     counting(checkpoint_folders, "_synchronise")
     counting(checkpoint_folders, "_checksum")
-    counting(Path, "rename")
+    for name in ("rename", "unlink", "rmdir"):
+        counting(own_files.os, name)
     new = 1 if replaces else 2
-    for number in range(1, 16):
+    for number in range(1, 32):
         folder = tmp_path / str(number)
         dies_at, calls = 0, 0
         before = write(folder, 1).stat().st_ino
         dies_at, calls = number, 0
         with suppress(Killed):
             write(folder, new)
+            remove_incomplete(folder)
         was_killed, dies_at = calls == number, 0
         remove_incomplete(folder)
         chosen, problems = latest_valid(folder)
@@ -190,6 +197,7 @@ def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
 
 def test_a_name_that_is_taken_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / STATE).write_text("")
     (tmp_path / "checkpoint-4" / "old").write_text("")
     checkpoint = write(tmp_path, 4)
     assert validate(checkpoint) is None and not (checkpoint / "old").exists()

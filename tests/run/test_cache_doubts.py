@@ -25,6 +25,7 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS, digest_of
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
@@ -256,7 +257,7 @@ def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int
     run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
     ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after)
     assert reason == OTHER_WEIGHTS
-    assert list((tmp_path / "cache").glob("0*-*")) == []
+    assert list((tmp_path / "cache" / STORE).glob("0*-*")) == []
     whole = Run(epochs=4, per_device=4 * WORLD)
     shared = whole.with_options(activation_cache_dir=str(tmp_path / "cache"))
     ((outcome, reason),) = run_ranks(scaled, 1, shared, {3: 1}, None, "on")

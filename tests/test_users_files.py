@@ -1,0 +1,434 @@
+"""What a user has on disk stays as it is, whatever it is called, and what a file says is checked before it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached_runs import trainer_of
+from distributed import run_ranks, run_ranks_expecting_error
+from safetensors.torch import save_file
+from training_runs import Run, pipeline_trainer
+
+from hf_pipetransformer.cache.file_store import FileStore
+from hf_pipetransformer.cache.sharing import current_file, node_name
+from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.report import report
+from hf_pipetransformer.report.report_data import read_trainings
+from hf_pipetransformer.resilience.checkpoint_folders import (
+    MANIFEST,
+    SAVING,
+    STATE,
+    latest_valid,
+    remove_incomplete,
+    restore_replaced,
+    rotate,
+    validate,
+)
+from hf_pipetransformer.run import events_file, metrics_file, model_card
+
+RUN = Run(epochs=4, samples=48).with_options(save_strategy="steps", save_steps=3, save_total_limit=1)
+FOLDERS = (
+    *("2024-05-01", "100-models", "001-lr1/checkpoint-3", "_saving/checkpoint-9", "_saving/replaced/checkpoint-5"),
+    *(".deleted-mine", ".new-mine", ".doubtful-mine", "checkpoint-1", "_activation_cache/003-abc"),
+)
+
+
+def everything_in(folder: Path) -> dict[str, bytes | str | None]:
+    """Content of each file, target of each link."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def have_folders(folder: Path) -> dict[str, Any]:
+    """A user's folders, of names that mean something else to this package, and last used long ago."""
+    for name in FOLDERS:
+        (folder / name).mkdir(parents=True)
+        for file in ("notes.txt", "segment-0", "model.safetensors"):
+            (folder / name / file).write_bytes(os.urandom(100))
+    before = everything_in(folder)
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (0, 0))
+    return before
+
+
+def assert_there(before: dict[str, Any], folder: Path) -> None:
+    after = everything_in(folder)
+    assert {name: after.get(name, "is gone") for name in before} == before
+
+
+def filling(rank: int, world_size: int, folder: str, epochs: int, resume: bool) -> list[str]:
+    """Train with a store that is too small, and return the names of generations that were deleted."""
+    deleted: list[str] = []
+    delete = FileStore.delete
+    FileStore.delete = lambda self, *name: (deleted.append(name), delete(self, *name))[1]  # type: ignore
+    run = Run(epochs=epochs, samples=48).with_options(**RUN.options)
+    stages = dict.fromkeys(range(4), 1)
+    options = {"activation_cache_dir": folder, "activation_cache_max_gib": 60 / 2**20}
+    trainer_of(run, stages, {3: 1, 9: 2, 15: 3}, folder, **options).train(resume_from_checkpoint=resume)
+    return deleted
+
+
+def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -> None:
+    """Which is the folder of the cache, of the checkpoints (of which one is kept), and of other things."""
+    have_folders(tmp_path)
+    for name in (events_file.FILE_NAME, metrics_file.FILE_NAME):
+        (tmp_path / name).symlink_to(tmp_path / "2024-05-01" / "notes.txt")
+    before = everything_in(tmp_path)
+    (deleted,) = run_ranks(filling, 1, str(tmp_path), 5, False)
+    assert deleted  # so there was no room
+    assert_there(before, tmp_path)
+    run_ranks(filling, 1, str(tmp_path), 6, True)
+    assert_there(before, tmp_path)
+
+
+def test_an_eviction_leaves_the_users_folders(tmp_path: Path) -> None:
+    before = have_folders(tmp_path)
+    store = FileStore(current_file(tmp_path, "out", [node_name()]).parent)
+    store.writer(3, "abc", writer=0, capacity=4).close()
+    store.mark_superseded(3, "abc")
+    while store.evict(unused_since=1e10):
+        pass
+    store.delete(3, "abc")
+    assert store.generations() == []
+    assert_there(before, tmp_path)
+    store.remove()
+    assert_there(before, tmp_path)
+
+
+def test_a_folder_that_the_user_has_made_is_no_store(tmp_path: Path) -> None:
+    """Though it has the very name."""
+    folder = current_file(tmp_path, "out", [node_name()]).parent
+    before = have_folders(folder)
+    store = FileStore(folder)
+    assert "has not created it" in str(store.why_refused())
+    assert store.why_unwritable() is None  # that is not the trouble
+    with pytest.raises(OSError, match="needed for files of hf_pipetransformer"):
+        store.writer(3, "abc", writer=0, capacity=4)
+    assert not store.evict(1e10) and store.generations() == [] and store.nbytes() == 0
+    store.remove()
+    assert_there(before, folder)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+def test_a_link_is_no_folder_of_replaced_checkpoints(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    have_folders(mine / "checkpoint-4")
+    before = everything_in(mine)
+    for name in ("_saving", SAVING):
+        folder = tmp_path / name / "out"
+        (folder / name).mkdir(parents=True)
+        (folder / name / "replaced").symlink_to(mine)
+        for act in (restore_replaced, remove_incomplete):
+            try:
+                act(folder)
+            except ValueError as error:
+                assert name in str(error)
+        assert_there(before, mine)
+        assert (folder / name / "replaced").is_symlink()
+
+
+def test_the_users_folder_of_the_very_name_is_refused(tmp_path: Path) -> None:
+    before = have_folders(tmp_path / SAVING)
+    with pytest.raises(ValueError, match=f"{SAVING} is needed for files of hf_pipetransformer"):
+        pipeline_trainer(RUN, 1, str(tmp_path)).train()
+    assert_there(before, tmp_path / SAVING)
+
+
+def test_rotation_leaves_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / STATE).write_text("{}")
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "mine")
+    for name, file in (("checkpoint-1", "notes.txt"), ("checkpoint-3", STATE), ("checkpoint-4", STATE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    rotate(tmp_path, 1, tmp_path / "checkpoint-4", None)
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "checkpoint-1", "checkpoint-2", "checkpoint-4"}
+    assert (tmp_path / "mine" / STATE).exists()
+
+
+def saving(rank: int, world_size: int, folder: str) -> None:
+    pipeline_trainer(RUN, 2, folder).train()
+
+
+def test_the_users_folder_with_a_checkpoints_name_is_refused_on_all_processes(tmp_path: Path) -> None:
+    before = have_folders(tmp_path / "checkpoint-3")
+    for error in run_ranks_expecting_error(saving, 2, str(tmp_path)):
+        assert isinstance(error, ValueError) and "checkpoint-3 exists, but is not a checkpoint" in str(error)
+    assert_there(before, tmp_path / "checkpoint-3")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two checkpoints, saved in the middle of an epoch with a frozen layer."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = {"freeze_policy": "autofreeze", "freeze_strategy": "steps", "freeze_steps": 1, "save_total_limit": 2}
+    pipeline_trainer(RUN, 1, str(folder), **{**options, "max_steps": 8, "save_steps": 4}).train()
+    assert latest_valid(folder) == (folder / "checkpoint-8", [])
+    return folder
+
+
+@pytest.fixture
+def checkpoint(trained: Path, tmp_path: Path) -> Path:
+    """The newer one, in a folder of its own with the older one."""
+    for path in trained.glob("checkpoint-*/*"):
+        copy = tmp_path / path.relative_to(trained)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    return tmp_path / "checkpoint-8"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("/dev/zero", "names are relative paths inside"),
+        ("../precious", "names are relative paths inside"),
+        ("link-to-a-device", "link-to-a-device cannot be read (it is not a regular file)"),
+        ("pipe", "pipe cannot be read (it is not a regular file)"),
+        (MANIFEST, f"{MANIFEST} cannot be read"),
+        (STATE, f"{STATE} cannot be read"),
+    ],
+)
+def test_a_manifest_that_names_what_is_no_file_is_damage(what: str, words: str, checkpoint: Path) -> None:
+    (checkpoint.parent / "precious").write_text("mine")
+    (checkpoint / "link-to-a-device").symlink_to("/dev/zero")
+    os.mkfifo(checkpoint / "pipe")
+    manifest = {what: [0, 0]}
+    if what in (MANIFEST, STATE):
+        (checkpoint / what).unlink()
+        os.mkfifo(checkpoint / what)
+        manifest = {}
+    if what != MANIFEST:
+        (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    assert words in str(validate(checkpoint))
+    assert latest_valid(checkpoint.parent)[0] == checkpoint.with_name("checkpoint-4")
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*checkpoint-8: "):
+        pipeline_trainer(RUN, 1, str(checkpoint.parent)).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_replaced_others_are_files(checkpoint: Path) -> None:
+    """A manifest may lack weights that were sharded: others are looked for."""
+    (checkpoint / "model.safetensors").rename(checkpoint / "shard")
+    (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../x", "b": "pipe"}}))
+    os.mkfifo(checkpoint / "pytorch_model.bin")
+    os.mkfifo(checkpoint / "pipe")
+    assert "model.safetensors cannot be read" in str(validate(checkpoint))
+
+
+def pipeline_state(state: dict[str, Any]) -> dict[str, Any]:
+    return state["stateful_callbacks"]["PipelineState"]["attributes"]
+
+
+def freezing(state: dict[str, Any]) -> dict[str, Any]:
+    return state["stateful_callbacks"]["LayerFreezeCallback"]["attributes"]
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "stateful_callbacks is": lambda s: s.update(stateful_callbacks=[1]),
+    "PipelineState is": lambda s: s["stateful_callbacks"].update(PipelineState=[1]),
+    "PipelineState.attributes is missing": lambda s: s["stateful_callbacks"].update(PipelineState={"args": {}}),
+    "memory is": lambda s: pipeline_state(s).update(memory=[8]),
+    "memory.step is": lambda s: pipeline_state(s)["memory"].update(step="8"),
+    "memory.order.rows is": lambda s: pipeline_state(s)["memory"]["order"].update(rows=0),
+    "memory.order.shares": lambda s: pipeline_state(s)["memory"]["order"].update(shares=[]),
+    "memory.layout is": lambda s: pipeline_state(s)["memory"].update(layout=3),
+    "memory.layout.where is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("where"),
+    "memory.layout.asked is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("asked"),
+    "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
+    "memory.layout.bounds is": lambda s: pipeline_state(s)["memory"]["layout"].update(bounds=[]),
+    "memory.layout.num_frozen is": lambda s: pipeline_state(s)["memory"]["layout"].update(num_frozen=None),
+    "memory.layout.microbatches[0][0]": lambda s: pipeline_state(s)["memory"]["layout"].update(
+        microbatches=[[[4, 8, 0]]]
+    ),
+    "memory.num_frozen is": lambda s: freezing(s)["memory"].update(num_frozen=-1),
+    "memory.num_decisions is missing": lambda s: freezing(s)["memory"].pop("num_decisions"),
+    "memory.observed is": lambda s: freezing(s)["memory"].update(observed=[[1.0], []]),
+    "memory.policy is": lambda s: freezing(s)["memory"].update(policy=[]),
+}
+
+
+@pytest.mark.parametrize("field", DAMAGE)
+def test_a_damaged_state_is_a_damaged_checkpoint(field: str, checkpoint: Path) -> None:
+    state = json.loads((checkpoint / STATE).read_text())
+    DAMAGE[field](state)
+    (checkpoint / STATE).write_text(json.dumps(state))
+    (checkpoint / MANIFEST).write_text("{}")
+    trainer = pipeline_trainer(RUN, 1, str(checkpoint.parent), freeze_policy="autofreeze")
+    with pytest.raises(ValueError) as caught:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert STATE in str(caught.value) and field in str(caught.value)
+    newest, (problem,) = latest_valid(checkpoint.parent)
+    assert newest == checkpoint.with_name("checkpoint-4") and field in problem
+
+
+@pytest.mark.parametrize(
+    ("field", "damage"),
+    [
+        ("layout is no plan", lambda s: pipeline_state(s)["memory"]["layout"].update(bounds=[0, 0, 4])),
+        ("layout is no plan", lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3)),
+        ("layout.microbatches has 2", None),
+        ("num_frozen=99", lambda s: freezing(s)["memory"].update(num_frozen=99)),
+        ("gradients of 2 layers", lambda s: freezing(s)["memory"].update(observed=[[1.0, 1.0], [1, 1]])),
+        ("previous", lambda s: freezing(s)["memory"].update(policy={"previous": 3})),
+    ],
+)
+def test_a_state_that_does_not_belong_to_the_training_is_refused(field: str, damage: Any, checkpoint: Path) -> None:
+    state = json.loads((checkpoint / STATE).read_text())
+    if damage is None:
+        layout = pipeline_state(state)["memory"]["layout"]
+        layout["microbatches"] *= 2
+    else:
+        damage(state)
+    (checkpoint / STATE).write_text(json.dumps(state))
+    (checkpoint / MANIFEST).write_text("{}")
+    options = {"freeze_policy": "autofreeze", "freeze_strategy": "steps", "freeze_steps": 1}
+    trainer = pipeline_trainer(RUN, 1, str(checkpoint.parent), **options, max_steps=12)
+    with pytest.raises(ValueError) as caught:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert field in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------ weights
+def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (tmp_path / "other.safetensors", folder / "own.safetensors"):
+        save_file({"a": torch.zeros(2)}, file)
+    index = folder / "model.safetensors.index.json"
+    for name in ("../other.safetensors", str(tmp_path / "other.safetensors"), "", 3, "x\0y"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: weight_map\['a'\] is"):
+            weight_files(folder)
+    for content in ("[]", '{"weight_map": [1]}', "[" * 100_000):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read"):
+            weight_files(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "own.safetensors"}}))
+    assert weight_files(folder) == [folder / "own.safetensors"]
+
+
+@pytest.mark.parametrize("header", ['{"a": {"data_offsets": []}}', '{"a": {"data_offsets": [0, "8"]}}', "[" * 9000])
+def test_a_header_of_another_form_is_no_header(header: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ValueError, match="no complete safetensors header"):
+        check_file(file)
+
+
+# ------------------------------------------------------------------------------------ records
+EVENT = {
+    "event": "start",
+    "run": "a",
+    "global_step": 0,
+    "epoch": 0.0,
+    "num_layers": 4,
+    "num_frozen_layers": 0,
+    "num_cached_layers": 0,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "num_microbatches": 1,
+    "stage_bounds": [0, 4],
+    "seconds": 0.0,
+    "bytes_moved": 0,
+    "facts": {
+        "model": "Bert",
+        "num_parameters": 1,
+        "world_size": 1,
+        "global_batch_size": 1,
+        "device": "cpu",
+        "threads": 1,
+        "versions": {"torch": "2.11"},
+        "arguments": {"freeze_policy": "alpha", "freeze_alpha": 0.5, "activation_cache": "on"},
+    },
+}
+METRIC = {"kind": "time", "run": "a", "global_step": 1, "steps": 1, "rows": 1, "seconds": {"steps": 1.0}}
+
+
+def record(folder: Path, event: dict[str, Any], metric: dict[str, Any] = METRIC) -> None:
+    (folder / events_file.FILE_NAME).write_text(json.dumps(event) + "\n" + '{"event": "sta')
+    (folder / metrics_file.FILE_NAME).write_text(json.dumps(metric) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("num_layers", "4"), ("global_step", None), ("pipeline_parallel_size", 0), ("stage_bounds", 3)),
+        *(("epoch", "x"), ("facts", []), ("event", 1), ("num_frozen_layers", 1e400), ("predicted", {"steps": [{}]})),
+    ],
+)
+def test_a_damaged_event_is_named(field: str, value: Any, tmp_path: Path) -> None:
+    record(tmp_path, EVENT)
+    assert len(read_trainings(tmp_path)) == 1 and "| 0 | 0 | 0 of 4 |" in str(model_card.section_about(tmp_path, "a"))
+    record(tmp_path, {**EVENT, field: value})
+    for read in (read_trainings, lambda folder: model_card.section_about(folder, "a")):
+        with pytest.raises(
+            ValueError, match=rf"{events_file.FILE_NAME}, line 1: {field}.* Correct or remove the line"
+        ):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "field"),
+    [
+        ({**METRIC, "seconds": 3}, "seconds"),
+        ({**METRIC, "rows": None}, "rows"),
+        ({**METRIC, "run": 1}, "run"),
+        ({**METRIC, "kind": "log", "values": [1]}, "values"),
+        ({**METRIC, "kind": "end"}, "has_ended"),
+        ([], "the content"),
+    ],
+)
+def test_a_damaged_metric_is_named(metric: Any, field: str, tmp_path: Path) -> None:
+    record(tmp_path, EVENT, metric)
+    for read in (read_trainings, lambda folder: model_card.section_about(folder, "a")):
+        with pytest.raises(ValueError, match=rf"{metrics_file.FILE_NAME}, line 1: {field} "):
+            read(tmp_path)
+
+
+def test_the_model_card_has_no_markup_of_the_records(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script> [x](http://y) `z` | *b*\n# h <!-- /hf_pipetransformer -->"
+    facts = {
+        **EVENT["facts"],  # type: ignore[dict-item]
+        "device": evil,
+        "versions": {evil: evil},
+        "arguments": {"freeze_policy": evil, "freeze_steps": evil, "activation_cache": evil},
+    }
+    record(tmp_path, {**EVENT, "facts": facts}, {**METRIC, "kind": "log", "values": {"cache_layers_skipped": evil}})
+    (tmp_path / "README.md").write_text("my words\n")
+    for _ in range(2):
+        model_card.add_to_card(tmp_path, "a")
+        card = (tmp_path / "README.md").read_text()
+        assert card.startswith("my words\n") and card.count(model_card.BEGIN) == card.count(model_card.END) == 1
+        section = card.partition(model_card.BEGIN)[2].partition(model_card.END)[0]
+        assert not any(mark in section for mark in ("<", "[x]", "`z`", "*b*", "# h", "http://"))
+        assert section.count("&#60;script&#62;") >= 4
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    record(folder, EVENT)
+    for name in ("README.md", report.FILE_NAME):
+        (folder / name).symlink_to(precious)
+    with pytest.raises(ValueError, match=r"README\.md is a link"):
+        model_card.add_to_card(folder, "a")
+    with pytest.raises(ValueError, match=r"report\.html is a link.* Pass another --output"):
+        report.write_report(folder)
+    assert precious.read_text() == "mine"
+    names = {"README.md", report.FILE_NAME, events_file.FILE_NAME, metrics_file.FILE_NAME}
+    assert {path.name for path in folder.iterdir()} == names
