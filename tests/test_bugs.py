@@ -18,7 +18,7 @@ from selection import few, slow
 from torch.utils.data import DataLoader, IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import (
     LayerFreezeCallback,
@@ -203,6 +203,89 @@ def train_packed(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [*slow(1), 2])
 def test_one_stage_trains_what_cannot_be_cut_by_rows(world_size: int) -> None:
     run_ranks(train_packed, world_size)
+
+
+IMAGE, IMAGE_BEGINS, IMAGE_ENDS = 60, 61, 62
+
+
+def qwen2_vl() -> torch.nn.Module:
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config={**text, "pad_token_id": 0, "rope_parameters": rotary},
+            vision_config=vision,
+            image_token_id=IMAGE,
+            vision_start_token_id=IMAGE_BEGINS,
+            vision_end_token_id=IMAGE_ENDS,
+            video_token_id=59,
+        )
+    )
+
+
+class ImagesAndText(PadCollator):
+    """Each sample has an image of other size; the patches of all of them are in one tensor."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        sizes = [((2, 2), (4, 2), (2, 4), (4, 4))[sample["idx"] % 4] for sample in samples]
+        with_images = [
+            {
+                name: [IMAGE_BEGINS, *[IMAGE] * (h * w // 4), IMAGE_ENDS, *sample[name]]
+                for name in ("input_ids", "labels")
+            }
+            for sample, (h, w) in zip(samples, sizes, strict=True)
+        ]
+        batch = super().__call__(with_images)
+        patches = [
+            torch.randn(h * w, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(sample["idx"]))
+            for sample, (h, w) in zip(samples, sizes, strict=True)
+        ]
+        return {
+            **batch,
+            "labels": batch["labels"].masked_fill(batch["input_ids"] >= IMAGE, -100),
+            "pixel_values": torch.cat(patches),
+            "image_grid_thw": torch.tensor([(1, h, w) for h, w in sizes]),
+            "mm_token_type_ids": batch["input_ids"].eq(IMAGE).int(),
+        }
+
+
+IMAGES = Run("causal-lm", samples=12, epochs=1, accumulation=1).with_options(
+    remove_unused_columns=False, per_device_eval_batch_size=1, eval_strategy="epoch"
+)
+
+
+def train_images(rank: int, world_size: int, **options: Any) -> Outcome:
+    """The stock Trainer in one process, and a pipeline in two."""
+    trainer: Any
+    if world_size == 1:
+        arguments = TrainingArguments(
+            "reference", use_cpu=True, per_device_train_batch_size=4, **IMAGES.common_options()
+        )
+        data = [IMAGES.data(IMAGES.samples), IMAGES.data(2)]
+        trainer = Trainer(qwen2_vl(), arguments, train_dataset=data[0], eval_dataset=data[1])
+    else:
+        trainer = pipeline_trainer(replace(IMAGES, per_device=2), 2, model=qwen2_vl(), **options)
+        trainer.eval_dataset = IMAGES.data(2)
+    trainer.data_collator = ImagesAndText("causal-lm")
+    return outcome_of(trainer)
+
+
+def test_images_in_flat_patches_are_trained_in_one_micro_batch() -> None:
+    """Qwen2-VL's patches have no entry for each sample, so nothing may be cut: not by the probes before the first step
+    either."""
+    alone = run_ranks(train_images, 1)[0]
+    outcomes = run_ranks(train_images, 2, num_microbatches=1)
+    assert_same_training(outcomes, alone)
+    assert outcomes[0].metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"])
+
+
+def test_images_in_flat_patches_are_refused_where_they_would_be_cut() -> None:
+    for error in run_ranks_expecting_error(train_images, 2):
+        assert isinstance(error, UnsupportedModelError)
+        assert "fails on the first 2 samples" in str(error) and "num_microbatches=1" in str(error)
 
 
 # ------------------------------------------------------------------------------------------ around a step

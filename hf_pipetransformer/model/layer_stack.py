@@ -49,6 +49,7 @@ class StackDescription:
     unreached: frozenset[str]
     only_returned: frozenset[str]
     trained_with: tuple[frozenset[str], ...]
+    fails_on_parts: str
 
 
 class LayerStack:
@@ -64,6 +65,8 @@ class LayerStack:
             layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
+        fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
+            sample); empty if it does.
         is_random: whether training draws random numbers other than for dropout; layers may then be skipped at random.
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
         trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
@@ -91,6 +94,7 @@ class LayerStack:
         self.only_returned = only_returned
         self.trained_with = tuple(owners if trained_with is None else trained_with)
         self.rows_per_sample = 1
+        self.fails_on_parts = ""
         self.is_random = False
 
     @property
@@ -230,7 +234,7 @@ class LayerStack:
     @classmethod
     def of(cls, model: nn.Module, found: StackDescription) -> LayerStack:
         """The units of a model that another process has discovered (`describe`). The model is not called."""
-        return cls(
+        stack = cls(
             LayerRangeRunner.of(model, found.runner),
             ParameterTable(model),
             found.owners,
@@ -239,6 +243,8 @@ class LayerStack:
             found.only_returned,
             found.trained_with,
         )
+        stack.fails_on_parts = found.fails_on_parts
+        return stack
 
     def describe(self) -> StackDescription:
         """What was discovered, for other processes with the same model."""
@@ -249,6 +255,7 @@ class LayerStack:
             self.unreached,
             self.only_returned,
             self.trained_with,
+            self.fails_on_parts,
         )
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:

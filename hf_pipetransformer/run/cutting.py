@@ -466,26 +466,18 @@ def _names(names: Collection[str], most: int = 4) -> str:
 def _costs_of_units(
     job: TrainingJob, stack: LayerStack, padded: Batch, never_frozen: Collection[str]
 ) -> tuple[UnitCost, ...]:
-    """Measure the cost of each unit.
-
-    Raises:
-        UnsupportedModelError: batches cannot be split along the batch dimension.
-    """
+    """Measure the cost of each unit, and note in `stack.fails_on_parts` whether batches cannot be split by sample."""
     try:
         return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if slicing is not the reason
-        if not job.args.uses_pipeline:
-            return costs
-        raise UnsupportedModelError(
-            job.model,
+        stack.fails_on_parts = (
             f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
-            f" ({type(error).__name__}: {error}), so batches cannot be split into micro-batches.",
-            "Make the data collator return one entry per sample in every input (for example with documents as a"
-            " padded second dimension), or set pipeline_parallel_size=1.",
-        ) from error
+            f" ({type(error).__name__}: {error})"
+        )
+        return costs
 
 
 def _make_equal(stack: LayerStack, mesh: ProcessMesh, known_equal: Collection[str]) -> None:
@@ -543,8 +535,8 @@ def time_model(
         collate: collates these samples.
         checkpoint: the checkpoint to resume from, if any.
     """
-    if cut.pipeline.is_lazy:
-        return None  # reading the weights from the files would be measured
+    if cut.pipeline.is_lazy or cut.pipeline.stack.fails_on_parts:
+        return None  # reading the weights from the files would be measured; times follow from parts of a batch
     if job.args.full_determinism or not (job.args.uses_pipeline or job.may_cache):
         return None
     if cut.timing is None:
