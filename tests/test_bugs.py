@@ -62,6 +62,18 @@ def test_a_stream_around_a_stream_is_not_unwrapped(stages: int) -> None:
     assert run_ranks(labels_seen, 2, stages) == [{1}, {1}]
 
 
+SHORT_STREAM = Run(samples=74, streamed=True).with_options(max_steps=6)
+"""Two passes of steps with 32, 32 and 10 samples: the last step of each has one micro-batch of 16 at most, not two."""
+
+
+@pytest.mark.parametrize(("world_size", "stages"), [(1, 1), *slow((2, 1)), (2, 2)])
+def test_the_last_step_of_a_stream_has_its_own_samples_only(world_size: int, stages: int) -> None:
+    """It has fewer micro-batches than are accumulated; the stock Trainer adds them to the next pass's first step."""
+    run = replace(SHORT_STREAM, per_device=16 // world_size)
+    outcomes = run_ranks(pipeline, world_size, run, stages)
+    assert_same_training(outcomes, run_ranks(reference, 1, SHORT_STREAM)[0])
+
+
 def evaluate_different(rank: int, world_size: int) -> None:
     trainer = pipeline_trainer(RUN, 2)
     trainer.evaluate(TrainingData(RUN.kind, 8 + rank))

@@ -33,6 +33,7 @@ from ..resilience.exit import finishes, note_training
 from ..resilience.interruption import Interruption
 from ..resilience.watchdog import PROGRESS, watching
 from ..token_slices.token_schedule import Slicing
+from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import UnusableFolderError, check_folder, make_cache
 from .checkpointing import exporting_state
@@ -96,6 +97,8 @@ class PipelineRun(TrainerCallback):
         self.why_not_cached: str | None = None
         """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
+        self.batches_in_epoch = BatchesInEpoch()
+        """What the loop takes for the number of batches in an epoch."""
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
         self._loss = TrainersLoss(job)
         self._planner: Planner | None = None
@@ -448,6 +451,8 @@ class PipelineRun(TrainerCallback):
             self.adapt()
         PROGRESS.enter("data")
         taken = self.steps.take(batches, num_batches)
+        self.batches_in_epoch.accumulated = self._job.args.gradient_accumulation_steps
+        self.batches_in_epoch.rest = len(taken[0]) % num_batches
         PROGRESS.enter("callbacks")
         return taken
 
