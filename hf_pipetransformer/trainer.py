@@ -68,7 +68,8 @@ class PipeTransformerTrainer(Trainer):
 
     It takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
     weights, the number of steps and the order of the samples are those of one process that trains with the same
-    global batch, `per_device_train_batch_size` x number of processes, however stages and replicas are laid out.
+    global batch, `per_device_train_batch_size` x number of processes, however stages and replicas are laid out. (A
+    sampler that draws from the global random generators has another order on several processes than on one.)
 
     While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
     other parameters of `trainer.model` are placeholders without values. Before and after `train()`, `trainer.model`
