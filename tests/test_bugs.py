@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -298,6 +300,61 @@ def test_images_in_flat_patches_are_refused_where_they_would_be_cut() -> None:
     for error in run_ranks_expecting_error(train_images, 2):
         assert isinstance(error, UnsupportedModelError)
         assert "fails on the first 2 samples" in str(error) and "num_microbatches=1" in str(error)
+
+
+# ------------------------------------------------------------------------------------------ what is said of a freeze
+def freezes_of(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """Level and beginning of each line about a freeze."""
+    with caplog.at_level("INFO", "hf_pipetransformer"):
+        trainer.train()
+    lines = [(record.levelno, record.getMessage().removeprefix("hf_pipetransformer: ")) for record in caplog.records]
+    return [(level, line.partition(";")[0]) for level, line in lines if re.match(r"Step \d+: freezing", line)]
+
+
+def freezing(model: torch.nn.Module, run: Run, schedule: dict[int, int], is_plain: bool = False) -> Trainer:
+    if is_plain:
+        arguments = TrainingArguments("plain", use_cpu=True, per_device_train_batch_size=4, **run.common_options())
+        callback = LayerFreezeCallback({"name": "schedule", "schedule": schedule})
+        data = {"train_dataset": run.data(run.samples), "data_collator": PadCollator(run.kind)}
+        return Trainer(model, arguments, callbacks=[callback], **data)
+    options = {"freeze_policy": "schedule", "freeze_schedule": schedule, "activation_cache": "off"}
+    return pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
+
+
+THREE_EPOCHS = Run(samples=8, epochs=3, accumulation=1)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_freeze_names_its_layers_and_what_stops_outside_of_them(is_plain: bool, caplog: Any) -> None:
+    trainer = freezing(THREE_EPOCHS.build_model(), THREE_EPOCHS, {1: 2, 2: 3}, is_plain)
+    first, second = freezes_of(trainer, caplog)
+    assert first == (
+        logging.INFO,
+        "Step 2: freezing 2 layers (bert.encoder.layer.0-1) and, outside of the layers, bert.embeddings",
+    )
+    assert second == (logging.INFO, "Step 4: freezing 1 layer (bert.encoder.layer.2)")
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_freeze_that_stops_nothing_warns(is_plain: bool, caplog: Any) -> None:
+    model = THREE_EPOCHS.build_model()
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    first, second = freezes_of(freezing(model, THREE_EPOCHS, {1: 1, 2: 2}, is_plain), caplog)
+    assert first[0] == logging.WARNING
+    assert "(bert.encoder.layer.0), whose parameters were all frozen already, so this stops no training" in first[1]
+    assert second == (logging.INFO, "Step 4: freezing 1 layer (bert.encoder.layer.1)")
+
+
+def test_a_freeze_of_a_vision_tower_names_it(caplog: Any) -> None:
+    """Of four layers, the first two are the images' and not the text's."""
+    trainer = freezing(qwen2_vl(), replace(IMAGES, samples=4).with_options(eval_strategy="no"), {0: 2})
+    trainer.data_collator = ImagesAndText("causal-lm")
+    ((level, line),) = freezes_of(trainer, caplog)
+    assert level == logging.INFO
+    assert line == (
+        "Step 0: freezing 2 layers (model.visual.blocks.0-1) and, outside of the layers, model.visual.patch_embed"
+    )
 
 
 # ------------------------------------------------------------------------------------------ around a step

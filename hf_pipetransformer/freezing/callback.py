@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -116,7 +116,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._standalone: PlainTrainer | None = None
 
     # ------------------------------------------------------------------------------------ interface for the trainer
-    def attach(self, num_layers: int, max_frozen: int, state: TrainerState) -> None:
+    def attach(
+        self, num_layers: int, max_frozen: int, state: TrainerState, outside_alone: Collection[str] = ()
+    ) -> None:
         """Let a trainer drive this callback: one that takes `proposal`, observes gradients and freezes layers.
 
         Call it before `on_train_begin`, once the trainer's state is restored; `num_frozen` then holds the number that
@@ -126,26 +128,28 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             num_layers: L.
             max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
             state: the trainer's state.
+            outside_alone: as in `know_layers`.
 
         Raises:
             ValueError: no layer can be frozen.
         """
         self._is_driven = True
         self._begin(state)
-        self.know_layers(num_layers, max_frozen)
+        self.know_layers(num_layers, max_frozen, outside_alone)
 
-    def know_layers(self, num_layers: int, max_frozen: int) -> None:
+    def know_layers(self, num_layers: int, max_frozen: int, outside_alone: Collection[str]) -> None:
         """Set the number of layers, once the model's layers have been found.
 
         Args:
             num_layers: L.
             max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
+            outside_alone: what freezing would stop, if none of it is inside a layer (`FreezableLayers.outside_alone`).
 
         Raises:
             ValueError: no layer can be frozen.
         """
         if not isinstance(self.policy, NeverFreeze):
-            check_something_to_freeze(max_frozen, num_layers)
+            check_something_to_freeze(max_frozen, num_layers, outside_alone)
         self._num_layers, self._max_frozen = num_layers, max_frozen
 
     def observe(self, squared: torch.Tensor | Sequence[float]) -> None:
@@ -220,20 +224,18 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             most = min(self._max_frozen, self.max_frozen_layers or self._max_frozen)
             return f"{now}{name} decides {every} how many layers freeze, at most {most}"
         moments = self._moments(state)
-        frozen, found, words = self.num_frozen, [], "nothing more freezes" if now else "nothing freezes"
+        frozen, found = self.num_frozen, []
         for index, (epoch, step) in enumerate(islice(moments, MOST_DECISIONS), self._num_decisions):
             decision = FreezeDecision(index, self._num_layers, frozen, epoch, step, None, self._max_frozen)
             more = next_num_frozen(self.policy, decision, self.max_frozen_layers)
             if more > frozen:
                 when = f"after step {step}" if by_steps else f"after epoch {epoch:g}"
-                what = "1 layer" if more == 1 else f"{more} layers"
+                what = f"{more} in all" if frozen else "1 layer" if more == 1 else f"{more} layers"
                 found.append(f"{what} {when if step else 'at once'}")
             frozen = more
-        if found:
-            words = "frozen will be " + ", ".join(
-                [*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])]
-            )
-        return now + words
+        if not found:
+            return now + ("nothing more freezes" if now else "nothing freezes")
+        return f"{now}freezing " + ", ".join([*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])])
 
     def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
         """The decisions that are still to come: (epochs done, steps done).

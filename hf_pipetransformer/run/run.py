@@ -418,7 +418,8 @@ class PipelineRun(TrainerCallback):
             return 0
         refuse_reentrant_checkpointing(self._job.args)
         assert freezable is not None
-        callback.attach(freezable.num_layers, freezable.max_frozen, self._job.trainer.state)
+        state = self._job.trainer.state
+        callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
         if len(with_the_first) > 1:
             log_once(
@@ -491,7 +492,7 @@ class PipelineRun(TrainerCallback):
             return
         change = pipeline.transform(new)
         data.reslice(pipeline.num_replicas, pipeline.replica_index)
-        self.log.transformed(change)
+        self.log.transformed(change, pipeline.freezable)
 
     def _update(self, cache: AutoCache) -> None:
         """Pass the observations since the last step to the cache. Collective over all processes."""
