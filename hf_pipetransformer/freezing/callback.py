@@ -58,8 +58,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     Frozen layers and the embeddings run in eval mode (no dropout) and build no autograd graph. Their parameters do
     not require a gradient, have no optimizer state, and take no part in DDP's all-reduce. A parameter that a frozen
-    layer shares with an active layer or with the head (a head tied to the embeddings) is frozen for both. When
-    training ends, the `requires_grad` flags are restored to their values before training.
+    layer shares with an active layer or with the head (a head tied to the embeddings) is frozen for both. The log
+    names the layers, and what stops training with them outside of the layers. When training ends, the `requires_grad`
+    flags are restored to their values before training.
 
     Under DDP the reducer is rebuilt in place at each freeze, as DDP does when it is unpickled; the wrapper stays the
     same object. (`find_unused_parameters=True`, the Trainer's default, would tolerate frozen parameters, but would
@@ -87,8 +88,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     Raises:
         ValueError: immediately, if an argument is out of range; at the start of training, if the Trainer is set up in
             a way that excludes freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph,
-            reentrant checkpointing); before the first update, if the loss calls only a part of the model and never
-            the model itself.
+            reentrant checkpointing); at the first step, if no parameter inside of a layer is trained and freezing
+            would stop a prompt or prefix; before the first update, if the loss calls only a part of the model and
+            never the model itself.
         UnsupportedModelError: at the first step, if no layers can be found in the model.
     """
 

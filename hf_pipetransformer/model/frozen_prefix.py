@@ -107,7 +107,7 @@ class FreezableLayers:
         count = f"{after - before} layer{'' if after - before == 1 else 's'}"
         text = f"freezing {count} ({_listed(_ranges(self.units[before:after]))})"
         if not stopped:
-            return f"{text}, whose parameters were all frozen already, so this stops no training"
+            return f"{text}, whose parameters were all frozen already: only the activation cache gains by it"
         outside = frozenset(stopped).difference(*self.inside[:after])
         others = self.trainable.union(*self.inside) - outside
         modules = dict.fromkeys(_widest(name, others) for name in sorted(outside))
