@@ -49,7 +49,6 @@ class StackDescription:
     unreached: frozenset[str]
     only_returned: frozenset[str]
     trained_with: tuple[frozenset[str], ...]
-    fails_on_parts: str
 
 
 class LayerStack:
@@ -234,7 +233,7 @@ class LayerStack:
     @classmethod
     def of(cls, model: nn.Module, found: StackDescription) -> LayerStack:
         """The units of a model that another process has discovered (`describe`). The model is not called."""
-        stack = cls(
+        return cls(
             LayerRangeRunner.of(model, found.runner),
             ParameterTable(model),
             found.owners,
@@ -243,8 +242,6 @@ class LayerStack:
             found.only_returned,
             found.trained_with,
         )
-        stack.fails_on_parts = found.fails_on_parts
-        return stack
 
     def describe(self) -> StackDescription:
         """What was discovered, for other processes with the same model."""
@@ -255,7 +252,6 @@ class LayerStack:
             self.unreached,
             self.only_returned,
             self.trained_with,
-            self.fails_on_parts,
         )
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:

@@ -239,8 +239,9 @@ def _find_layers(
 
 
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
-    """Check that the loss calls the model in the same way on every process, and agree on whether it does so once.
+    """Check that the loss calls the model in the same way on every process, and agree on what each has found.
 
+    That is whether the loss calls it once, and whether it fails on a part of a batch, whose inputs may be random.
     Collective over all processes.
 
     Raises:
@@ -249,8 +250,10 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     runner = stack.runner
     called = runner.called
     mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
-    everyone, once = zip(*job.mesh.gather_objects((mine, runner.is_called_once)), strict=True)
+    found = job.mesh.gather_objects((mine, runner.is_called_once, stack.fails_on_parts))
+    everyone, once, fails = zip(*found, strict=True)
     runner.is_called_once = all(once)
+    stack.fails_on_parts = next(filter(None, fails), "")
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ValueError(
@@ -473,10 +476,11 @@ def _costs_of_units(
         if is_out_of_memory(error):
             raise
         costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if slicing is not the reason
-        stack.fails_on_parts = (
-            f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
-            f" ({type(error).__name__}: {error})"
-        )
+        if job.args.uses_pipeline:
+            stack.fails_on_parts = (
+                f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
+                f" ({type(error).__name__}: {error})"
+            )
         return costs
 
 
