@@ -39,6 +39,7 @@ from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
 from .run.adapter_files import names_saved
+from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, exporting_state
 from .run.collectives import LogsOfAllStages
 from .run.consistency import check_same_size
@@ -70,7 +71,8 @@ class PipeTransformerTrainer(Trainer):
 
     It takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
     weights, the number of steps and the order of the samples are those of one process that trains with the same
-    global batch, `per_device_train_batch_size` x number of processes, however stages and replicas are laid out.
+    global batch, `per_device_train_batch_size` x number of processes, however stages and replicas are laid out. (A
+    sampler that draws from the global random generators has another order on several processes than on one.)
 
     While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
     other parameters of `trainer.model` are placeholders without values. Before and after `train()`, `trainer.model`
@@ -274,7 +276,10 @@ class PipeTransformerTrainer(Trainer):
         if run is not None:
             run.data = training_data.batches_of_loop(self._job, dataloader, run.latest_loader)
             run.generations = training_data.generations_file(self._job)
-        return super().set_initial_training_values(args, dataloader, *positional, **keywords)
+        *numbers, in_epoch, max_steps = super().set_initial_training_values(args, dataloader, *positional, **keywords)
+        if run is not None and in_epoch is not None:
+            in_epoch = run.batches_in_epoch = BatchesInEpoch(in_epoch)
+        return *numbers, in_epoch, max_steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         loader: Any = super().get_eval_dataloader(eval_dataset)

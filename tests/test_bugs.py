@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +20,7 @@ from selection import few, slow
 from torch.utils.data import DataLoader, IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline, pipeline_trainer, reference
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import (
     LayerFreezeCallback,
@@ -60,6 +62,18 @@ def labels_seen(rank: int, world_size: int, stages: int) -> set[int]:
 @pytest.mark.parametrize("stages", [*slow(1), 2])
 def test_a_stream_around_a_stream_is_not_unwrapped(stages: int) -> None:
     assert run_ranks(labels_seen, 2, stages) == [{1}, {1}]
+
+
+SHORT_STREAM = Run(samples=74, streamed=True).with_options(max_steps=6)
+"""Two passes of steps with 32, 32 and 10 samples: the last step of each has one micro-batch of 16 at most, not two."""
+
+
+@pytest.mark.parametrize(("world_size", "stages"), [(1, 1), *slow((2, 1)), (2, 2)])
+def test_the_last_step_of_a_stream_has_its_own_samples_only(world_size: int, stages: int) -> None:
+    """It has fewer micro-batches than are accumulated; the stock Trainer adds them to the next pass's first step."""
+    run = replace(SHORT_STREAM, per_device=16 // world_size)
+    outcomes = run_ranks(pipeline, world_size, run, stages)
+    assert_same_training(outcomes, run_ranks(reference, 1, SHORT_STREAM)[0])
 
 
 def evaluate_different(rank: int, world_size: int) -> None:
@@ -203,6 +217,146 @@ def train_packed(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [*slow(1), 2])
 def test_one_stage_trains_what_cannot_be_cut_by_rows(world_size: int) -> None:
     run_ranks(train_packed, world_size)
+
+
+IMAGE, IMAGE_BEGINS, IMAGE_ENDS = 60, 61, 62
+
+
+def qwen2_vl() -> torch.nn.Module:
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config={**text, "pad_token_id": 0, "rope_parameters": rotary},
+            vision_config=vision,
+            image_token_id=IMAGE,
+            vision_start_token_id=IMAGE_BEGINS,
+            vision_end_token_id=IMAGE_ENDS,
+            video_token_id=59,
+        )
+    )
+
+
+class ImagesAndText(PadCollator):
+    """Each sample has an image of other size; the patches of all of them are in one tensor."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        sizes = [((2, 2), (4, 2), (2, 4), (4, 4))[sample["idx"] % 4] for sample in samples]
+        with_images = [
+            {
+                name: [IMAGE_BEGINS, *[IMAGE] * (h * w // 4), IMAGE_ENDS, *sample[name]]
+                for name in ("input_ids", "labels")
+            }
+            for sample, (h, w) in zip(samples, sizes, strict=True)
+        ]
+        batch = super().__call__(with_images)
+        patches = [
+            torch.randn(h * w, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(sample["idx"]))
+            for sample, (h, w) in zip(samples, sizes, strict=True)
+        ]
+        return {
+            **batch,
+            "labels": batch["labels"].masked_fill(batch["input_ids"] >= IMAGE, -100),
+            "pixel_values": torch.cat(patches),
+            "image_grid_thw": torch.tensor([(1, h, w) for h, w in sizes]),
+            "mm_token_type_ids": batch["input_ids"].eq(IMAGE).int(),
+        }
+
+
+IMAGES = Run("causal-lm", samples=12, epochs=1, accumulation=1).with_options(
+    remove_unused_columns=False, per_device_eval_batch_size=1, eval_strategy="epoch"
+)
+
+
+def train_images(rank: int, world_size: int, **options: Any) -> Outcome:
+    """The stock Trainer in one process, and a pipeline in two."""
+    trainer: Any
+    if world_size == 1:
+        arguments = TrainingArguments(
+            "reference", use_cpu=True, per_device_train_batch_size=4, **IMAGES.common_options()
+        )
+        data = [IMAGES.data(IMAGES.samples), IMAGES.data(2)]
+        trainer = Trainer(qwen2_vl(), arguments, train_dataset=data[0], eval_dataset=data[1])
+    else:
+        trainer = pipeline_trainer(replace(IMAGES, per_device=2), 2, model=qwen2_vl(), **options)
+        trainer.eval_dataset = IMAGES.data(2)
+    trainer.data_collator = ImagesAndText("causal-lm")
+    return outcome_of(trainer)
+
+
+def test_images_in_flat_patches_are_trained_in_one_micro_batch() -> None:
+    """Qwen2-VL's patches have no entry for each sample, so nothing may be cut: not by the probes before the first step
+    either."""
+    alone = run_ranks(train_images, 1)[0]
+    outcomes = run_ranks(train_images, 2, num_microbatches=1)
+    assert_same_training(outcomes, alone)
+    assert outcomes[0].metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"])
+
+
+def test_images_in_flat_patches_are_refused_where_they_would_be_cut() -> None:
+    for error in run_ranks_expecting_error(train_images, 2):
+        assert isinstance(error, UnsupportedModelError)
+        assert "fails on the first 2 samples" in str(error) and "num_microbatches=1" in str(error)
+
+
+# ------------------------------------------------------------------------------------------ what is said of a freeze
+def freezes_of(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """Level and beginning of each line about a freeze."""
+    with caplog.at_level("INFO", "hf_pipetransformer"):
+        trainer.train()
+    lines = [(record.levelno, record.getMessage().removeprefix("hf_pipetransformer: ")) for record in caplog.records]
+    return [(level, line.partition(";")[0]) for level, line in lines if re.match(r"Step \d+: freezing", line)]
+
+
+def freezing(model: torch.nn.Module, run: Run, schedule: dict[int, int], is_plain: bool = False) -> Trainer:
+    if is_plain:
+        arguments = TrainingArguments("plain", use_cpu=True, per_device_train_batch_size=4, **run.common_options())
+        callback = LayerFreezeCallback({"name": "schedule", "schedule": schedule})
+        data = {"train_dataset": run.data(run.samples), "data_collator": PadCollator(run.kind)}
+        return Trainer(model, arguments, callbacks=[callback], **data)
+    options = {"freeze_policy": "schedule", "freeze_schedule": schedule, "activation_cache": "off"}
+    return pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
+
+
+THREE_EPOCHS = Run(samples=8, epochs=3, accumulation=1)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_freeze_names_its_layers_and_what_stops_outside_of_them(is_plain: bool, caplog: Any) -> None:
+    trainer = freezing(THREE_EPOCHS.build_model(), THREE_EPOCHS, {1: 2, 2: 3}, is_plain)
+    first, second = freezes_of(trainer, caplog)
+    assert first == (
+        logging.INFO,
+        "Step 2: freezing 2 layers (bert.encoder.layer.0-1) and, outside of the layers, bert.embeddings",
+    )
+    assert second == (logging.INFO, "Step 4: freezing 1 layer (bert.encoder.layer.2)")
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_freeze_that_stops_nothing_warns(is_plain: bool, caplog: Any) -> None:
+    model = THREE_EPOCHS.build_model()
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    first, second = freezes_of(freezing(model, THREE_EPOCHS, {1: 1, 2: 2}, is_plain), caplog)
+    assert first[0] == logging.WARNING
+    assert (
+        "(bert.encoder.layer.0), whose parameters were all frozen already: only the activation cache gains" in first[1]
+    )
+    assert second == (logging.INFO, "Step 4: freezing 1 layer (bert.encoder.layer.1)")
+
+
+def test_a_freeze_of_a_vision_tower_names_it(caplog: Any) -> None:
+    """Of four layers, the first two are the images' and not the text's."""
+    trainer = freezing(qwen2_vl(), replace(IMAGES, samples=4).with_options(eval_strategy="no"), {0: 2})
+    trainer.data_collator = ImagesAndText("causal-lm")
+    ((level, line),) = freezes_of(trainer, caplog)
+    assert level == logging.INFO
+    assert line == (
+        "Step 0: freezing 2 layers (model.visual.blocks.0-1) and, outside of the layers, model.visual.patch_embed"
+    )
 
 
 # ------------------------------------------------------------------------------------------ around a step

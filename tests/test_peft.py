@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from training_runs import (
 )
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hf_pipetransformer import LayerFreezeCallback
 from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
@@ -273,3 +274,28 @@ def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
         assert list(dict.fromkeys(frozen)) == [1, 2]  # with cached layers the measured times may ask for other stages
         hits = sum(entry.get("cache_hit_rate", 0) + entry.get("cache_older_hit_rate", 0) for entry in log)
         assert (hits > 0) == (cache == "on")
+
+
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig,
+    "prefix": peft.PrefixTuningConfig,
+    "encoded-prompt": partial(peft.PromptEncoderConfig, encoder_hidden_size=8),
+}
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_that_would_stop_with_the_first_layer_is_refused_by_name(name: str, is_plain: bool) -> None:
+    """Frozen by hand, the base model's layers (which are frozen anyway) leave the prompt and the head to train."""
+    run = Run(samples=16, epochs=2)
+    model = peft.get_peft_model(run.build_model(), PROMPTS[name](task_type="SEQ_CLS", num_virtual_tokens=4)).train()
+    if is_plain:
+        callback = LayerFreezeCallback({"name": "schedule", "schedule": {1: 2}})
+        arguments = TrainingArguments("plain", use_cpu=True, **run.common_options())
+        data = {"train_dataset": run.data(16), "data_collator": PadCollator(run.kind)}
+        trainer = Trainer(model, arguments, callbacks=[callback], **data)
+    else:
+        options = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}}
+        trainer = pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
+    with pytest.raises(ValueError, match=r"'prompt_encoder\.default\.embedding\.weight'.*freeze_policy='none'"):
+        trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,12 @@ def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
     source = inspect.getsource(Trainer._run_epoch)
     loads = source.rindex("self._load_rng_state(")
     assert loads < source.index("callback_handler.on_step_begin(") < source.index("self.training_step(")
+
+
+def test_the_loop_updates_after_the_last_batch_of_an_epoch() -> None:
+    """`BatchesInEpoch` is the last but one of the numbers that the loop is given."""
+    assert "or (step + 1) == steps_in_epoch" in inspect.getsource(Trainer._run_epoch)
+    assert re.search(r"steps_in_epoch,\s+max_steps,\s+\)$", inspect.getsource(Trainer.set_initial_training_values))
 
 
 def test_when_the_stock_trainer_generates() -> None:

@@ -1,7 +1,7 @@
 """The training loader: a global sequence of numbered batches, of which each pipeline takes its slice.
 
 The order of the samples and the content of a batch depend only on (seed, epoch, number), not on the number of
-pipelines:
+pipelines (on one process a sampler without a seed of its own draws as in the stock Trainer):
 
     batch number        0                1                2
     samples        [7 3 9 1 | ...]  [4 8 0 5 | ...]  [2 6]          one global batch is per_device_batch x world size
@@ -20,6 +20,7 @@ the next batch's entries while this one is computed.
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -29,11 +30,14 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import BatchKeys
+from ..logs import log_once
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
 from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
 from ..resilience.watchdog import PROGRESS
 from .node_order import order_by_node
+
+logger = logging.getLogger(__name__)
 
 Collator = Callable[[list[Any]], Any]
 
@@ -419,6 +423,7 @@ class NumberedBatches(Dataset[Any]):
     def _draw_order(self) -> list[int]:
         """Draw the sampler's order, and record what it was drawn from."""
         assert self.sampler is not None
+        is_first = not self._drawn_from
         self._drawn_from = self._kept_draws.get(self._epoch, {SEED: self._seed + self._epoch})
         if self._epoch not in self._kept_draws and self._draws_as_stock:
             before = global_states()
@@ -428,7 +433,17 @@ class NumberedBatches(Dataset[Any]):
             return order
         with seeded(self._drawn_from.get(SEED, 0)):
             set_global_states(self._drawn_from)
-            return list(self.sampler)
+            before = global_states()
+            order = list(self.sampler)
+            if is_first and not self._draws_as_stock and global_states() != before:
+                log_once(
+                    logger,
+                    logging.INFO,
+                    "The sampler (%s) draws from the global random generators. On several processes they are seeded"
+                    " with seed + epoch for it, so the order of the samples is not that of one process.",
+                    type(self.sampler).__name__,
+                )
+            return order
 
     def _read(self, number: int, *default: Any) -> Any:
         assert self._iterator is not None

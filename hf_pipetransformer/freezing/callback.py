@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -59,8 +59,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     Frozen layers and the embeddings run in eval mode (no dropout) and build no autograd graph. Their parameters do
     not require a gradient, have no optimizer state, and take no part in DDP's all-reduce. A parameter that a frozen
-    layer shares with an active layer or with the head (a head tied to the embeddings) is frozen for both. When
-    training ends, the `requires_grad` flags are restored to their values before training.
+    layer shares with an active layer or with the head (a head tied to the embeddings) is frozen for both. The log
+    names the layers, and what stops training with them outside of the layers. When training ends, the `requires_grad`
+    flags are restored to their values before training.
 
     Under DDP the reducer is rebuilt in place at each freeze, as DDP does when it is unpickled; the wrapper stays the
     same object. (`find_unused_parameters=True`, the Trainer's default, would tolerate frozen parameters, but would
@@ -88,8 +89,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     Raises:
         ValueError: immediately, if an argument is out of range; at the start of training, if the Trainer is set up in
             a way that excludes freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph,
-            reentrant checkpointing); before the first update, if the loss calls only a part of the model and never
-            the model itself.
+            reentrant checkpointing); at the first step, if no parameter inside of a layer is trained and freezing
+            would stop a prompt or prefix; before the first update, if the loss calls only a part of the model and
+            never the model itself.
         UnsupportedModelError: at the first step, if no layers can be found in the model.
     """
 
@@ -117,7 +119,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._standalone: PlainTrainer | None = None
 
     # ------------------------------------------------------------------------------------ interface for the trainer
-    def attach(self, num_layers: int, max_frozen: int, state: TrainerState) -> None:
+    def attach(
+        self, num_layers: int, max_frozen: int, state: TrainerState, outside_alone: Collection[str] = ()
+    ) -> None:
         """Let a trainer drive this callback: one that takes `proposal`, observes gradients and freezes layers.
 
         Call it before `on_train_begin`, once the trainer's state is restored; `num_frozen` then holds the number that
@@ -127,26 +131,28 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             num_layers: L.
             max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
             state: the trainer's state.
+            outside_alone: as in `know_layers`.
 
         Raises:
             ValueError: no layer can be frozen.
         """
         self._is_driven = True
         self._begin(state)
-        self.know_layers(num_layers, max_frozen)
+        self.know_layers(num_layers, max_frozen, outside_alone)
 
-    def know_layers(self, num_layers: int, max_frozen: int) -> None:
+    def know_layers(self, num_layers: int, max_frozen: int, outside_alone: Collection[str]) -> None:
         """Set the number of layers, once the model's layers have been found.
 
         Args:
             num_layers: L.
             max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
+            outside_alone: what freezing would stop, if none of it is inside a layer (`FreezableLayers.outside_alone`).
 
         Raises:
             ValueError: no layer can be frozen, or the state in the checkpoint is that of another model.
         """
         if not isinstance(self.policy, NeverFreeze):
-            check_something_to_freeze(max_frozen, num_layers)
+            check_something_to_freeze(max_frozen, num_layers, outside_alone)
         observed = num_layers if self._observed is None else len(self._observed[0])
         if self.num_frozen > max_frozen or observed != num_layers:
             raise ValueError(
@@ -228,20 +234,18 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             most = min(self._max_frozen, self.max_frozen_layers or self._max_frozen)
             return f"{now}{name} decides {every} how many layers freeze, at most {most}"
         moments = self._moments(state)
-        frozen, found, words = self.num_frozen, [], "nothing more freezes" if now else "nothing freezes"
+        frozen, found = self.num_frozen, []
         for index, (epoch, step) in enumerate(islice(moments, MOST_DECISIONS), self._num_decisions):
             decision = FreezeDecision(index, self._num_layers, frozen, epoch, step, None, self._max_frozen)
             more = next_num_frozen(self.policy, decision, self.max_frozen_layers)
             if more > frozen:
                 when = f"after step {step}" if by_steps else f"after epoch {epoch:g}"
-                what = "1 layer" if more == 1 else f"{more} layers"
+                what = f"{more} in all" if frozen else "1 layer" if more == 1 else f"{more} layers"
                 found.append(f"{what} {when if step else 'at once'}")
             frozen = more
-        if found:
-            words = "frozen will be " + ", ".join(
-                [*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])]
-            )
-        return now + words
+        if not found:
+            return now + ("nothing more freezes" if now else "nothing freezes")
+        return f"{now}freezing " + ", ".join([*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])])
 
     def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
         """The decisions that are still to come: (epochs done, steps done).

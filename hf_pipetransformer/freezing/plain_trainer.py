@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +43,7 @@ class Decider(Protocol):
 
     num_frozen: int
 
-    def know_layers(self, num_layers: int, max_frozen: int) -> None:
+    def know_layers(self, num_layers: int, max_frozen: int, outside_alone: Collection[str]) -> None:
         """Set the number of layers, once they have been found; raises a `ValueError` if none can be frozen."""
         ...
 
@@ -156,24 +157,27 @@ class PlainTrainer:
         finally:
             self._is_looking = False
             torch.clear_autocast_cache()  # drop weights that autocast cast without a gradient during the probe
-        self._decider.know_layers(layers.num_layers, layers.max_frozen)
+        self._decider.know_layers(layers.num_layers, layers.max_frozen, layers.outside_alone)
         self._prefix = FrozenPrefix(self._stack, layers)
         if self.decides_at_first_forward:
             self._decider.decide(self._state, float(math.ceil(self._state.epoch)))
 
     def _freeze(self, num_frozen: int) -> None:
         assert self._prefix is not None
+        layers, before = self._prefix.layers, self._prefix.num_frozen
         parameters = self._prefix.freeze(num_frozen)
-        for parameter in parameters:
+        for parameter in parameters.values():
             self._optimizer.state.pop(parameter, None)
         if self._replicated is not None:
             rebuild_reducer(self._replicated)
-        logger.info(
-            "step %d: froze %d of %d layers (%s parameters more).",
+        logger.log(
+            logging.INFO if parameters else logging.WARNING,
+            "Step %d: %s; %d of %d layers frozen (%s parameters more).",
             self._state.global_step,
+            layers.describe_freeze(before, num_frozen, parameters),
             num_frozen,
-            self._prefix.layers.num_layers,
-            f"{sum(p.numel() for p in parameters):,}",
+            layers.num_layers,
+            f"{sum(p.numel() for p in parameters.values()):,}",
         )
 
 

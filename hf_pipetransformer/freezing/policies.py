@@ -22,7 +22,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -395,12 +395,25 @@ def steps_between_decisions(steps: float, max_steps: int) -> int:
     return int(steps) if steps >= 1 else max(1, _ceil(steps * max_steps))
 
 
-def check_something_to_freeze(max_frozen: int, num_layers: int) -> None:
+def check_something_to_freeze(max_frozen: int, num_layers: int, outside_alone: Collection[str] = ()) -> None:
     """Refuse a model in which no layer can be frozen.
 
+    Args:
+        max_frozen: the largest number of layers that can be frozen.
+        num_layers: L.
+        outside_alone: names of the parameters that freezing would stop, if none of them is inside a layer.
+
     Raises:
-        ValueError: freezing a single layer would leave nothing trainable.
+        ValueError: freezing a single layer would leave nothing trainable, or would stop only a prompt or prefix.
     """
+    if outside_alone:
+        raise ValueError(
+            f"Freezing layers would only stop the training of {min(outside_alone)!r}"
+            + (f" and {len(outside_alone) - 1} more parameters" if len(outside_alone) > 1 else "")
+            + f", which the layers read from outside (a prompt, a prefix, embeddings): of the model's {num_layers}"
+            " layers themselves no parameter is trained. Set freeze_policy='none', or make parameters of the layers"
+            " trainable."
+        )
     if max_frozen < 1:
         raise ValueError(
             f"Freezing one of the model's {num_layers} layers would leave nothing to train. Set freeze_policy='none',"

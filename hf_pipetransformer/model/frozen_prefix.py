@@ -11,7 +11,7 @@ one layer) is frozen for both, because the output of frozen layers must not chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, loss_outputs, output_tensors
 from .nested import tensors_of
 from .placeholders import evaluation_mode, reachable_leaves
+
+MOST_TO_NAME = 5
+"""Maximum number of ranges of layers, and of other modules, that a log line names."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class FreezableLayers:
         head: names of the parameters that the loss depends on even if every unit is frozen.
         trainable: names of the parameters that training would change if nothing was frozen: they require a gradient
             and get one.
+        units: the name of each unit's module.
     """
 
     owners: tuple[frozenset[str], ...]
     inside: tuple[tuple[str, ...], ...]
     head: frozenset[str]
     trainable: frozenset[str]
+    units: tuple[str, ...]
 
     @classmethod
     def of(cls, stack: LayerStack, batch: dict[str, Any]) -> FreezableLayers:
@@ -58,6 +63,7 @@ class FreezableLayers:
             ),
             _head_parameters(stack, batch),
             frozenset(name for name in names if stack.table[name].requires_grad) - stack.unreached,
+            tuple(unit.name if unit is not None else "" for unit in _units(stack)),
         )
 
     @property
@@ -83,6 +89,29 @@ class FreezableLayers:
         """
         head_alone = self.head - frozenset[str]().union(*self.owners[:-1])
         return frozenset[str]().union(*self.owners[:num_frozen]) - head_alone
+
+    @property
+    def outside_alone(self) -> frozenset[str]:
+        """What freezing would stop, if none of it is inside a layer: a prompt or prefix that the layers read."""
+        is_trained_inside = not self.trainable.isdisjoint(name for names in self.inside for name in names)
+        return frozenset() if is_trained_inside else self.trainable & self.frozen(self.num_layers)
+
+    def describe_freeze(self, before: int, after: int, stopped: Collection[str]) -> str:
+        """Name, for the log, the units that freeze and what stops training with them outside of the frozen units.
+
+        Args:
+            before: number of units that were frozen before.
+            after: number of units that are frozen now.
+            stopped: names of the parameters that were trained before and are not any more.
+        """
+        count = f"{after - before} layer{'' if after - before == 1 else 's'}"
+        text = f"freezing {count} ({_listed(_ranges(self.units[before:after]))})"
+        if not stopped:
+            return f"{text}, whose parameters were all frozen already: only the activation cache gains by it"
+        outside = frozenset(stopped).difference(*self.inside[:after])
+        others = self.trainable.union(*self.inside) - outside
+        modules = dict.fromkeys(_widest(name, others) for name in sorted(outside))
+        return f"{text} and, outside of the layers, {_listed(list(modules))}" if outside else text
 
 
 def squared_norms(
@@ -129,21 +158,21 @@ class FrozenPrefix:
     def num_frozen(self) -> int:
         return self._stack.runner.num_frozen
 
-    def freeze(self, num_frozen: int) -> list[nn.Parameter]:
+    def freeze(self, num_frozen: int) -> dict[str, nn.Parameter]:
         """Freeze the first `num_frozen` units, at least as many as before.
 
         Returns:
-            The parameters that no longer require a gradient. Their gradients are deleted; the caller must drop their
-            optimizer state and rebuild whatever reduces gradients.
+            The parameters that no longer require a gradient, by name. Their gradients are deleted; the caller must
+            drop their optimizer state and rebuild whatever reduces gradients.
         """
         assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
         table = self._stack.table
         names = self.layers.frozen(num_frozen)
-        parameters = [table[name] for name in table.names if name in names and table[name].requires_grad]
-        for parameter in parameters:
+        parameters = {name: table[name] for name in table.names if name in names and table[name].requires_grad}
+        for parameter in parameters.values():
             parameter.requires_grad_(False)
             parameter.grad = None
-        self._required_gradient += parameters
+        self._required_gradient += parameters.values()
         self._stays_in_eval = self._modules_of_prefix_alone(num_frozen, names)
         self._stack.runner.freeze(num_frozen, self._stays_in_eval)
         for module in self._stays_in_eval:
@@ -177,6 +206,27 @@ class FrozenPrefix:
             if is_frozen and active.isdisjoint(module.modules()):
                 roots.append(module)
         return {module for root in roots for module in root.modules()}
+
+
+def _ranges(names: Sequence[str]) -> list[str]:
+    """Names of modules in their order, neighbours in a list as one: "encoder.layer.0-3"."""
+    ranges: list[tuple[str, str, str]] = []  # path, first and last of each range
+    for name in dict.fromkeys(names):
+        path, _, index = name.rpartition(".")
+        follows = bool(ranges) and index.isdigit() and ranges[-1][::2] == (path, str(int(index) - 1))
+        ranges.append((*ranges.pop()[:2], index) if follows else (path, index, index))
+    return [f"{path}.{first}".lstrip(".") + (f"-{last}" if last != first else "") for path, first, last in ranges]
+
+
+def _widest(name: str, others: Collection[str]) -> str:
+    """The outermost module with this parameter in which there is none of the others; otherwise the parameter."""
+    parts = name.split(".")
+    paths = [".".join(parts[:length]) for length in range(1, len(parts))]
+    return next((path for path in paths if not any(other.startswith(f"{path}.") for other in others)), name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:MOST_TO_NAME], *(["..."] if len(names) > MOST_TO_NAME else [])])
 
 
 def _units(stack: LayerStack) -> Sequence[Unit | None]:

@@ -64,6 +64,8 @@ class LayerStack:
             layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
+        fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
+            sample); empty if it does.
         is_random: whether training draws random numbers other than for dropout; layers may then be skipped at random.
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
         trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
@@ -91,6 +93,7 @@ class LayerStack:
         self.only_returned = only_returned
         self.trained_with = tuple(owners if trained_with is None else trained_with)
         self.rows_per_sample = 1
+        self.fails_on_parts = ""
         self.is_random = False
 
     @property

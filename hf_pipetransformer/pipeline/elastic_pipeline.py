@@ -55,12 +55,14 @@ class Transformation:
         after: the plan that is in force now.
         seconds: duration of each phase in seconds: freeze, move, drop, build.
         bytes_moved: number of bytes that this process received.
+        stopped: names of the parameters that were trained before and are not any more, the same on every process.
     """
 
     before: PipelinePlan
     after: PipelinePlan
     seconds: Mapping[str, float]
     bytes_moved: int
+    stopped: frozenset[str] = frozenset()
 
 
 class ElasticPipeline(nn.Module):
@@ -234,7 +236,7 @@ class ElasticPipeline(nn.Module):
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
         with _timed_phase("freeze", seconds):
-            self._freeze(plan)
+            stopped = self._freeze(plan)
             if self._optimizer is not None:
                 self._optimizer.keep_what_is_here()
             self._close()
@@ -253,7 +255,7 @@ class ElasticPipeline(nn.Module):
         with _timed_phase("build", seconds):
             self._build()
         PROGRESS.forget_pace()
-        return Transformation(before, plan, seconds, moved)
+        return Transformation(before, plan, seconds, moved, stopped)
 
     def replace_plan(self, plan: PipelinePlan) -> None:
         """Change to a plan of one stage with the same frozen layers and another number of cached ones.
@@ -285,10 +287,11 @@ class ElasticPipeline(nn.Module):
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
 
-    def _freeze(self, plan: PipelinePlan) -> None:
-        if plan.num_frozen_layers:
-            assert self.freezable is not None
-            self.weights.freeze(self.freezable.frozen(plan.num_frozen_layers))
+    def _freeze(self, plan: PipelinePlan) -> frozenset[str]:
+        if not plan.num_frozen_layers:
+            return frozenset()
+        assert self.freezable is not None
+        return self.weights.freeze(self.freezable.frozen(plan.num_frozen_layers))
 
     def _restrict_to_units_here(self) -> None:
         """Let the model compute this process's units only, if there are several stages."""

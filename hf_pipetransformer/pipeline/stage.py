@@ -242,7 +242,8 @@ class ShapeBook:
     """The shapes at a stage's boundaries for every shape of batch seen so far.
 
     The size of a boundary tensor is an affine function of the micro-batch's number of samples. So each new shape of
-    batch costs one forward of one sample and one of two samples, whatever the size of the batch.
+    batch costs one forward of one sample and one of two samples, whatever the size of the batch. A batch that
+    cannot be split (`LayerStack.fails_on_parts`) is a single micro-batch, and costs one forward of all its samples.
 
     Args:
         stage: this process's stage.
@@ -263,10 +264,13 @@ class ShapeBook:
 
     def shapes(self, batch: Batch, rows: int) -> StageShapes:
         """Shapes for micro-batches of `rows` samples of `batch`. Collective over the pipeline for a new shape."""
-        has_two = batch_rows(batch) > 1  # a single sample does not show how the sizes grow with more samples
-        key = (shape_signature(batch), has_two)
+        most = batch_rows(batch)
+        counts = (1, 2) if most > 1 else (1,)  # a single sample does not show how the sizes grow with more samples
+        if self._stage.stack.fails_on_parts:
+            assert rows == most
+            counts = (most,)
+        key = (shape_signature(batch), counts)
         if key not in self._by_rows:
-            counts = (1, 2) if has_two else (1,)
             learned = self._learn([slice_rows(batch, 0, count) for count in counts])
             self._by_rows[key] = (learned[0], learned[-1])
         one, two = self._by_rows[key]

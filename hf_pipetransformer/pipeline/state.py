@@ -84,16 +84,18 @@ class WeightState:
         """Whether a freeze policy has frozen this parameter permanently."""
         return name in self._frozen
 
-    def freeze(self, names: Collection[str]) -> None:
-        """Stop training these parameters.
+    def freeze(self, names: Collection[str]) -> frozenset[str]:
+        """Stop training these parameters, and return the names of those that were trained until now.
 
         They lose their gradient here, and their optimizer state at `OptimizerState.keep_what_is_here`.
         """
+        stopped = frozenset(filter(self.is_trainable, names))
         self._frozen.update(names)
         for name in names:
             if self.is_here(name):
                 self._table[name].requires_grad_(False)
                 self._table[name].grad = None
+        return stopped
 
     @property
     def flags_changed(self) -> bool:

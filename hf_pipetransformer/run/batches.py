@@ -39,6 +39,28 @@ def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None
     return batch
 
 
+class BatchesInEpoch(int):
+    """The number of batches in an epoch, with which the Trainer's loop recognises the last one: it updates after it.
+
+    For a stream the loop has only an upper bound. So while a step runs that has fewer batches than are accumulated,
+    this number also equals that of the step's last batch. Otherwise the loop would not update, and would add the
+    step's gradients to those of the next one.
+
+    Attributes:
+        accumulated: number of batches in a step (`gradient_accumulation_steps`).
+        rest: number of batches in the current step if it has fewer; otherwise 0.
+    """
+
+    accumulated = 1
+    rest = 0
+
+    def __eq__(self, number: object) -> bool:
+        is_last = bool(self.rest) and isinstance(number, int) and number % self.accumulated == self.rest
+        return is_last or super().__eq__(number)
+
+    __hash__ = int.__hash__
+
+
 class GlobalBatch:
     """The batch of one optimizer step, over all replicas and accumulated batches.
 

@@ -240,8 +240,9 @@ def _find_layers(
 
 
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
-    """Check that the loss calls the model in the same way on every process, and agree on whether it does so once.
+    """Check that the loss calls the model in the same way on every process, and agree on what each has found.
 
+    That is whether the loss calls it once, and whether it fails on a part of a batch, whose inputs may be random.
     Collective over all processes.
 
     Raises:
@@ -250,8 +251,10 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     runner = stack.runner
     called = runner.called
     mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
-    everyone, once = zip(*job.mesh.gather_objects((mine, runner.is_called_once)), strict=True)
+    found = job.mesh.gather_objects((mine, runner.is_called_once, stack.fails_on_parts))
+    everyone, once, fails = zip(*found, strict=True)
     runner.is_called_once = all(once)
+    stack.fails_on_parts = next(filter(None, fails), "")
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ValueError(
@@ -467,26 +470,19 @@ def _names(names: Collection[str], most: int = 4) -> str:
 def _costs_of_units(
     job: TrainingJob, stack: LayerStack, padded: Batch, never_frozen: Collection[str]
 ) -> tuple[UnitCost, ...]:
-    """Measure the cost of each unit.
-
-    Raises:
-        UnsupportedModelError: batches cannot be split along the batch dimension.
-    """
+    """Measure the cost of each unit, and note in `stack.fails_on_parts` whether batches cannot be split by sample."""
     try:
         return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if slicing is not the reason
-        if not job.args.uses_pipeline:
-            return costs
-        raise UnsupportedModelError(
-            job.model,
-            f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
-            f" ({type(error).__name__}: {error}), so batches cannot be split into micro-batches.",
-            "Make the data collator return one entry per sample in every input (for example with documents as a"
-            " padded second dimension), or set pipeline_parallel_size=1.",
-        ) from error
+        if job.args.uses_pipeline:
+            stack.fails_on_parts = (
+                f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
+                f" ({type(error).__name__}: {error})"
+            )
+        return costs
 
 
 def _make_equal(stack: LayerStack, mesh: ProcessMesh, known_equal: Collection[str]) -> None:
@@ -544,8 +540,8 @@ def time_model(
         collate: collates these samples.
         checkpoint: the checkpoint to resume from, if any.
     """
-    if cut.pipeline.is_lazy:
-        return None  # reading the weights from the files would be measured
+    if cut.pipeline.is_lazy or cut.pipeline.stack.fails_on_parts:
+        return None  # reading the weights from the files would be measured; times follow from parts of a batch
     if job.args.full_determinism or not (job.args.uses_pipeline or job.may_cache):
         return None
     if cut.timing is None:

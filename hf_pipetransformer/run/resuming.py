@@ -36,6 +36,7 @@ from ..resilience.checkpoint_folders import (
     replaced_weights,
     restore_replaced,
     saving_folder,
+    taken_names,
     validate,
 )
 from .job import TrainingJob
@@ -84,6 +85,13 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
     with job.mesh.failing_together():
         saving_folder(Path(job.args.output_dir or ".")).refuse_foreign()
     is_first = job.args.process_index == 0
+    taken = taken_names(Path(job.args.output_dir or ".")) if is_first else []
+    if taken:
+        logger.warning(
+            "%s in output_dir is not a checkpoint of the Trainer. No checkpoint can be saved under this name: move it"
+            " away if training reaches that step.",
+            ", ".join(taken),
+        )
     mine = None
     if is_first and wanted:
         mine = (wanted, *_choose(Path(job.args.output_dir or "."), wanted))

@@ -34,6 +34,7 @@ from ..resilience.exit import finishes, note_training
 from ..resilience.interruption import Interruption
 from ..resilience.watchdog import PROGRESS, Watchdog, watching
 from ..token_slices.token_schedule import Slicing
+from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import UnusableFolderError, check_folder, make_cache
 from .checkpointing import exporting_state
@@ -98,6 +99,8 @@ class PipelineRun(TrainerCallback):
         """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
         self.watchdog: Watchdog | None = None
+        self.batches_in_epoch = BatchesInEpoch()
+        """What the loop takes for the number of batches in an epoch."""
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
         self._loss = TrainersLoss(job)
         self._planner: Planner | None = None
@@ -417,7 +420,8 @@ class PipelineRun(TrainerCallback):
             return 0
         refuse_reentrant_checkpointing(self._job.args)
         assert freezable is not None
-        callback.attach(freezable.num_layers, freezable.max_frozen, self._job.trainer.state)
+        state = self._job.trainer.state
+        callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
         if len(with_the_first) > 1:
             log_once(
@@ -459,6 +463,8 @@ class PipelineRun(TrainerCallback):
             self.adapt()
         PROGRESS.enter("data")
         taken = self.steps.take(batches, num_batches)
+        self.batches_in_epoch.accumulated = self._job.args.gradient_accumulation_steps
+        self.batches_in_epoch.rest = len(taken[0]) % num_batches
         PROGRESS.enter("callbacks")
         return taken
 
@@ -497,7 +503,7 @@ class PipelineRun(TrainerCallback):
             return
         change = pipeline.transform(new)
         data.reslice(pipeline.num_replicas, pipeline.replica_index)
-        self.log.transformed(change)
+        self.log.transformed(change, pipeline.freezable)
 
     def _update(self, cache: AutoCache) -> None:
         """Pass the observations since the last step to the cache. Collective over all processes."""

@@ -202,7 +202,7 @@ class RunLog:
             logger.info("Step %d: %s; nothing moves.", step, describe_frozen(plan))
         self._job.trainer.log({**self._numbers_of(plan), **numbers})
 
-    def transformed(self, change: Transformation) -> None:
+    def transformed(self, change: Transformation, freezable: FreezableLayers | None) -> None:
         """Write a transformation to the log, the run's file and the metrics. Collective over all processes."""
         self._num_shapes = 0
         everyone = self._job.mesh.gather_objects((dict(change.seconds), change.bytes_moved))
@@ -210,11 +210,18 @@ class RunLog:
         total = max(sum(seconds.values()) for seconds, _ in everyone)
         moved = sum(count for _, count in everyone)
         if self._job.trainer.is_world_process_zero():
-            logger.info("%s", describe_change(change, self._job.trainer.state.global_step, total, moved))
+            before, after = change.before.num_frozen_layers, change.after.num_frozen_layers
+            freeze, level = "", logging.INFO
+            if after > before:
+                assert freezable is not None
+                freeze = freezable.describe_freeze(before, after, change.stopped)
+                level = logging.INFO if change.stopped else logging.WARNING
+            step = self._job.trainer.state.global_step
+            logger.log(level, "%s", describe_change(change, step, total, moved, freeze))
         self._num_changes += 1
-        before = self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
+        measured = self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
         numbers = self._numbers_of(change.after)
-        self._job.trainer.log({**numbers, **before, "transform_seconds": total, "transform_bytes": moved})
+        self._job.trainer.log({**numbers, **measured, "transform_seconds": total, "transform_bytes": moved})
 
     def sliced(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
         """Log and record how a batch of a new shape is split, for the first shapes. Only the main process writes."""

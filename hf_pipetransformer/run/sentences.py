@@ -52,7 +52,7 @@ def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: 
         m = plan.num_microbatches_for(rows)
         parts.append(f"{_many(m, 'micro-batch', 'es')} of {_many(rows // m, 'sample')}, schedule {plan.schedule}")
     parts += [f"replicas divide {plan.what_replicas_divide}"] if plan.shards_optimizer else []
-    parts += [f"freezing: {freezing}"] if freezing is not None else []
+    parts += [freezing] if freezing is not None else []
     parts += [f"activation cache: {cache}"] if cache is not None else []
     parts += [f"{by_times} by measured times, so another run may differ by rounding"] if by_times else []
     return "; ".join(parts) + "."
@@ -75,13 +75,19 @@ def describe_schedules(choice: ScheduleChoice) -> str:
     )
 
 
-def describe_change(change: Transformation, step: int, seconds: float, bytes_moved: int) -> str:
-    """Describe a transformation."""
+def describe_change(change: Transformation, step: int, seconds: float, bytes_moved: int, freeze: str = "") -> str:
+    """Describe a transformation.
+
+    Args:
+        change: the transformation.
+        step: number of steps done.
+        seconds: its duration.
+        bytes_moved: number of bytes that all processes have received.
+        freeze: what freezes with it (`FreezableLayers.describe_freeze`); empty if nothing does.
+    """
     before, after = (describe_layout(plan) for plan in (change.before, change.after))
-    return (
-        f"Step {step}: {describe_frozen(change.after)}; {before} -> {after}, {bytes_moved / 2**20:.1f} MiB moved in"
-        f" {seconds:.3f} s."
-    )
+    parts = [*([freeze] if freeze else []), describe_frozen(change.after), f"{before} -> {after}"]
+    return f"Step {step}: {'; '.join(parts)}, {bytes_moved / 2**20:.1f} MiB moved in {seconds:.3f} s."
 
 
 def describe_frozen(plan: PipelinePlan) -> str:

@@ -122,8 +122,10 @@ def find_reduction(
     # results may differ between processes by rounding, or by what a collator draws
     found = found_by_each(job.mesh, job.is_probed_once(collate), probe)
     reduction = found[0].reduction
+    reason = stack.fails_on_parts
     if has_router_loss(job.model):  # its share of the loss is too small for the probe
         reason = "the router loss (output_router_logits=True) compares all tokens of a batch"
+    if reason:
         reduction = replace(unexamined(loss.shifts_labels, reason), blocks=reduction.blocks)
     stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
     stack.rows_per_sample = reduction.blocks

@@ -296,6 +296,25 @@ def test_a_sampler_without_a_seed_depends_on_seed_and_epoch_only():
     assert orders(seed=2) != [first, second]
 
 
+@pytest.mark.parametrize("has_a_seed", [True, False])
+def test_an_order_that_depends_on_the_number_of_processes_is_told(has_a_seed, caplog):
+    """On one process the global generator draws it, as in the stock Trainer; on several it is seeded for that."""
+    data = Numbers(83)
+
+    def lines(draws_as_stock: bool) -> list[str]:
+        sampler = SeedableRandomSampler(data, data_seed=3) if has_a_seed else RandomSampler(data)
+        loader = NumberedLoader(NumberedBatches(data, sampler, list, GLOBAL_BATCH, draws_as_stock=draws_as_stock))
+        caplog.clear()
+        with caplog.at_level("INFO", "hf_pipetransformer"):
+            for epoch in range(2):
+                loader.set_epoch(epoch)
+                list(loader)
+        return [record.getMessage() for record in caplog.records if "global random generators" in record.getMessage()]
+
+    assert not lines(draws_as_stock=True)
+    assert len(lines(draws_as_stock=False)) == (0 if has_a_seed else 1)
+
+
 @pytest.mark.parametrize("reads_to_the_end", [True, False])
 def test_passes_whose_epoch_nobody_sets(reads_to_the_end):
     """A user's wrapper without `set_epoch`; the loop knows the length and may not ask for more than the last batch.

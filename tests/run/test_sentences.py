@@ -34,7 +34,7 @@ def plan(stages: int, frozen: int = 0, cached: int = 0, sharding: str = "none") 
 
 def test_a_start() -> None:
     assert describe_start("Bert", plan(4), "nothing freezes", "off (because)", "") == (
-        "Bert in 4 stages (1+1+2+2 layers) x 1 replica; 8 micro-batches of 2 samples, schedule 1f1b; freezing: nothing"
+        "Bert in 4 stages (1+1+2+2 layers) x 1 replica; 8 micro-batches of 2 samples, schedule 1f1b; nothing"
         " freezes; activation cache: off (because)."
     )
     assert describe_start("Bert", plan(1), None, None, "slices are chosen") == (

@@ -58,14 +58,15 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     start, costs, *changes, end = [text for level, text in lines if level == logging.INFO]
     assert start == (
         "BertForSequenceClassification in 2 stages (2+2 layers) x 1 replica; 4 micro-batches of 2 samples, schedule"
-        " 1f1b; freezing: frozen will be 1 layer after epoch 1, 2 layers after epoch 2; activation cache: on, in"
+        " 1f1b; freezing 1 layer after epoch 1, 2 in all after epoch 2; activation cache: on, in"
         f" {tmp_path}/_hf_pipetransformer_cache."
     )
     # (12 + (9 + 1) + (6 + 1) + 6) / 12: three forwards for each layer that trains, one for each that is stored
     assert costs.startswith("With this freeze policy the layers of 4 epochs cost as much as those of 2.9 epochs")
-    assert [text.partition(";")[0] for text in changes] == [
-        "Step 4: 1 of 4 layers frozen",
-        "Step 8: 2 of 4 layers frozen, 1 of them cached",
+    assert [text.partition("; 2 stages")[0].partition("; nothing")[0] for text in changes] == [
+        "Step 4: freezing 1 layer (bert.encoder.layer.0) and, outside of the layers, bert.embeddings; 1 of 4 layers"
+        " frozen",
+        "Step 8: freezing 1 layer (bert.encoder.layer.1); 2 of 4 layers frozen, 1 of them cached",
         "Step 12: 2 of 4 layers frozen, 2 of them cached",
     ]
     # backward: (0 + 1 + 2 + 2) / 16; forward: in the third epoch 1 layer, in the fourth 2, of 4 epochs of 4

@@ -40,6 +40,7 @@ import psutil
 import torch.distributed as dist
 
 from ...errors import ONE_LINE, PeerFailedError, in_one_line
+from ...own_files import unlink_created
 from ..exit import end_at_exit
 from ..stop_signal import EXIT_CODE as PREEMPTED
 from ..stores import SignedStore, keep_store, own_address
@@ -164,7 +165,7 @@ class Watchdog:
             # all processes have opened the files, and announce themselves
             self.has_store = all(self._gather(self._reaches_store()))
         finally:
-            os.unlink(name)
+            unlink_created(name)
         if not self.has_store and self._rank == 0:
             logger.warning(
                 "Not all processes can reach the store at %s, port %d, so hangs and crashes are only detected on the"
