@@ -8,6 +8,7 @@ a deliberate `ValueError` of ours    the user's own lines and the message on ran
 from __future__ import annotations
 
 import io
+import linecache
 import os
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,9 @@ ONE_LINE = "_hf_pipetransformer_one_line"
 """Attribute of an error that needs no traceback, because another process shows it: the line that is shown instead, or
 an empty one if it has been logged."""
 
+SHOWS_ALL = "HF_PIPETRANSFORMER_FULL_TRACEBACK"
+"""Environment variable that has all errors shown as Python does."""
+
 _shows_briefly = False
 
 
@@ -133,27 +137,43 @@ def show_errors_briefly() -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        rank = int(os.environ.get("RANK", "0"))
-        line: str | None = getattr(error, ONE_LINE, None)
-        if line is None and isinstance(error, PeerFailedError):
-            line = str(error)
-        is_ours = _innermost(tb).partition(".")[0] == LIBRARIES[0]
-        is_deliberate = is_ours and isinstance(error, ValueError)
-        if line is None and is_deliberate and rank > 0:
-            line = in_one_line(error)
-        if line is not None:
-            # torch collects what its hook prints, and adds the rank
-            prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank {rank}] "
-            sys.stderr.write(f"{prefix}{line}\n" if line else "")
-            return
-        if is_deliberate:
-            error.__cause__, error.__suppress_context__ = None, True  # its message says what matters
-        if is_deliberate or not is_ours:
-            for one in chain_of(error):
-                one.__traceback__ = _visible(one.__traceback__, LIBRARIES if is_deliberate else DRIVERS)
-        before(kind, error, error.__traceback__)
+        try:
+            is_shown = bool(os.environ.get(SHOWS_ALL)) or not _shorten(error, tb)
+        except Exception:  # an error that cannot be changed, or no stderr
+            is_shown = True
+        if is_shown:
+            before(kind, error, error.__traceback__)
 
     sys.excepthook = show
+
+
+def _shorten(error: BaseException, tb: TracebackType | None) -> bool:
+    """Take from an error's tracebacks what says nothing to the user. True if one line was printed in their place."""
+    rank = os.environ.get("RANK") or "0"
+    line: str | None = getattr(error, ONE_LINE, None)
+    if line is None and isinstance(error, PeerFailedError):
+        line = str(error)
+    innermost = _innermost(tb)
+    is_ours = innermost is not None and _is_in(innermost.tb_frame, LIBRARIES[:1])
+    is_deliberate = is_ours and isinstance(error, ValueError) and _is_raised_at(innermost)
+    if line is None and is_deliberate and rank != "0":
+        line = in_one_line(error)
+    if line is not None:
+        # torch collects what its hook prints, and adds the rank
+        prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank {rank}] "
+        sys.stderr.write(f"{prefix}{line}\n" if line else "")
+        return True
+    if is_deliberate:
+        error.__cause__, error.__suppress_context__ = None, True  # its message says what matters
+    if is_deliberate or not is_ours:
+        for one in chain_of(error):
+            one.__traceback__ = _visible(one.__traceback__, LIBRARIES if is_deliberate else DRIVERS)
+    return False
+
+
+def _is_raised_at(at: TracebackType | None) -> bool:
+    """Whether the line raises the error itself, so that its message is for the user."""
+    return at is not None and "raise" in linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno)
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
@@ -173,7 +193,7 @@ def _visible(tb: TracebackType | None, hidden: tuple[str, ...]) -> TracebackType
     """Return a traceback without the frames of some modules and packages."""
     frames = []
     while tb is not None:
-        if not _is_in(tb.tb_frame, hidden):
+        if not _is_in(tb.tb_frame, hidden) or (tb.tb_next is None and hidden is DRIVERS):
             frames.append(tb)
         tb = tb.tb_next
     following: TracebackType | None = None
@@ -182,12 +202,11 @@ def _visible(tb: TracebackType | None, hidden: tuple[str, ...]) -> TracebackType
     return following
 
 
-def _innermost(tb: TracebackType | None) -> str:
-    """The module in which an error was raised."""
-    name = ""
-    while tb is not None:
-        name, tb = _module(tb.tb_frame), tb.tb_next
-    return name
+def _innermost(tb: TracebackType | None) -> TracebackType | None:
+    """The place where an error was raised."""
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb
 
 
 def _is_in(frame: FrameType, names: tuple[str, ...]) -> bool:

@@ -220,7 +220,7 @@ _FREEZING = fields(
         "observed": maybe(
             both(row(each(NUMBER), each(NUMBER)), _value("two lists of one length", lambda v: len(v[0]) == len(v[1])))
         ),
-        "policy": MAPPING,
+        "policy": ANYTHING,
     }
 )
 FREEZE_STATE = one_or_many(fields({"attributes": fields({"memory": _FREEZING})}))
@@ -263,8 +263,8 @@ _ORDER = both(
 
 _MEMORY = fields({"step": COUNT, "owes_evaluation?": FLAG, "order?": unless_empty(_ORDER), "layout?": _LAYOUT})
 _KEPT = fields({"attributes": fields({"memory": unless_empty(_MEMORY)})})
-CALLBACK_STATES = fields({f"{KEPT}?": unless_empty(_KEPT), "LayerFreezeCallback?": unless_empty(FREEZE_STATE)})
-TRAINER_STATE = fields({"global_step?": COUNT, "stateful_callbacks?": CALLBACK_STATES})
+CALLBACK_STATES = fields({f"{KEPT}?": unless_empty(_KEPT)})
+TRAINER_STATE = fields({"global_step?": COUNT, "stateful_callbacks?": maybe(MAPPING)})
 LOG_HISTORY = fields({"log_history?": each(fields({"step?": COUNT}))})
 
 _SECONDS = fields({"fixed": NUMBER, "per_row": NUMBER})

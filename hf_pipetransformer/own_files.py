@@ -217,7 +217,7 @@ def replace_file(path: Path, text: str) -> None:
 
     Raises:
         NotOursError: there is a link, or something else than a file, which stays.
-        OSError: it cannot be written.
+        OSError: it cannot be written, or the file that is there is read-only.
     """
     new = path.with_name(f"{NEW}{uuid.uuid4().hex}")
     descriptor = open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -227,6 +227,8 @@ def replace_file(path: Path, text: str) -> None:
                 before = os.lstat(path)
                 if not stat.S_ISREG(before.st_mode):
                     raise NotOursError(f"{path} is a link, or no file, so it is not replaced. Move it away.")
+                if not before.st_mode & 0o222:
+                    raise PermissionError(errno.EACCES, "it is read-only", str(path))
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(text)
         os.replace(new, path)

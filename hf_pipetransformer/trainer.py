@@ -449,10 +449,7 @@ class PipeTransformerTrainer(Trainer):
             ValueError: another process does something else.
         """
         call = f"{method}(){calling_code()}"
-        watchdog = self._pipeline_run.watchdog if self._pipeline_run is not None else None
-        if watchdog is not None and watchdog.has_store:
-            watchdog.meet(call)
-        else:
+        if self._pipeline_run is None or not self._pipeline_run.meet(f"called {call}"):
             self._job.mesh.expect_all(call, self.args.ddp_timeout)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -475,7 +472,8 @@ class PipeTransformerTrainer(Trainer):
         if self._is_stock:
             return super()._save_checkpoint(model, trial)
         run, cut = self._pipeline_run, self._cut_model
-        PROGRESS.begin_round(f"saves a checkpoint at step {self.state.global_step}")
+        if run is not None:
+            run.meet("saves a checkpoint (control.should_save)")  # a callback may have set it on some processes only
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),
@@ -506,7 +504,10 @@ class PipeTransformerTrainer(Trainer):
         """Write the stock model card, and add how the model was trained: layouts, freezes, cache and versions."""
         super().create_model_card(*positional, **keywords)
         if self._trained_by is not None and self.is_world_process_zero():
-            add_to_card(Path(self.args.output_dir or "."), self._trained_by)
+            try:
+                add_to_card(Path(self.args.output_dir or "."), self._trained_by)
+            except (OSError, ValueError) as error:  # of the records, not of the training, which is over
+                logger.warning("The model card says nothing about layouts, freezes and the cache: %s", error)
 
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -207,8 +207,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             the cache, and the reason is logged.
         activation_cache_dir (`str`, *optional*):
             Directory in which the cache creates its own, `_hf_pipetransformer_cache`; nothing else in it is touched.
-            It should be on a local disk, and the cache should preferably fit into the page cache. Defaults to
-            `output_dir`; the cache in it is removed when training ends.
+            It should be on a local disk, and the cache should preferably fit into the page cache. Without
+            it, the cache is `_hf_pipetransformer_run_cache` in `output_dir`, and is removed when training ends.
         activation_cache_dtype (`str`, *optional*, defaults to `"auto"`):
             Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
             `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.
@@ -307,7 +307,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         metadata={"help": "Keep frozen layers' outputs from epoch to epoch.", "choices": list(CACHE_MODES)},
     )
     activation_cache_dir: str | None = field(
-        default=None, metadata={"help": "Where to keep them, in _hf_pipetransformer_cache. Defaults to output_dir."}
+        default=None, metadata={"help": "Where to keep them. By default in output_dir, as long as training lasts."}
     )
     activation_cache_dtype: str = field(
         default="auto", metadata={"help": "How to keep them.", "choices": list(CACHE_DTYPES)}

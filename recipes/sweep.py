@@ -150,6 +150,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     is_first = os.environ.get("RANK", "0") == "0"
     store = options.activation_cache_dir or options.output_dir
     probe_metric(recipe, [*rest, *_as_arguments(trials[0])], options)
+    kept = set(options.output_dir.glob(f"{STORE}*"))  # of the user
     done = []
     try:
         for number, trial in enumerate(trials):
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     file.write(json.dumps(done[-1]) + "\n")
     finally:  # also after a trial that fails
         if options.activation_cache_dir is None and os.environ.get("LOCAL_RANK", "0") == "0":
-            for folder in options.output_dir.glob(f"{STORE}*"):  # one for each node
+            for folder in set(options.output_dir.glob(f"{STORE}*")) - kept:  # one for each node
                 open_store(folder).remove()
     if is_first:
         show(done, options.metric, options.smaller_is_better or options.metric.endswith("loss"))

@@ -228,7 +228,7 @@ def trainer_with_fault(
     """An elastic training: as many stages as processes, up to four, then two, then one."""
     store = Path(folder, STORE)
     # the next attempt goes on with what the one that was killed has put
-    goes_on = (fault is not None and fault.phase == "cache") or Path(folder, "_hf_pipetransformer_cache").exists()
+    goes_on = (fault is not None and fault.phase == "cache") or Path(folder, "_hf_pipetransformer_run_cache").exists()
     run = CACHED_RUN if caches or store.exists() else RUN.with_options(max_steps=max_steps)
     if caches:
         activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should

@@ -26,7 +26,10 @@ from .activation_store import ActivationStore, GenerationReader
 from .file_store import FileStore
 
 STORE = "_hf_pipetransformer_cache"
-"""Name of a store's folder in the user's."""
+"""Name of a store's folder in the user's, where it is kept."""
+RUN_STORE = "_hf_pipetransformer_run_cache"
+"""Its name in `output_dir`, if the user gives no folder. It is removed when training has ended, so no store that is
+kept may have this name."""
 
 
 def open_store(folder: Path, user: str = "anybody") -> ActivationStore:
@@ -82,18 +85,19 @@ def withdraw(current: Path) -> None:
         OwnFolder(current.parent).remove(current.name)
 
 
-def current_file(folder: str | os.PathLike[str], output_dir: str, nodes: Sequence[str]) -> Path:
+def current_file(folder: str | os.PathLike[str] | None, output_dir: str, nodes: Sequence[str]) -> Path:
     """Where a training names the generations that it reads: of several in one folder each has a file of its own.
 
     Args:
-        folder: the user's, in which the stores are.
+        folder: the user's, in which the stores are kept; None for a store of this training in `output_dir`.
         output_dir: of the training.
         nodes: name of each rank's node.
     """
     # each node has a store of its own: nodes may share a file system, but they do not share a page cache
-    store = f"{STORE}-{node_name()}" if len(set(nodes)) > 1 else STORE
+    name = RUN_STORE if folder is None else STORE
+    store = f"{name}-{node_name()}" if len(set(nodes)) > 1 else name
     training = xxhash.xxh3_64_hexdigest(os.path.abspath(output_dir).encode())
-    return Path(folder, store, f"current-{training}.json").absolute()
+    return Path(output_dir if folder is None else folder, store, f"current-{training}.json").absolute()
 
 
 def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ STATE = "trainer_state.json"
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 WEIGHTS = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 SHARD = re.compile(r"-\d+-of-\d+\.")
-TRAINERS = re.compile(r"trainer_state\.json|optimizer\.pt|scheduler\.pt|rng_state(_\d+)?\.pth")
-"""Files that are in each checkpoint of the Trainer, also in one that is not complete, and that nothing else writes."""
+TRAINERS = (STATE, MANIFEST)
+"""Files that tell a checkpoint of the Trainer, one of which is in each that was completed."""
 CHUNK = 2**22
 
 
@@ -54,14 +54,20 @@ def saving_folder(folder: Path) -> OwnFolder:
 
 
 def is_trainers(checkpoint: Path) -> bool:
-    """Whether something named like a checkpoint is one, complete or not, and no folder of the user's and no link."""
+    """Whether something named like a checkpoint is one, and no folder of the user's and no link."""
     try:
         if not stat.S_ISDIR(checkpoint.lstat().st_mode):
             return False
         with os.scandir(checkpoint) as entries:
-            return any(TRAINERS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries)
+            return any(entry.name in TRAINERS and entry.is_file(follow_symlinks=False) for entry in entries)
     except OSError:
         return False
+
+
+def step_of(checkpoint: str | Path | None) -> int:
+    """The number of steps in a checkpoint's name; 0 for any other name."""
+    match = CHECKPOINT.fullmatch(Path(checkpoint).name) if checkpoint is not None else None
+    return int(match[1]) if match is not None else 0
 
 
 def taken_names(folder: Path) -> list[str]:
@@ -154,7 +160,7 @@ def validate(checkpoint: Path) -> str | None:
             return f"{name} cannot be read ({error.strerror})"
     try:
         with suppress(FileNotFoundError):  # the manifest was changed on purpose
-            read_json(checkpoint / STATE, TRAINER_STATE)
+            memory_in(read_json(checkpoint / STATE, TRAINER_STATE).get("stateful_callbacks"))
     except (OSError, ValueError) as error:
         return f"{STATE} cannot be read ({error})"
     return None
@@ -210,7 +216,9 @@ def _damage_without_manifest(checkpoint: Path) -> str | None:
         return f"it has neither {MANIFEST} nor {STATE}"
     except (OSError, ValueError) as error:
         return f"{STATE} cannot be read ({error})"
-    kept = memory_in(state.get("stateful_callbacks"))
+    kept: dict[str, Any] = {}
+    with suppress(ValueError):  # a callback of the user's may have the name
+        kept = memory_in(state.get("stateful_callbacks"))
     return f"{MANIFEST} is missing" if kept and kept["step"] == state.get("global_step") else None
 
 

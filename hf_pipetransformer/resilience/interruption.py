@@ -39,6 +39,8 @@ EXIT_CODE = 130
 """Exit code of a process that was interrupted while it was blocked, as a shell reports SIGINT."""
 TERMINATED = 143
 """Exit code of a process that was blocked when it received SIGTERM, as a shell reports it."""
+BUSY = 0.1
+"""A thread that uses the processor for more than this fraction of the time is computing."""
 SECONDS_BETWEEN_LOOKS = 0.2
 """Seconds between two looks at the progress of a process that has received SIGTERM."""
 SECONDS_TO_NOTICE = 1.2
@@ -66,7 +68,8 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 class Interruption:
     """Context manager around a training, which makes SIGINT and SIGTERM end all of its processes.
 
-    It does nothing outside the main thread, or if the program has a SIGINT handler or a wakeup descriptor of its own.
+    It does nothing outside the main thread, or if the program has a wakeup descriptor of its own, and leaves a SIGINT
+    handler of the program's own alone.
 
     Args:
         has_peers: whether there are other processes, so that this one must not stay.
@@ -88,20 +91,18 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._pid = os.getpid()
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._notice)
-            self._is_installed = True
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._notice)
+                self._is_installed = True
             self._watch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if not self._is_installed:
-            return
         is_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        if is_interrupted:
+        if self._is_installed and is_interrupted:
             self._tell_once()
             if self._has_peers and error is not None:
                 _silence_traceback(error)
@@ -158,25 +159,24 @@ class Interruption:
 
     def _wait_for_sigint(self, reading: socket.socket) -> bool:
         """Wait for SIGINT, and end the process if it does not react to SIGTERM. False if the training has ended."""
-        asked: float | None = None  # when SIGTERM came
+        stopping: _Stopping | None = None
         numbers = b"-"
-        while numbers and signal.SIGINT not in numbers:
+        while numbers and (signal.SIGINT not in numbers or not self._is_installed):
             try:
                 numbers = reading.recv(64)
             except TimeoutError:
                 numbers = b"-"
-            if signal.SIGTERM in numbers and asked is None:
-                asked = time.monotonic()
+            if signal.SIGTERM in numbers and stopping is None:
+                stopping = _Stopping()
                 reading.settimeout(SECONDS_BETWEEN_LOOKS)
-            if asked is not None and numbers:
-                record = PROGRESS.read()
-                seconds = time.monotonic() - max(record.since, asked)
+            if stopping is not None and numbers:
+                seconds = stopping.idle_seconds()
                 if seconds > PROGRESS.patience_when_stopping:
                     logger.error(
                         "Received SIGTERM, but this process has finished nothing for %.0f s since (%s), so it ends"
                         " without saving a checkpoint. Exit code %d.",
                         seconds,
-                        record.doing,
+                        PROGRESS.read().doing,
                         TERMINATED,
                     )
                     self._end(TERMINATED)
@@ -193,6 +193,24 @@ class Interruption:
         self._tell_once()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+
+
+class _Stopping:
+    """Whether the main thread of a process that has received SIGTERM still does something."""
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._used = time.clock_gettime(self._clock)
+        self._looked = self._active = time.monotonic()
+
+    def idle_seconds(self) -> float:
+        """Seconds for which it has finished nothing and has not used the processor."""
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
+        was_stopped = now - self._looked > 10 * SECONDS_BETWEEN_LOOKS  # the process, by another signal
+        if was_stopped or used - self._used > BUSY * (now - self._looked):
+            self._active = now
+        self._looked, self._used = now, used
+        return now - max(self._active, PROGRESS.read().since)
 
 
 def _nothing() -> None:

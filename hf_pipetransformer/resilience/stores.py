@@ -65,7 +65,8 @@ def keep_store(timeout: timedelta, address: str = "localhost") -> dist.TCPStore:
 
 
 def _listener(address: str) -> socket.socket:
-    has_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    world_size = os.environ.get("WORLD_SIZE")
+    has_one_host = world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size
     with suppress(OSError):
         family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         # a name of this host may lead to its loopback here, and to an outer address on the other hosts

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -30,12 +30,15 @@ from transformers.utils import (
 
 from ..resilience.checkpoint_folders import (
     MANIFEST,
+    STATE,
     latest_valid,
     memory_in,
+    refuse_taken,
     remove_incomplete,
     replaced_weights,
     restore_replaced,
     saving_folder,
+    step_of,
     taken_names,
     validate,
 )
@@ -85,18 +88,12 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
     with job.mesh.failing_together():
         saving_folder(Path(job.args.output_dir or ".")).refuse_foreign()
     is_first = job.args.process_index == 0
-    taken = taken_names(Path(job.args.output_dir or ".")) if is_first else []
-    if taken:
-        logger.warning(
-            "%s in output_dir is not a checkpoint of the Trainer. No checkpoint can be saved under this name: move it"
-            " away if training reaches that step.",
-            ", ".join(taken),
-        )
     mine = None
     if is_first and wanted:
         mine = (wanted, *_choose(Path(job.args.output_dir or "."), wanted))
     choice = job.mesh.gather_objects(mine)[0]  # other nodes may have another disk, or see new files late
     if choice is None:
+        _refuse_taken_names(job, 0)
         return None
     wanted, chosen, problems = choice
     if chosen is None and problems:
@@ -105,11 +102,38 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             " train from the beginning. (If you changed its files on purpose, replace the content of"
             f" {MANIFEST} with {{}} to skip this check.)"
         )
+    _refuse_taken_names(job, step_of(chosen))
     if chosen is None:
         return None if wanted == LAST else wanted  # the stock Trainer raises that there is none
     if is_first:
         _warn_of(Path(chosen), problems)
     return str(chosen)
+
+
+def _refuse_taken_names(job: TrainingJob, step: int) -> None:
+    """Refuse folders that are no checkpoints, but have the names of checkpoints that will be saved.
+
+    Collective over all processes.
+
+    Raises:
+        NotOursError: saving every `save_steps` steps comes to such a name. Otherwise it is a warning.
+    """
+    args = job.args
+    every = int(args.save_steps) if args.save_strategy == SaveStrategy.STEPS and args.save_steps >= 1 else 0
+    with job.mesh.failing_together():
+        folder = Path(args.output_dir or ".")
+        for name in taken_names(folder) if args.should_save else []:
+            number = step_of(name)
+            if number <= step or 0 < args.max_steps < number:
+                continue
+            if every and number % every == 0:
+                refuse_taken(folder / name)
+            logger.warning(
+                "%s in output_dir is not a checkpoint of the Trainer (a folder with %s). Move it away: training ends"
+                " if it has to save a checkpoint at this step.",
+                name,
+                STATE,
+            )
 
 
 def _warn_of(chosen: Path, problems: list[str]) -> None:

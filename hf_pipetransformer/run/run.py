@@ -211,6 +211,19 @@ class PipelineRun(TrainerCallback):
         assert self._planner is not None, "place() first"
         return self._planner
 
+    def meet(self, doing: str) -> bool:
+        """Begin with all processes what all of them must do (`Watchdog.meet`). Returns whether they watch one another.
+
+        Collective over all processes.
+
+        Raises:
+            ValueError: another process does something else.
+        """
+        if self.watchdog is None or not self.watchdog.has_store:
+            return False
+        self.watchdog.meet(doing)
+        return True
+
     # ------------------------------------------------------------------------------------ before the first step
     def optimize(self, make_optimizer: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Place the model and return its optimizer, when the loop requests it. Collective over all processes.
@@ -584,6 +597,8 @@ class PipelineRun(TrainerCallback):
         self.preemption.moment = Moment.WITHIN_EPOCH
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        # a callback may have ended the epoch on some processes only
+        self.meet("has ended the epoch (control.should_epoch_stop or should_training_stop, or its data)")
         self.preemption.moment = Moment.BETWEEN_EPOCHS
         self._show_weights()
 

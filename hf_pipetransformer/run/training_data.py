@@ -159,7 +159,7 @@ def _generations_file(job: TrainingJob) -> Path:
     nodes = job.mesh.gather_objects(node_name())
     # all processes use the same file, even if each was given a temporary output_dir of its own
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
-    return current_file(job.args.activation_cache_dir or output_dir, output_dir, nodes)
+    return current_file(job.args.activation_cache_dir, output_dir, nodes)
 
 
 @contextmanager

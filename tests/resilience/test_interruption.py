@@ -103,7 +103,7 @@ def test_one_line_and_everybody_is_gone(
     started.append(job)
     output, seconds = interrupt(job, tmp_path, after=12)
     (line,) = re.findall(r".*Interrupted at step .*", output)
-    cache = tmp_path / "_hf_pipetransformer_cache"
+    cache = tmp_path / "_hf_pipetransformer_run_cache"
     if saves:
         saved = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*")]
         assert f"Resume from {tmp_path}/checkpoint-{max(saved)}." in line
@@ -122,7 +122,7 @@ def test_a_process_that_is_blocked_goes_as_well(
     job = launch("torchrun", free_port, tmp_path, 0, 1)
     started.append(job)
     output, seconds = interrupt(job, tmp_path, after=6)
-    assert output.count("Interrupted at step") == 1 and not (tmp_path / "_hf_pipetransformer_cache").exists()
+    assert output.count("Interrupted at step") == 1 and not (tmp_path / "_hf_pipetransformer_run_cache").exists()
     assert seconds < MOST_SECONDS
 
 
@@ -155,8 +155,8 @@ PIDS: list[int] = []
 
 
 def trains_until_sigterm(rank: int, world_size: int, folder: str) -> None:
-    progress.DEFAULT_TIMEOUT = 2.0  # of one process, which nobody watches
-    trainer = pipeline_trainer(Run(epochs=1), 1, folder, watchdog_timeout=2, ddp_timeout=600)
+    progress.DEFAULT_TIMEOUT = 1.0  # of one process, which nobody watches
+    trainer = pipeline_trainer(Run(epochs=1), 1, folder, watchdog_timeout=1, ddp_timeout=600)
     PIDS[:] = [os.getpid()]
     if world_size > 1:
         PIDS[:] = [0] * world_size

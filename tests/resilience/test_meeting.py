@@ -89,6 +89,44 @@ def test_wherever_the_others_have_got_to(event: str, other: str, tmp_path: Path)
     assert_both_are_named(outcomes, "evaluate", event, other)
 
 
+def trains_and_waits(rank: int, world_size: int, case: str, folder: str) -> None:
+    """One process does something alone in the middle of what all do together."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "ddp_timeout": PATIENCE}
+    run = Run(samples=32, per_device=2, accumulation=1).with_options(**options)
+    trainer = pipeline_trainer(run, 2, folder, watchdog_timeout=2)
+
+    class Mine(TrainerCallback):
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if rank == 0 and case == "prediction":
+                trainer.evaluate()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save |= rank == 0 and case == "save"
+            control.should_training_stop |= rank == 0 and case == "stop"
+
+    trainer.add_callback(Mine())
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("prediction", "rank 0 called evaluate() in Mine.on_prediction_step; rank 1 waits in phase '"),
+        *slow(("save", "rank 0 saves a checkpoint (control.should_save); rank 1 is in step 2. All processes must")),
+        *slow(
+            (
+                "stop",
+                "rank 0 has ended the epoch (control.should_epoch_stop or should_training_stop, or its data); rank",
+            )
+        ),
+    ],
+)
+def test_alone_amid_what_all_do(case: str, said: str, tmp_path: Path) -> None:
+    """The others have begun nothing else, but nobody goes on: known after `watchdog_timeout`."""
+    for outcome in launch_ranks(trains_and_waits, 2, case, str(tmp_path), timeout=SECONDS):
+        assert said in f"{outcome.log}{outcome.error}"
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The watchdog alone
 # ---------------------------------------------------------------------------------------------------------
@@ -109,7 +147,7 @@ def meet(rank: int, world_size: int, calls: list[list[str | None]]) -> str:
                 dist.all_reduce(torch.zeros(1))
             else:
                 time.sleep(0.3 * rank)  # later than the first look of the others
-                watchdog.meet(call)
+                watchdog.meet(f"called {call}")
     return "done"
 
 
@@ -138,7 +176,7 @@ def gone_on(rank: int, world_size: int) -> None:
     with watch(rank) as watchdog:
         if rank == 1:
             PROGRESS.begin_round("is in step 1")
-        watchdog.meet("evaluate()" if rank == 0 else "save_model()")
+        watchdog.meet("called evaluate()" if rank == 0 else "called save_model()")
 
 
 def test_two_that_wait_in_different_rounds() -> None:
@@ -177,7 +215,7 @@ def keeps_training(rank: int, world_size: int) -> list[str]:
                 stranger.set(key, "failed rank 0 called evaluate(); all is lost")
         dist.all_reduce(torch.zeros(1))
         time.sleep(1)
-        watchdog.meet("evaluate()")
+        watchdog.meet("called evaluate()")
         return [watchdog._everyone[0].store[0]]
 
 

@@ -291,7 +291,7 @@ def evaluating(
     trainer.train()
     trainer.evaluate()  # of a loader whose workers may have begun while there was a cache
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    left = (Path(folder) / "_hf_pipetransformer_cache").exists()
+    left = (Path(folder) / "_hf_pipetransformer_run_cache").exists()
     return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
 
 
@@ -321,7 +321,7 @@ def left_by_two_nodes(rank: int, world_size: int, folder: str) -> None:
 
 def test_nothing_is_left_on_several_nodes(tmp_path: Path) -> None:
     run_ranks(left_by_two_nodes, 2, str(tmp_path))
-    assert not (tmp_path / "_hf_pipetransformer_cache").exists()
+    assert not (tmp_path / "_hf_pipetransformer_run_cache").exists()
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_the_trials_of_a_search_share_the_default_store(tmp_path: Path) -> None:
     trials = [{"learning_rate": 1e-3}, {"learning_rate": 2e-3}, {"learning_rate": 2e-3, "freeze_schedule": {0: 3}}]
     (found,) = run_ranks(searched, 1, str(tmp_path / "out"), trials)
     assert found == [(48, 0), (48, 48), (48, 0)]
-    assert not list(tmp_path.glob("out/_hf_pipetransformer_cache"))
+    assert not list(tmp_path.glob("out/_hf_pipetransformer_run_cache"))
 
 
 def searched_in_vain(rank: int, world_size: int, folder: str) -> None:
@@ -142,4 +142,4 @@ def searched_in_vain(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_search_that_fails_leaves_no_store(tmp_path: Path) -> None:
     run_ranks(searched_in_vain, 2, str(tmp_path / "out"))
-    assert not list(tmp_path.glob("out/_hf_pipetransformer_cache"))
+    assert not list(tmp_path.glob("out/_hf_pipetransformer_run_cache"))

@@ -59,7 +59,7 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     assert start == (
         "BertForSequenceClassification in 2 stages (2+2 layers) x 1 replica; 4 micro-batches of 2 samples, schedule"
         " 1f1b; freezing 1 layer after epoch 1, 2 in all after epoch 2; activation cache: on, in"
-        f" {tmp_path}/_hf_pipetransformer_cache."
+        f" {tmp_path}/_hf_pipetransformer_run_cache."
     )
     # (12 + (9 + 1) + (6 + 1) + 6) / 12: three forwards for each layer that trains, one for each that is stored
     assert costs.startswith("With this freeze policy the layers of 4 epochs cost as much as those of 2.9 epochs")

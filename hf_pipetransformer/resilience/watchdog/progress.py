@@ -183,16 +183,16 @@ class Progress:
 
     @property
     def patience_when_stopping(self) -> float:
-        """Seconds that may pass without finishing anything after SIGTERM, before the process ends by force.
+        """Seconds after SIGTERM that may pass without finishing or computing anything, before the process is ended.
 
-        It is never infinite but while a checkpoint is written.
+        They are infinite only while a single process writes a checkpoint.
         """
         timeout = self.timeout if math.isfinite(self.timeout) else DEFAULT_TIMEOUT
         if self._phase in WRITING:
             return self.limit
         if self._phase in self._longest:
             return max(timeout, LONGER_THAN_EVER * self._longest[self._phase])
-        return UNKNOWN_PACE * timeout if self._phase in PACED | UNEVEN else timeout
+        return UNKNOWN_PACE * timeout
 
     def _write(self) -> None:
         name = self._phase.encode()[:32]

@@ -134,6 +134,7 @@ class Watchdog:
         self._kept: dist.TCPStore | None = None
         self._for_verdicts: SignedStore | None = None
         self._for_meetings: SignedStore | None = None
+        self._awaited_by: tuple[int, str] | None = None  # who waits in `meet` for this process, and what it does
         self._address = ("", 0)  # address of the job's store
         self.has_store = False
         self._heard: dict[int, Beat] = {}  # rank -> the last message, for processes of other hosts
@@ -251,7 +252,8 @@ class Watchdog:
                 setattr(failure, ONE_LINE, "")
             raise failure from error
         if self._has_told and verdict != own and verdict.endswith(in_one_line(error).rstrip(".")):
-            setattr(error, ONE_LINE, "")  # it has been said, and the other process shows its traceback
+            with suppress(Exception):  # an error that cannot be changed
+                setattr(error, ONE_LINE, "")  # it has been said, and the other process shows its traceback
 
     def _who_let_wait(self) -> Finding | None:
         """Find a process of this host that computed for too long and did not reach a collective in time."""
@@ -296,23 +298,23 @@ class Watchdog:
         self._done.set()
         PROGRESS.enter(LEFT)
 
-    def meet(self, what: str) -> None:
+    def meet(self, doing: str) -> None:
         """Wait for all processes to begin the same round. Collective over all processes. Only if `has_store`.
 
         Args:
-            what: the call that all processes must make, and after a space where it was made, which may differ.
+            doing: what all processes must do, as the predicate of a sentence. Its first two words must be the same.
 
         Raises:
             ValueError: another process does something else that it cannot end without this one. The message says what
                 both do.
             PeerFailedError: another process has failed.
         """
-        store, now = self._for_meetings, PROGRESS.begin_round(f"called {what}", is_meeting=True)
+        store, now = self._for_meetings, PROGRESS.begin_round(doing, is_meeting=True)
         assert store is not None
-        first = store.write_once(f"round {now.number}", f"{self._rank} {what}")
+        first = store.write_once(f"round {now.number}", f"{self._rank} {doing}")
         rank, _, theirs = first.partition(" ")
-        if theirs.partition(" ")[0] != what.partition(" ")[0]:
-            self._judge(_diverged(int(rank), theirs, self._rank, PROGRESS.round.doing))
+        if theirs.split()[:2] != doing.split()[:2]:
+            self._judge(_diverged(int(rank), theirs, self._rank, doing))
             raise self._verdict_as_error()
         arrived = store.count(f"arrived {now.number}")
         pause = SECONDS_BETWEEN_LOOKS
@@ -323,20 +325,20 @@ class Watchdog:
             pause = min(2 * pause, BEAT)
             arrived = store.counted(f"arrived {now.number}")
             if arrived < len(self._everyone):
-                self._look_who_has_gone_on(store, now.number, what)
+                self._look_who_has_gone_on(store, now)
 
-    def _look_who_has_gone_on(self, store: SignedStore, number: int, what: str) -> None:
+    def _look_who_has_gone_on(self, store: SignedStore, now: Round) -> None:
         """Say what this process waits for, unless another one waits in a later round.
 
         Raises:
             ValueError: one does, so it did not meet this process.
         """
         waits = store.read(WAITS)
-        if waits is not None and int(waits.partition(" ")[0]) > number:
+        if waits is not None and int(waits.partition(" ")[0]) > now.number:
             _, rank, theirs = waits.split(" ", 2)
-            self._judge(_diverged(self._rank, what, int(rank), f"called {theirs}"))
+            self._judge(_diverged(self._rank, now.doing, int(rank), theirs))
             raise self._verdict_as_error()
-        store.write(WAITS, f"{number} {self._rank} {what}")
+        store.write(WAITS, f"{now.number} {self._rank} {now.doing}")
 
     def _verdict_as_error(self) -> Exception:
         assert self._verdict is not None
@@ -403,7 +405,7 @@ class Watchdog:
             return None  # the stopped process will be blamed once its timeout is over
         if any(record.phase == LEAVING for record in records.values()):
             return None  # that process will report the reason itself
-        waiting = []
+        waiting, awaited_by = [], self._awaited_by
         for rank, record in sorted(records.items()):
             since = max(record.since, self._awake_since)
             idle_since = max(since, record.busy_at)
@@ -416,8 +418,13 @@ class Watchdog:
             if silent > max(record.patience, self._timeout):
                 return Finding(f"rank {rank} has held the Python GIL for {silent:.0f} s {record.doing}", Kind.HANGS)
             # a little longer, so that a process that waits for no other, maybe on another host, is blamed first
-            if now - idle_since > (self._limit if self._distant else record.patience) + GRACE:
+            # a process that waits in `meet` will not come to what the others wait for in this round
+            patience = record.patience if awaited_by is None else self._timeout
+            if now - idle_since > (self._limit if self._distant else patience) + GRACE:
                 waiting.append(f"rank {rank} {record.doing}, in {record.place}")
+        if records and len(waiting) == len(records) and awaited_by is not None:
+            mine = PROGRESS.read()
+            return _diverged(*awaited_by, self._rank, f"waits {mine.doing}, in {mine.place}")
         if records and len(waiting) == len(records):
             text = f"all processes of {socket.gethostname()} wait for each other: {'; '.join(waiting)}"
             return Finding(text, Kind.HANGS)
@@ -449,7 +456,7 @@ class Watchdog:
                     if self._verdict is None:
                         store.count(READ)
                     return self._give_up(Finding.parse(verdict))
-                diverged = self._who_waits_for_this(store.read(WAITS))
+                diverged = self._look_who_waits(store.read(WAITS))
                 if diverged is not None:
                     return self._give_up(diverged)
                 now = time.monotonic()
@@ -473,14 +480,15 @@ class Watchdog:
             if not self._told.wait(GRACE) and not self._done.is_set():  # if it was rank 0, its host reports more
                 self._give_up(self._without_store(f"({type(error).__name__})"))
 
-    def _who_waits_for_this(self, waits: str | None) -> Finding | None:
-        """Find a process that waits in `meet` for this one, which has gone past that round without meeting it."""
-        if waits is None:
-            return None
-        number, rank, what = waits.split(" ", 2)
-        mine = PROGRESS.round
-        if mine.number >= int(number) > mine.meeting:
-            return _diverged(int(rank), what, self._rank, mine.doing)
+    def _look_who_waits(self, waits: str | None) -> Finding | None:
+        """Note who waits in `meet` for this process; a finding if it has gone past that round without meeting it."""
+        self._awaited_by, mine = None, PROGRESS.round
+        if waits is not None:
+            number, rank, theirs = waits.split(" ", 2)
+            if mine.number >= int(number) > mine.meeting:
+                return _diverged(int(rank), theirs, self._rank, mine.doing)
+            if int(number) > mine.number:
+                self._awaited_by = int(rank), theirs
         return None
 
     def _silent_host(self, patience: float | None = None) -> Finding | None:
@@ -594,11 +602,11 @@ class Watchdog:
         return seconds < self._timeout and (record.phase == PUBLISH or works)
 
 
-def _diverged(waiting: int, call: str, other: int, doing: str) -> Finding:
-    return Finding(
-        f"rank {waiting} called {call}; rank {other} {doing}. Call it on every process, not on the main process alone",
-        Kind.DIVERGED,
-    )
+def _diverged(waiting: int, theirs: str, other: int, doing: str) -> Finding:
+    remedy = "All processes must decide alike"
+    if theirs.startswith("called"):
+        remedy = "Call it on every process, not on the main process alone"
+    return Finding(f"rank {waiting} {theirs}; rank {other} {doing}. {remedy}", Kind.DIVERGED)
 
 
 def _may_wait(frame: FrameType, anywhere: bool) -> bool:
