@@ -263,7 +263,8 @@ _ORDER = both(
 
 _MEMORY = fields({"step": COUNT, "owes_evaluation?": FLAG, "order?": unless_empty(_ORDER), "layout?": _LAYOUT})
 _KEPT = fields({"attributes": fields({"memory": unless_empty(_MEMORY)})})
-CALLBACK_STATES = fields({f"{KEPT}?": unless_empty(_KEPT)})
+CALLBACK_STATES = fields({f"{KEPT}?": unless_empty(_KEPT), "LayerFreezeCallback?": unless_empty(FREEZE_STATE)})
+"""In a checkpoint with `KEPT`: in others, callbacks of the user's may have these names."""
 TRAINER_STATE = fields({"global_step?": COUNT, "stateful_callbacks?": maybe(MAPPING)})
 LOG_HISTORY = fields({"log_history?": each(fields({"step?": COUNT}))})
 

@@ -256,7 +256,6 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "memory.num_frozen is": lambda s: freezing(s)["memory"].update(num_frozen=-1),
     "memory.num_decisions is missing": lambda s: freezing(s)["memory"].pop("num_decisions"),
     "memory.observed is": lambda s: freezing(s)["memory"].update(observed=[[1.0], []]),
-    "memory.policy is": lambda s: freezing(s)["memory"].update(policy=[]),
 }
 
 
@@ -432,3 +431,30 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert precious.read_text() == "mine"
     names = {"README.md", report.FILE_NAME, events_file.FILE_NAME, metrics_file.FILE_NAME}
     assert {path.name for path in folder.iterdir()} == names
+
+
+# ------------------------------------------------------------------------------------ what is no damage
+def test_states_of_others_are_no_damage(checkpoint: Path) -> None:
+    """Of the user's callbacks with the names of ours, in a checkpoint of the stock Trainer."""
+    (checkpoint / MANIFEST).unlink()
+    state = json.loads((checkpoint / STATE).read_text())
+    for states in (None, {}, {"LayerFreezeCallback": {"mine": 1}}, {"PipelineState": [1]}):
+        (checkpoint / STATE).write_text(json.dumps({**state, "stateful_callbacks": states}))
+        assert validate(checkpoint) is None
+
+
+def test_a_store_that_is_kept_is_no_training_own(tmp_path: Path) -> None:
+    """Although both are in one folder, as where `output_dir` is another training's `activation_cache_dir`."""
+    assert current_file(tmp_path, "out", ["a"]).parent != current_file(None, str(tmp_path), ["a"]).parent
+
+
+def test_a_taken_name_is_refused_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("checkpoint-3", "checkpoint-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "optimizer.pt").write_text("mine")
+    trainer = pipeline_trainer(RUN.with_options(save_strategy="steps", save_steps=2), 1, str(tmp_path))
+    steps = []
+    trainer.training_step = lambda *args: steps.append(1)
+    with pytest.raises(ValueError, match="checkpoint-4 exists, but is not a checkpoint"):
+        trainer.train()
+    assert not steps and (tmp_path / "checkpoint-4" / "optimizer.pt").read_text() == "mine"

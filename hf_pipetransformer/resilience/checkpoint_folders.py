@@ -23,7 +23,7 @@ import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,9 @@ def memory_in(states: Any) -> dict[str, Any]:
     Raises:
         ValueError: it is damaged. The message names the field.
     """
-    kept = checked(states or {}, CALLBACK_STATES, f"{STATE}: stateful_callbacks").get(KEPT)
+    if not states or (isinstance(states, Mapping) and KEPT not in states):
+        return {}
+    kept = checked(states, CALLBACK_STATES, f"{STATE}: stateful_callbacks").get(KEPT)
     return kept["attributes"]["memory"] if kept else {}
 
 

@@ -39,6 +39,7 @@ from hf_pipetransformer.cache.activation_files import (
 )
 from hf_pipetransformer.cache.activation_store import StoreFull
 from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
+from hf_pipetransformer.own_files import MARKER, OwnFolder
 
 
 @pytest.fixture
@@ -107,8 +108,8 @@ def test_a_new_run_appends_behind_what_it_finds(store: FileStore, reader: FileRe
 
 
 def damage(folder: Path, rng: random.Random) -> str:
-    """Do something bad to one of the files; return what it was."""
-    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    """Do something bad to one of the files but the marker, without which the store is refused; return what it was."""
+    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER))
     content = bytearray(path.read_bytes())
     kind = rng.choice(["flip", "truncate", "extend", "delete", "swap", "zero", "replace"])
     a, b = sorted(rng.randrange(len(content) + 1) for _ in range(2))
@@ -232,11 +233,12 @@ def test_a_generation_without_sound_meta_is_absent_until_it_is_written_anew(
         assert put(writer, [1, 2]) == 2
     assert hits_of(reader, [1, 2]) == [1, 2]
     assert reader.facts == {"made": "anew"}
-    assert [path.name for path in store.folder.iterdir()] == [folder_of(store).name]
+    assert OwnFolder(store.folder).names() == [folder_of(store).name]
 
 
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    OwnFolder(tmp_path / "store").create()
+    store = FileStore(tmp_path / "store")
     folder_of(store).write_text("somebody's")
     with pytest.raises(NotADirectoryError):
         open_writer(store)
