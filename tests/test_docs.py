@@ -150,7 +150,9 @@ def is_in_the_source(fragment: str) -> bool:
 
 MESSAGES = re.findall(r"^### `(.*)`$", text_of("troubleshooting.md"), re.MULTILINE)
 # in the source the field and its value are one placeholder
+REMEDY = "Call it on every process, not on the main process alone"
 WRITTEN_OUT = {
+    f"rank … called …; rank … …. {REMEDY}": REMEDY,
     "… cannot be combined with pipeline_parallel_size=…": "cannot be combined with …",
     "… cannot be trained with frozen layers: …": "trained with frozen layers",
     "checkpoint-… could not be saved": "could not be saved",
