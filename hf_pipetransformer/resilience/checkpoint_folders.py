@@ -20,12 +20,13 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -45,6 +46,10 @@ WEIGHTS = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin
 SHARD = re.compile(r"-\d+-of-\d+\.")
 TRAINERS = (STATE, MANIFEST)
 """Files that tell a checkpoint of the Trainer, one of which is in each that was completed."""
+TRAINERS_OWN = re.compile(
+    r"(pytorch_|adapter_)?model[-.]|(optimizer|scheduler|scaler|rng_state|training_args|trainer_state|config|adapter_config)"
+)
+"""Beginnings of the names of what the Trainer writes into a checkpoint, in this training or an earlier one."""
 CHUNK = 2**22
 
 
@@ -129,9 +134,28 @@ def give_name(written: Path, final: Path) -> None:
     refuse_taken(final)
     saving = OwnFolder(written.parent)
     if is_trainers(final):  # from an earlier training; a folder cannot be replaced in one step
+        _keep_users_files(final, written)
         saving.remove(REPLACED + final.name)
         saving.take(final, REPLACED + final.name)
     saving.give(written.name, final)  # if this fails, or is never reached, `remove_incomplete` restores the other one
+
+
+def _keep_users_files(final: Path, written: Path) -> None:
+    """Copy what the user has put into a checkpoint that is about to be replaced, as the stock Trainer leaves it there.
+
+    That is what neither its manifest lists, nor the Trainer writes, and what the new one does not have.
+    """
+    try:
+        listed = {PurePosixPath(name).parts[0] for name in read_json(final / MANIFEST, MANIFEST_FORMAT)}
+    except (OSError, ValueError):
+        listed = set()
+    for path in final.iterdir():
+        if path.name in listed | {MANIFEST} or TRAINERS_OWN.match(path.name) or os.path.lexists(written / path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, written / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, written / path.name, follow_symlinks=False)
 
 
 def validate(checkpoint: Path) -> str | None:

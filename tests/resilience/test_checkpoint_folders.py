@@ -198,6 +198,27 @@ def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
 def test_a_name_that_is_taken_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / STATE).write_text("")
-    (tmp_path / "checkpoint-4" / "old").write_text("")
+    (tmp_path / "checkpoint-4" / "rng_state_7.pth").write_text("")
     checkpoint = write(tmp_path, 4)
-    assert validate(checkpoint) is None and not (checkpoint / "old").exists()
+    assert validate(checkpoint) is None and not (checkpoint / "rng_state_7.pth").exists()
+
+
+def test_what_the_user_has_put_into_a_replaced_checkpoint_stays(tmp_path: Path) -> None:
+    """As with the stock Trainer, which overwrites file by file."""
+    final = tmp_path / "checkpoint-4"
+    for number in range(2):
+        saving_folder(tmp_path).create()
+        written = tmp_path / SAVING / final.name
+        written.mkdir()
+        for name in (STATE, "optimizer.pt", *([] if number else ["rng_state_1.pth", "listed.bin"])):
+            (written / name).write_text(str(number) if name != STATE else "{}")
+        publish(written, final)
+        if number == 0:
+            (final / "notes.txt").write_text("mine")
+            (final / "plots").mkdir()
+            (final / "plots" / "loss.png").write_bytes(b"mine")
+            (final / "link").symlink_to("/dev/zero")
+    assert (final / "notes.txt").read_text() == "mine" and (final / "plots" / "loss.png").read_bytes() == b"mine"
+    assert (final / "link").is_symlink() and (final / "optimizer.pt").read_text() == "1"
+    assert not (final / "rng_state_1.pth").exists() and not (final / "listed.bin").exists()
+    assert validate(final) is None
