@@ -276,7 +276,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
 }
 """What must hold for each private name of another library that the package reads."""
 
-OF_PYTHON = {"_current_frames", "_exit"}
+OF_PYTHON = {"_current_frames", "_exit", "_getframe"}
 """Documented, in spite of their names."""
 
 
