@@ -52,8 +52,8 @@ LEFT = "left"
 class Round(NamedTuple):
     """Something that all processes of a training do together, such as a step or an evaluation.
 
-    All processes have the same sequence of rounds. A process that has begun a later round than the one in which another
-    process waits has not met it there, and never will.
+    All processes have the same sequence of rounds. A process that has begun a later round than the one in which
+    another process waits has not met it there, and never will.
 
     Attributes:
         number: of the round, counted from the start of the training.

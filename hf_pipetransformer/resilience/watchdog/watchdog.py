@@ -11,8 +11,8 @@ so (`PeerFailedError`); one that is blocked inside a collective, or keeps comput
 verdict and exits with `EXIT_CODE`. Nothing is repaired inside a process: the job is started again, and resumes.
 
 What all processes must call (an evaluation, a save) they begin by `meet`. A process that is in a later round of the
-training without having met the others is a certain deadlock, found without a timeout (`_look_who_waits`). In the middle
-of a round it is found when all processes of the host have waited for the timeout (`_look_for_the_stuck`).
+training without having met the others is a certain deadlock, found without a timeout (`_look_who_waits`). In the
+middle of a round it is found when all processes of the host have waited for the timeout (`_look_for_the_stuck`).
 
     rank 0    step 5    meets for evaluate()  ......  ValueError
     rank 1    step 5    step 6, waits for rank 0 ...  sees what rank 0 waits for: verdict
