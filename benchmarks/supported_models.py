@@ -585,9 +585,9 @@ def readme_part(page: str) -> str:
         f"Of {number} classes in {mappings[1]} of the {mappings[2]} mappings behind transformers' Auto classes, in"
         f" tiny sizes, **{supported}** give the same outputs and gradients when cut in two; {refused} are refused with"
         f" a reason, {failing} fail, and {untried} could not be tried. Which they are, why, and which mappings are"
-        " left out: [docs/supported_models.md](docs/supported_models.md). PEFT adapters in the layers (LoRA) train, freeze"
-        " with their layers and are saved as adapters ([how](recipes/drop_in.md#with-adapters-peft)); prompts and"
-        " prefixes train, but not with a freeze policy."
+        " left out: [docs/supported_models.md](docs/supported_models.md). PEFT adapters in the layers (LoRA) train,"
+        " freeze with their layers and are saved as adapters ([how](recipes/drop_in.md#with-adapters-peft)); prompts"
+        " and prefixes train, but not with a freeze policy."
     )
     return textwrap.fill(words, 120, break_on_hyphens=False) + "\n"
 
