@@ -34,6 +34,9 @@ follow_transformers()
 FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Optimizers that update parameters during the backward, before the gradients are complete."""
 
+LOSS_REDUCTIONS = ("sum", "mean")
+"""How a loss may be declared to add up over the parts of a batch."""
+
 
 DISTRIBUTED_BY_OTHERS = (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"))
 """Environment variables of Accelerate's launcher, and what distributes the model if one of them is set."""
@@ -144,6 +147,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
             largest divisor up to twice the number of stages (see `plan_by`). `"interleaved1f1b"`
             runs multiples of the number of stages, all numbers below twice it, and a few others.
+        loss_reduction (`str`, *optional*):
+            How a loss of your own (`compute_loss`, `compute_loss_func`, a model that is not from transformers) adds up
+            over the parts of a batch: `"sum"` if it divides by `num_items_in_batch`, `"mean"` if it is a mean over
+            the labels other than -100. Unset, nothing is assumed: with several stages the loss runs on each
+            pipeline's whole batch and calls the model as often and on whatever it likes; the replicas' losses are
+            averaged, as under DDP. A declared loss runs on micro-batches, so that all schedules can be used, and
+            replicas give the loss of the whole batch. The losses of transformers' own models need no declaration.
         plan_by (`str`, *optional*, defaults to `"counts"`):
             What the automatic choices are based on: K, the schedule and the number of micro-batches where they are
             `"auto"`, and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of
@@ -256,6 +266,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     num_microbatches: IntOrAuto = field(
         default="auto",
         metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
+    )
+    loss_reduction: str | None = field(
+        default=None,
+        metadata={
+            "help": "How a loss of your own adds up over the parts of a batch: 'sum' or 'mean'; unset: it is computed"
+            " on the whole batch.",
+            "choices": list(LOSS_REDUCTIONS),
+        },
     )
     plan_by: str = field(
         default="counts",
@@ -452,6 +470,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             )
 
     def _check_plan_by(self) -> None:
+        if self.loss_reduction not in (None, *LOSS_REDUCTIONS):
+            raise ValueError(
+                f"loss_reduction={self.loss_reduction!r} is not supported. Set it to one of"
+                f" {', '.join(map(repr, LOSS_REDUCTIONS))}, or leave it out."
+            )
         if self.plan_by not in PLAN_BY:
             raise ValueError(
                 f"plan_by={self.plan_by!r} is not supported. Set it to one of {', '.join(map(repr, PLAN_BY))}."

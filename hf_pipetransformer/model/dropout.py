@@ -1,11 +1,30 @@
-"""Training mode without dropout, to make what a model computes in training reproducible."""
+"""Whether a model drops, and training mode without dropout, to make what a model computes in training reproducible."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.overrides import TorchFunctionMode
+
+
+def may_drop(model: nn.Module) -> bool:
+    """Whether a forward may draw random numbers for dropout: where it is on, some module has a rate for it."""
+    return any(
+        module.training
+        and any(isinstance(value, float) and value > 0 and "drop" in name for name, value in _rates_of(module))
+        for module in model.modules()
+    )
+
+
+def _rates_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        yield "drop", float(module.p)
+    yield from vars(module).items()
+    if "config" in vars(module) and hasattr(module.config, "to_dict"):
+        yield from vars(module.config).items()
+
 
 DROPOUTS = frozenset(
     name + suffix

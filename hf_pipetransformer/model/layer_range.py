@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
+from .elsewhere import Elsewhere
 from .frozen_units import FrozenUnits, modules_around
 from .nested import in_new_containers, tensors_of
 
@@ -36,6 +37,15 @@ Carry = dict[int, tuple[torch.Tensor, ...]]
 
 GENERATE = "generate"
 """Method of transformers' models that calls the model once for each token."""
+
+
+HIDDEN = "the output of {} is not kept: of the layers' outputs, a pipeline has the last one only."
+HIDDEN_REMEDY = "Compute the loss from the model's final outputs, or set pipeline_parallel_size=1."
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; lists of modules cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 class _RangeDone(BaseException):
@@ -210,6 +220,8 @@ class LayerRangeRunner:
         self._pass: _Pass | None = None
         self._computable: tuple[int, ...] | None = None  # None: the weights of all units are here
         self._poisons_skipped = False
+        self._hides_skipped = False
+        self._call: Callable[..., Any] | None = None  # None: the model
         self._on_entry: Callable[[], None] | None = None
         self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
@@ -273,7 +285,7 @@ class LayerRangeRunner:
         for tap in {module: None for modules in self._taps.values() for module in modules}:
             self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, tap.forward)))
         self._hook = self.model.register_forward_pre_hook(
-            lambda module, _: self._begin_call() if module is self.model else None  # ignores copies of the model
+            lambda module, _: self.begin_call() if module is self.model else None  # ignores copies of the model
         )
 
     def remove(self) -> None:
@@ -363,6 +375,30 @@ class LayerRangeRunner:
             self._poisons_skipped = False
 
     @contextmanager
+    def hiding_skipped(self) -> Iterator[None]:
+        """Inside, skipped units return values that cannot be read, except the last one of each stack.
+
+        A model may return the outputs of all its layers (`output_hidden_states`), and nobody shall read others there.
+        """
+        self._hides_skipped = True
+        try:
+            yield
+        finally:
+            self._hides_skipped = False
+
+    @contextmanager
+    def calling_through(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Inside, `run` calls this in place of the model: its forward, or that of a part of it with all layers.
+
+        No hooks are called then, which the caller's own call of the model has called.
+        """
+        self._call = call
+        try:
+            yield
+        finally:
+            self._call = None
+
+    @contextmanager
     def telling_entries(self, on_entry: Callable[[], None]) -> Iterator[None]:
         """Inside, `on_entry` is called before each unit that is computed in a pass."""
         self._on_entry = on_entry
@@ -415,7 +451,11 @@ class LayerRangeRunner:
         current = _Pass(start, stop, carry or {}, observer=observer)
         with self._running(current):
             try:
-                self.model(**{**self.called.added, **self.arguments(batch)})
+                if self._call is None:
+                    self.model(**{**self.called.added, **self.arguments(batch)})
+                else:
+                    self.begin_call()
+                    self._call(**batch)
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}
@@ -499,7 +539,7 @@ class LayerRangeRunner:
             self._frozen.end()
             self._pass = None
 
-    def _begin_call(self) -> None:
+    def begin_call(self) -> None:
         """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains."""
         current = self._pass
         if current is None:
@@ -522,7 +562,7 @@ class LayerRangeRunner:
                 if self._frozen.is_called and unit in self.units:
                     return self._frozen.run(self._frozen.count(), original, *args, **kwargs)
                 return original(*args, **kwargs)  # a plain call, or gradient checkpointing that recomputes a layer
-            self._begin_call()  # needed if only a part of the model is called
+            self.begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
                 self._refuse_own_backward(unit)
@@ -534,7 +574,9 @@ class LayerRangeRunner:
                 self._frozen.skip(index)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
-                if self._copies_carry:
+                if self._hides_skipped and any(u.stack == unit.stack for u in self.units[index + 1 :]):
+                    values = tuple(Elsewhere(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
+                elif self._copies_carry:
                     values = tuple(value.clone() for value in values)
                 return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
             if self._on_entry is not None:

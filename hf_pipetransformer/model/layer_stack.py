@@ -67,6 +67,8 @@ class LayerStack:
         fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
             sample); empty if it does.
         is_random: whether training draws random numbers other than for dropout; layers may then be skipped at random.
+        row_dimensions: by stack, the dimension of the samples in each tensor that follows the last layer (None if it
+            has none); None until it has been seen (`pipeline.served_calls`).
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
         trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
         only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
@@ -95,6 +97,7 @@ class LayerStack:
         self.rows_per_sample = 1
         self.fails_on_parts = ""
         self.is_random = False
+        self.row_dimensions: dict[int, tuple[int | None, ...]] | None = None
 
     @property
     def num_units(self) -> int:

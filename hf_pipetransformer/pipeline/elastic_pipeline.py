@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,8 @@ class ElasticPipeline(nn.Module):
         self.is_lazy = is_lazy
         self.slicing: SequenceSlicing | None = None
         """Splits sequences along their tokens as well; takes effect with the next plan."""
+        self.is_driven = False
+        """Whether the loss drives the pipeline, if there are several stages; takes effect with the next plan."""
         self.cache: ActivationCache | None = None
         self.offloads = device.type != "cpu"
         """Whether the weights of cached layers are offloaded from the device; on the CPU this would save nothing."""
@@ -313,7 +315,7 @@ class ElasticPipeline(nn.Module):
         stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self._loss_of, self.device)
         stage.use_cache(self.cache)
         placed = PlacedPipeline(
-            plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, slicing=self.slicing
+            plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.slicing, self.is_driven
         )
         self.placed, self.stage = placed, stage
         self.train(self.training)
@@ -620,6 +622,13 @@ class ElasticPipeline(nn.Module):
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
         return self._current.step(batch, self._gradients_synchronise, keeps_received)
+
+    def drive(self, batch: Batch, code: Callable[[], None], unread: Collection[str]) -> None:
+        """Run a loss and its backward, whose calls of the model are served: `PlacedPipeline.drive`.
+
+        Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
+        """
+        self._current.drive(batch, code, unread, self._gradients_synchronise)
 
     def losses_of_parts_and_whole(
         self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction

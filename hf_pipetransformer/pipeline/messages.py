@@ -126,14 +126,24 @@ class PipelineMessages:
             if slot.is_used
         ]
 
-    def receive_values(self, virtual_stage: int, slots: Sequence[CarrySlot]) -> list[torch.Tensor]:
-        """Receive the tensors of a boundary from the virtual stage before; unused ones are zeros."""
+    def receive_values(
+        self, virtual_stage: int, slots: Sequence[CarrySlot], with_gradients: bool = False
+    ) -> list[torch.Tensor]:
+        """Receive the tensors of a boundary from the virtual stage before; unused ones are zeros.
+
+        Args:
+            virtual_stage: a virtual stage of this process.
+            slots: the slots of the boundary before it.
+            with_gradients: whether a tensor requires a gradient here if it did where it comes from.
+        """
         source = self._before(virtual_stage)
         if source == self.stage_index:
             kept: list[torch.Tensor] = self._kept.pop(virtual_stage - 1)
             return kept
         return [
-            self._receive_tensor(carried, source) if slot.is_used else carried.zeros(self.device)
+            self._receive_tensor(carried, source).requires_grad_(with_gradients and carried.requires_grad)
+            if slot.is_used
+            else carried.zeros(self.device)
             for slot, carried in zip(slots, self._receive_object(source), strict=True)
         ]
 

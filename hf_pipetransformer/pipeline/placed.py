@@ -5,10 +5,10 @@ An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,13 @@ from .mesh import ProcessMesh
 from .messages import PipelineMessages
 from .microbatch_trials import WORTH_A_TRIAL, MicrobatchTrials
 from .schedule import PipelineScheduler
+from .served_calls import ServedCalls
 from .shared_batch import BatchChannel
 from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, LossFunction, ShapeBook, StageModule
 from .virtual_stages import VirtualStages
+
+T = TypeVar("T")
 
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may end without a gradient."""
@@ -76,6 +79,7 @@ class PlacedPipeline:
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
         slicing: split sequences along their tokens as well, if there are several stages.
+        is_driven: whether the loss drives the pipeline, if there are several stages (`drive`).
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class PlacedPipeline:
         mesh: ProcessMesh,
         wrap_replicas: WrapReplicas,
         slicing: SequenceSlicing | None = None,
+        is_driven: bool = False,
     ) -> None:
         groups = mesh.groups(plan.pipeline_parallel_size)
         ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
@@ -103,6 +108,9 @@ class PlacedPipeline:
         unreached = stage.stack.unreached | (stage.stack.only_returned if stage.has_last_unit else frozenset())
         if groups.pipeline is None and stage.stack.is_random:
             unreached |= frozenset(trainable)  # each step may skip other layers; a model that does so is never cut
+        is_driven = is_driven and groups.pipeline is not None
+        if is_driven:
+            unreached |= frozenset(trainable)  # the loss may call the model on anything, or not at all
         self.rarely_reached = unreached
         """Parameters that get a gradient only if the samples of some replica reach them."""
         slices_tokens = slicing is not None and groups.pipeline is not None
@@ -114,7 +122,11 @@ class PlacedPipeline:
         # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward, and
         # not of a parameter of several virtual stages
         averages_at_end = (
-            slices_tokens or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1 or plan.divides_weights
+            slices_tokens
+            or is_driven
+            or not stage.stack.runner.takes_batch
+            or plan.num_virtual_stages > 1
+            or plan.divides_weights
         )
         if groups.replicas is not None and averages_at_end:
             replicated = ReplicatedParameters(
@@ -130,8 +142,12 @@ class PlacedPipeline:
         self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
+        self._served: ServedCalls | None = None
         if groups.pipeline is None:
             return
+        if plan.num_virtual_stages == 1:
+            most_parts = plan.num_microbatches or plan.num_microbatches_for(plan.rows_per_pipeline)
+            self._served = ServedCalls(stage.last, self.messages, most_parts)
         self._channels = tuple(
             BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
         )
@@ -229,6 +245,43 @@ class PlacedPipeline:
         received, stage.received = stage.received or {}, None
         return [received[index] for index in sorted(received)] if self._scheduler is not None else []
 
+    def drive(
+        self, batch: Batch, code: Callable[[], None], unread: Collection[str], gradients_synchronise: bool = True
+    ) -> None:
+        """Run a loss and its backward on the last stage, each of whose calls of the model all stages serve.
+
+        Collective over all processes.
+
+        Args:
+            batch: the batch that all stages have.
+            code: the user's loss, and its backward.
+            unread: as in `ServedCalls.drive`.
+            gradients_synchronise: as in `step`.
+        """
+        self.gradients.keep_sums_once()
+        with self._having_weights():
+            self.serve(batch, code, unread)
+            self._complete_gradients(gradients_synchronise)
+
+    def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
+        """Run the user's code on the last stage, whose calls of the model all stages serve: `ServedCalls`.
+
+        Collective over the pipeline, which must have no virtual stages.
+
+        Returns:
+            What the code returns, on the last stage.
+        """
+        assert self._served is not None
+        if self.stage.has_last_unit:
+            return self._served.drive(batch, code, unread)
+        self._served.serve(batch)
+        return None
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether calls of the model can be served: there are several stages, each with layers that follow another."""
+        return self._served is not None
+
     def _having_weights(self) -> AbstractContextManager[None]:
         """Inside, a step can run although the replicas divide the weights. Collective over the stage's replicas."""
         if self.divided is None:
@@ -245,6 +298,10 @@ class PlacedPipeline:
                 self._scheduler.step(batch, count, gradients_synchronise)
         else:
             self._step_alone(batch, gradients_synchronise)
+        self._complete_gradients(gradients_synchronise)
+
+    def _complete_gradients(self, gradients_synchronise: bool) -> None:
+        """Reduce the gradients over replicas and stages when the backward is over. Collective over all processes."""
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.finish_step()
         if gradients_synchronise and (self.divided is None or not self.divided.runs_by_layer):

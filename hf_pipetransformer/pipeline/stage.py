@@ -172,7 +172,7 @@ class StageModule(nn.Module):
     # ------------------------------------------------------------------------------------ values at the boundaries
     def carry_on(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, ...]:
         """Compute the tensors of the outgoing boundary from those of the incoming one; not for the last stage."""
-        inputs, start, carry = self._begin(values, batch)
+        inputs, start, carry = self.begin(values, batch)
         if start < self.stop:
             carry = self.stack.runner.run(start, self.stop, carry, inputs)
         assert carry is not None
@@ -184,7 +184,7 @@ class StageModule(nn.Module):
 
         Yields the inputs to call the model with.
         """
-        inputs, start, carry = self._begin(values, batch)
+        inputs, start, carry = self.begin(values, batch)
         if start == 0 and not self.stack.runner.num_frozen:  # the whole model runs: there is nothing to skip
             yield inputs
             return
@@ -194,7 +194,7 @@ class StageModule(nn.Module):
         with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0), calls:
             yield inputs
 
-    def _begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:
+    def begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:
         """Return the model's inputs, the first unit to run and the outputs of the units before it.
 
         If the cache holds the frozen layers' outputs, the first stage begins after these layers.

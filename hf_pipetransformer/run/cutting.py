@@ -32,7 +32,6 @@ from ..model.layer_stack import (
     refuse_weights_with_state,
 )
 from ..model.left_as_found import left_as_found
-from ..model.loss_probe import raise_for_exchanged_inputs
 from ..model.micro_batch import (
     Batch,
     as_the_user_made_it,
@@ -431,28 +430,16 @@ def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> How
         sample: a batch of a few samples.
         only_first: as in `calls_of_loss`.
 
-    Raises:
-        UnsupportedModelError: it calls the model on other inputs than the batch's, and there are several stages.
     """
     calls, given = calls_of_loss(job, sample, only_first)
     if not calls:
         return HowCalled()
     called_on, once = calls[0].keys(), len(calls) == 1
     if called_on.isdisjoint(sample) and tensors_of(calls[0]):
-        if job.args.uses_pipeline:
-            raise UnsupportedModelError(
-                job.model,
-                f"compute_loss calls it {len(calls)} times for a batch, on inputs of its own ({_names(called_on)})"
-                f" that are not inputs of the batch ({_names(sample)}), as losses over pairs of sentences do, but the"
-                " stages below the last one see the batch only.",
-                "Set pipeline_parallel_size=1.",
-            )
         only = next(iter(called_on)) if len(called_on) == 1 else None
         is_nested = only is not None and all(isinstance(call.get(only), Mapping) for call in calls)
         return HowCalled(takes_batch=False, nested_in=only if is_nested else None, is_called_once=once)
     if given.are_exchanged(calls[0], job.not_in_keys):
-        if job.args.uses_pipeline:
-            raise_for_exchanged_inputs(job.model)
         return HowCalled(is_called_once=once)
     return HowCalled(called_with(sample, calls[0]), is_called_once=once)
 
@@ -460,11 +447,6 @@ def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> How
 def called_with(batch: Batch, call: Batch) -> CalledWith:
     """Return which inputs of a batch a call of the model had, and what it had besides."""
     return CalledWith(frozenset(batch) - call.keys() - {KEYS_NAME}, added_settings(batch, call))
-
-
-def _names(names: Collection[str], most: int = 4) -> str:
-    """The first few names, for a message."""
-    return ", ".join([*list(names)[:most], *(["..."] if len(names) > most else [])])
 
 
 def _costs_of_units(

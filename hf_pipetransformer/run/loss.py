@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.content_keys import NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
+from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..data.numbered_batches import BatchSlice
 from ..model.loss_scaling import IGNORED, LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it, batch_rows
@@ -75,6 +75,14 @@ class TrainersLoss:
         """Whether the stock Trainer passes `num_items_in_batch` for such a batch; otherwise it passes None."""
         trainer = self.job.trainer
         return "labels" in batch and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+    def is_scaled_for_accumulation(self, num_items: Any) -> bool:
+        """Whether a loss is of the whole optimizer step. The stock Trainer divides others by the number of parts."""
+        trainer = self.job.trainer
+        told: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return told
+        return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
     def has_ignored(self, batch: Batch) -> bool:
         """Whether a batch contains ignored labels (-100)."""
@@ -176,6 +184,29 @@ class BatchInFlight:
         else:
             self.losses.append(part.detach())
         return part * (pipeline.num_replicas * self._loss.scale)
+
+    def drive(self, pipeline: ElasticPipeline) -> None:
+        """Compute the loss of this pipeline's slice, and its backward, as one process would. Called on the last stage.
+
+        The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
+        """
+        if not self.part.rows:
+            return
+        job = self._loss.job
+        share = self.part.rows / self.part.global_rows
+        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
+        items = self._num_items if share == 1 else self._num_items * share
+        inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
+        with job.computing_loss():
+            asked = items if self._loss.passes_items(inputs) else None
+            loss = job.trainer.compute_loss(job.model, as_the_user_made_it(inputs), num_items_in_batch=asked)
+        assert isinstance(loss, torch.Tensor)
+        if not self._loss.is_scaled_for_accumulation(asked):
+            loss = loss / job.trainer.current_gradient_accumulation_steps
+        part = loss.mean() * share
+        self.losses.append(part.detach())
+        pipeline.weights.refreeze()
+        (part * (pipeline.num_replicas * self._loss.scale)).backward()
 
     def again(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
         """Return the unscaled contribution of some or all samples of the slice, without recording it in `losses`."""

@@ -12,7 +12,7 @@ from ..planning.costs import UnitCost
 from ..planning.elastic_policy import ElasticPolicy
 from ..planning.plan import PipelinePlan
 from ..planning.plan_choice import ScheduleChoice, choose_schedule, largest_stage_bytes
-from ..planning.schedules import AUTO_SCHEDULE
+from ..planning.schedules import AUTO_SCHEDULE, GPIPE
 from ..planning.unit_times import ModelTimes
 from ..training_args import PipeTransformerTrainingArguments
 
@@ -27,6 +27,8 @@ class Planner:
         mesh: the processes.
         may_replicate: whether freed devices may become replicas; False if the samples of a batch depend on one
             another.
+        is_driven: whether the loss drives the pipeline: all forwards come first, as in GPipe, and each stage has
+            layers that follow one another.
         runs_layers_in_order: whether each step runs each layer once, in the same order.
         autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
@@ -39,10 +41,12 @@ class Planner:
         mesh: ProcessMesh,
         may_replicate: bool = True,
         *,
+        is_driven: bool = False,
         runs_layers_in_order: bool = True,
         autocasts: bool = False,
     ) -> None:
         self._args = args
+        self._schedule = GPIPE.name if is_driven else args.schedule_to_plan
         budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
         self._budget = min((budget for budget in budgets if budget is not None), default=None)
         self._policy = ElasticPolicy(
@@ -50,11 +54,11 @@ class Planner:
             args.per_device_train_batch_size,
             args.elastic and may_replicate,
             self._budget,
-            args.schedule_to_plan,
+            self._schedule,
             args.num_microbatches,
             args.plan_by,
             args.replica_sharding,
-            args.num_virtual_stages,
+            1 if is_driven else args.num_virtual_stages,
             runs_layers_in_order,
             autocasts,
         )
@@ -70,7 +74,7 @@ class Planner:
     def schedule_choice(self) -> ScheduleChoice | None:
         """What the schedule of the first plan was chosen from; None if it was given, or if there is one stage."""
         k = self.first.pipeline_parallel_size
-        return choose_schedule(self.first, k) if self._args.schedule_to_plan == AUTO_SCHEDULE and k > 1 else None
+        return choose_schedule(self.first, k) if self._schedule == AUTO_SCHEDULE and k > 1 else None
 
     def next(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
         """Return the plan that follows `plan` when `num_frozen` layers are frozen and `num_cached` are cached."""

@@ -50,7 +50,7 @@ from .preemption import Moment, Preemption
 from .resuming import recall, refuse_best_model_that_some_lack
 from .run_log import RunLog
 from .samples import SampleCollator
-from .setup import Setup, check_loss_allows, find_reduction, find_windows, may_replicate
+from .setup import Setup, find_reduction, find_windows, is_driven, may_replicate, say_how_loss_adds_up
 from .steps import Doubt, Steps
 
 logger = logging.getLogger(__name__)
@@ -295,6 +295,7 @@ class PipelineRun(TrainerCallback):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
         pipeline = self._cut.pipeline
+        pipeline.is_driven = is_driven(job, setup.reduction)
         # 2
         self._planner = planner = Planner(
             job.args,
@@ -302,10 +303,11 @@ class PipelineRun(TrainerCallback):
             setup.times,
             job.mesh,
             may_replicate=may_replicate(job, setup.reduction),
+            is_driven=pipeline.is_driven,
             runs_layers_in_order=pipeline.stack.runs_in_order,
             autocasts=job.autocasts,
         )
-        check_loss_allows(job, setup.reduction, planner.first)
+        say_how_loss_adds_up(job, setup.reduction, planner.first)
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
             coupling = self._coupling_of(trainer.optimizer)

@@ -26,7 +26,7 @@ from ..model.left_as_found import left_as_found
 from ..model.loss_probe import LossProbe, probe_loss
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
-from ..planning.plan import PipelinePlan
+from ..planning.plan import MIB, PipelinePlan
 from ..planning.unit_times import ModelTimes
 from ..randomness import generators_kept, seeded
 from ..token_slices.kv_slices import Windows
@@ -89,6 +89,11 @@ def find_reduction(
     job = loss.job
     if job.sums_nothing_up and not job.args.uses_pipeline:
         return unexamined(loss.shifts_labels), False  # nothing is added up
+    if job.args.loss_reduction is not None:
+        items = unexamined(loss.shifts_labels).items
+        return LossReduction("sum" if job.args.loss_reduction == "sum" else "mean", items), False
+    if not loss.is_stock:
+        return unexamined(loss.shifts_labels, "compute_loss is the user's own"), False
     assert collate is not None
     sample, num_samples = _sample_for_loss(loss, data, collate)
     rows = batch_rows(sample)
@@ -263,41 +268,25 @@ def find_windows(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
 # What the loss allows of a plan
 # ---------------------------------------------------------------------------------------------------------
 
 
-def check_loss_allows(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
-    """Check that a plan computes the loss of the whole batch.
-
-    Raises:
-        UnsupportedModelError: the losses of a batch's parts do not add up to its loss. With one stage this is a
-            warning instead, because plain DDP has the same limitation.
-    """
-    if reduction.kind == "whole":
-        _refuse_coupled_rows(job, reduction, plan)
-    elif reduction.depends_on_padding:
-        _refuse_other_padding(job, plan)
+def is_driven(job: TrainingJob, reduction: LossReduction) -> bool:
+    """Whether the loss drives the pipeline (`pipeline.served_calls`): it is not known to add up over micro-batches."""
+    return job.args.uses_pipeline and reduction.kind == "whole"
 
 
 def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
-    """Whether freed processes may become replicas. They may not if the samples of a batch depend on one another."""
+    """Whether freed processes may become replicas. They may not if these would change the loss."""
     return not job.args.uses_pipeline or (reduction.kind != "whole" and not reduction.depends_on_padding)
 
 
-def _refuse_other_padding(job: TrainingJob, plan: PipelinePlan) -> None:
+def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
+    """Say in one line what a loss that is not known to add up means for a plan."""
     name = type(job.model).__name__
-    if plan.data_parallel_size == 1 and job.args.gradient_accumulation_steps == 1:
-        log_once(
-            logger,
-            logging.INFO,
-            "The loss of %s depends on the length to which samples are padded. The processes of frozen layers will"
-            " therefore not become replicas, because replicas pad their samples to different lengths. Pad all"
-            " samples to the same length to allow it.",
-            name,
-        )
-    elif not job.args.uses_pipeline or plan.data_parallel_size == 1:
+    parts = plan.data_parallel_size * job.args.gradient_accumulation_steps
+    if reduction.depends_on_padding and parts > 1:
         log_once(
             logger,
             logging.WARNING,
@@ -306,38 +295,22 @@ def _refuse_other_padding(job: TrainingJob, plan: PipelinePlan) -> None:
             " one process with the whole batch. Pad all samples to the same length to avoid this.",
             name,
         )
-    else:
-        raise UnsupportedModelError(
-            job.model,
-            "its loss depends on the length to which samples are padded (check whether padding counts in the loss,"
-            f" and whether there is an attention_mask), and {plan.data_parallel_size} replicas would pad their samples"
-            " to different lengths.",
-            "Pad all samples to the same length, or set pipeline_parallel_size to the number of processes or to 1.",
-        )
-
-
-def _refuse_coupled_rows(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
-    is_one_batch = plan.data_parallel_size == 1 and job.args.gradient_accumulation_steps == 1
-    if is_one_batch and (plan.num_microbatches == 1 or not job.args.uses_pipeline):
+    if not is_driven(job, reduction):
         return
-    if not job.args.uses_pipeline:
-        log_once(
-            logger,
-            logging.WARNING,
-            "The loss of %s is not a sum or mean over the samples of a batch. As with plain DDP or gradient"
-            " accumulation, it is computed separately for each of the %d parts of a batch (%s).",
-            type(job.model).__name__,
-            plan.world_size * job.args.gradient_accumulation_steps,
-            reduction.reason,
-        )
-        return
-    raise UnsupportedModelError(
-        job.model,
-        "its loss is not a sum or mean over the samples of a batch (for example a contrastive or class-weighted"
-        " loss, batch normalisation, or inputs that cannot be split by sample), so micro-batches and replicas would"
-        " change it:"
-        f" {reduction.reason or 'its parts do not add up'}.",
-        "Return the sum over the items divided by num_items_in_batch, or set num_microbatches=1,"
-        f" gradient_accumulation_steps=1 and pipeline_parallel_size={plan.world_size} (one pipeline), or"
-        " pipeline_parallel_size=1.",
+    rows = plan.rows_per_pipeline
+    held = max(
+        plan.stage_bytes(stage, rows=rows, num_microbatches=plan.num_microbatches_for(rows))
+        for stage in range(plan.pipeline_parallel_size)
+    )
+    averaged = f" Each of the {parts} parts of a batch has its own loss, and they are averaged, as under DDP."
+    log_once(
+        logger,
+        logging.INFO,
+        "The loss of %s runs on whole batches and drives the pipeline (%s): a stage keeps the activations of all"
+        " micro-batches, up to %s MiB.%s If the losses of a batch's parts add up, loss_reduction='sum' or 'mean'"
+        " allows other schedules, and replicas in the place of frozen layers.",
+        name,
+        reduction.reason or "the losses of a batch's parts do not add up",
+        f"{held / MIB:,.0f}",
+        averaged if parts > 1 else "",
     )

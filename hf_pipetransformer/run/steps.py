@@ -183,7 +183,12 @@ class Steps:
             current.losses.clear()  # of the profile that may have been run
             # a last stage of several computes the loss again after the step
             with pipeline.together() if is_rechecked and pipeline.num_stages > 1 else nullcontext():
-                received = _as_the_user_raised_it(partial(pipeline.step, batch, keeps_received=is_rechecked))
+                if pipeline.is_driven and pipeline.num_stages > 1:
+                    unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
+                    pipeline.drive(batch, partial(current.drive, pipeline), unread)
+                    received = []
+                else:
+                    received = _as_the_user_raised_it(partial(pipeline.step, batch, keeps_received=is_rechecked))
                 other_loss = self._recheck_loss(current, batch, received) if received else None
         if is_rechecked and pipeline.num_stages == 1:
             is_finite = bool(torch.isfinite(current.total(self._job.device)))
