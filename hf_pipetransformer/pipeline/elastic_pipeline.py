@@ -20,7 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
-from ..cache.content_keys import BatchKeys, named_inputs
+from ..cache.content_keys import KEYS_NAME, BatchKeys, named_inputs
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
@@ -597,6 +597,32 @@ class ElasticPipeline(nn.Module):
         """
         placed = self._current
         return prediction.predict(placed.stage, placed.messages, placed.of_each_stage((batch, called)), head)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether calls that the last stage makes of the model can be served by the others."""
+        return self._current.can_serve
+
+    def predict_served(self, batch: Batch, code: Callable[[Batch], Any], unread: Collection[str]) -> Any:
+        """Run the user's code on the last stage for each process's batch, whose calls of the model all stages serve.
+
+        Collective over the pipeline.
+
+        Args:
+            batch: this process's samples, prepared.
+            code: the user's code, as a function of a batch; it returns nested containers of tensors.
+            unread: as in `ServedCalls.drive`.
+
+        Returns:
+            The result for this process's own batch.
+        """
+        placed = self._current
+        results = []
+        for rows in placed.of_each_stage(batch):
+            inputs = {name: value for name, value in rows.items() if name != KEYS_NAME}
+            with torch.no_grad():
+                results.append(placed.serve(rows, partial(code, inputs), unread))
+        return placed.messages.scatter(results)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -206,6 +206,17 @@ class PipelineMessages:
         pending = self._send_object(recursively_apply(_describe, tree), stage)
         return pending + [self._send_tensor(tensor, stage) for tensor in tensors_of(tree)]
 
+    def scatter(self, results: Sequence[Any]) -> Any:
+        """Return this stage's entry of what the last stage has, one for each stage. Collective over the pipeline."""
+        if self.stage_index != self.last:
+            return self.receive_tree(self.last)
+        pending: Pending = []
+        for owner, result in enumerate(results):
+            if owner != self.last:
+                pending += self.send_tree(result, owner)
+        wait_for(pending)
+        return results[self.last]
+
     def receive_tree(self, stage: int) -> Any:
         return recursively_apply(
             lambda carried: self._receive_tensor(carried, stage),

@@ -66,13 +66,7 @@ def predict(
         arrived.update(zip((index for index, _ in following), received, strict=True))
         pending += sending
     # not earlier: gloo's send waits for its receiver, and until now all stages were busy passing batches on
-    if not held.has_last_unit:
-        mine = messages.receive_tree(messages.last)
-    else:
-        mine = results[messages.stage_index]
-        for owner, result in enumerate(results):
-            if owner != messages.stage_index:
-                pending += messages.send_tree(result, owner)
+    mine = messages.scatter(results)
     wait_for(pending)
     return mine
 

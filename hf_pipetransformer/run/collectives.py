@@ -1,11 +1,8 @@
 """Collectives that user code calls where only the last stage of a pipeline runs: `compute_loss`, `prediction_step`.
 
-    accelerator.gather, gather_for_metrics, reduce,      this process's values, as in a training on one process
-    pad_across_processes
-    the other collectives of torch.distributed           refused by name: the other stages would never enter them
-
-Only calls through the module (`dist.all_reduce`) are seen: what user code has imported by name waits for the other
-stages until the watchdog ends the job.
+`gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` of the accelerator return this process's values
+there, as in a training on one process. `torch.distributed` is left alone: a collective of all processes would wait for
+the other stages, which never enter it, until the watchdog ends the job and names both.
 
 The values that such code logs (TRL's trainers override `log`) exist on the last stage only, and rank 0 is a first
 stage; `LogsOfAllStages` brings them there.
@@ -14,12 +11,10 @@ stage; `LogsOfAllStages` brings them there.
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -27,26 +22,6 @@ from ..pipeline.mesh import ProcessMesh
 
 GATHERING = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 """Methods of an `Accelerator` that return their first argument when there is one process."""
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-)
-"""Functions of `torch.distributed` that all processes of a group must call."""
 TIMES = ("_runtime", "_per_second")
 """How keys end whose values are each process's own."""
 LIBRARIES = ("transformers", "hf_pipetransformer", "trl", "sentence_transformers")
@@ -54,23 +29,13 @@ LIBRARIES = ("transformers", "hf_pipetransformer", "trl", "sentence_transformers
 
 
 @contextmanager
-def on_last_stage_only(accelerator: Accelerator) -> Iterator[None]:
-    """Inside the context, this thread's collectives mean this process alone, or are refused.
-
-    Raises:
-        ValueError: a function of `torch.distributed` is called inside that all processes would have to call.
-    """
-    thread = threading.get_ident()
+def of_this_process(accelerator: Accelerator) -> Iterator[None]:
+    """Inside the context, the accelerator's collectives mean this process alone."""
     methods = {name: vars(accelerator).get(name) for name in GATHERING}
-    functions = {name: getattr(dist, name) for name in COLLECTIVES}
     vars(accelerator).update(dict.fromkeys(GATHERING, _first))
-    for name, function in functions.items():
-        setattr(dist, name, _refusing(name, function, thread))
     try:
         yield
     finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
         for name, method in methods.items():
             del vars(accelerator)[name]
             if method is not None:  # the user had replaced it, or the code around this context
@@ -80,20 +45,6 @@ def on_last_stage_only(accelerator: Accelerator) -> Iterator[None]:
 def _first(*values: Any, **named: Any) -> Any:
     """Return the first argument, whatever its name."""
     return values[0] if values else next(iter(named.values()))
-
-
-def _refusing(name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return function(*args, **kwargs)
-        raise ValueError(
-            f"compute_loss or prediction_step calls torch.distributed.{name} (directly or through another library),"
-            " but in a pipeline only the processes of the last stage compute the loss, so the others would never"
-            " enter it. Use the accelerator's gather, gather_for_metrics or reduce, which return this process's"
-            " values there, call it in a callback, or set pipeline_parallel_size=1."
-        )
-
-    return call
 
 
 class LogsOfAllStages(TrainerCallback):

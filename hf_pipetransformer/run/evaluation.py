@@ -11,7 +11,7 @@ there (`move_whole_to_device`). Each process then generates for its own samples,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, BatchKeys, KeyingCollator, without_keys
+from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
 from ..data.numbered_batches import KeysApart
-from ..model.layer_range import CalledWith
-from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.plan import MIB, PipelinePlan
 from ..planning.plan_choice import largest_bytes_with_whole_model
-from ..randomness import global_state_kept
 from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
-from .collectives import on_last_stage_only
-from .cutting import called_with, noting_calls
+from .collectives import of_this_process
 from .job import TrainingJob
 from .lazy_model import is_lazy
 from .training_data import keying_collator
@@ -193,16 +189,16 @@ def predict(
     with phase("prediction"):
         if pipeline.is_split:
 
-            def head(batch: Batch) -> Prediction:
-                with _handing_on_prepared(job.trainer, batch), on_last_stage_only(job.trainer.accelerator):
+            def predict_rows(batch: Batch) -> Prediction:
+                with _handing_on_prepared(job.trainer, batch), of_this_process(job.trainer.accelerator):
                     return stock(job.model, batch)
 
             batch = prepared(job, inputs, keys)
-            called = _how_called(job, pipeline, stock, batch)
-            by_loss = pipeline.stack.runner.called
-            if KEYS_NAME in batch and not _have_same_states(called, by_loss, batch, job.not_in_keys):
-                batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])  # keys leave out what the loss keeps back
-            result: Prediction = pipeline.predict(batch, called, head)
+            result: Prediction
+            if job.overrides_loss and pipeline.can_serve:
+                result = pipeline.predict_served(batch, predict_rows, job.not_in_keys)
+            else:
+                result = pipeline.predict(batch, job.called_by_stock(batch), predict_rows)
             return result
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None
@@ -215,37 +211,6 @@ def predict(
             moved = {**job.to_device(inputs), KEYS_NAME: keys.tensor}
             with pipeline.stage.last.running_to_the_end([], moved) as batch:
                 return stock(job.model, batch)
-
-
-def _how_called(
-    job: TrainingJob, pipeline: ElasticPipeline, stock: Callable[[Any, dict[str, Any]], Prediction], batch: Batch
-) -> CalledWith:
-    """Return how a prediction calls the model on a prepared batch: without labels, no `compute_loss` changes inputs.
-
-    The stages below the last one must compute with the same inputs. If the loss passes all inputs of such a batch on,
-    so does the prediction; otherwise the user's code runs as far as its first call of the model, and leaves no trace.
-    """
-    by_loss = pipeline.stack.runner.called
-    if by_loss.kept_back.isdisjoint(batch) and not by_loss.added:
-        return by_loss
-    trainer = job.trainer
-    inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
-    with (
-        global_state_kept(),
-        left_as_found(trainer),
-        _handing_on_prepared(trainer, inputs),
-        on_last_stage_only(trainer.accelerator),
-        noting_calls(job.model, only_first=True) as calls,
-    ):
-        stock(job.model, inputs)
-    return called_with(batch, calls[0]) if calls else by_loss
-
-
-def _have_same_states(one: CalledWith, other: CalledWith, batch: Batch, not_in_keys: Collection[str]) -> bool:
-    """Whether layers compute the same in two ways of calling the model on a batch."""
-    kept_back = (one.kept_back ^ other.kept_back) & batch.keys()
-    names = (one.added.keys() | other.added.keys()) - NOT_OF_STATES
-    return kept_back <= set(not_in_keys) and all(one.added.get(name) == other.added.get(name) for name in names)
 
 
 @contextmanager

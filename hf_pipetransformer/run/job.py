@@ -18,12 +18,13 @@ from transformers import Trainer
 from ..cache.content_keys import NOT_IN_KEYS
 from ..data.numbered_batches import first_samples
 from ..freezing.callback import LayerFreezeCallback
+from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
-from .collectives import on_last_stage_only
+from .collectives import of_this_process
 from .lazy_model import is_lazy
 from .samples import SampleCollator
 
@@ -96,6 +97,19 @@ class TrainingJob:
     @property
     def mixed_precision(self) -> str:
         return str(self.trainer.accelerator.mixed_precision)
+
+    @property
+    def overrides_loss(self) -> bool:
+        """Whether the user, or another library, computes the loss in a `compute_loss` of their own."""
+        owners = (cls.__module__ for cls in type(self.trainer).__mro__ if "compute_loss" in vars(cls))
+        # our own override changes nothing
+        owner = next(name for name in owners if not name.startswith("hf_pipetransformer."))
+        return not owner.startswith("transformers.") or "compute_loss" in vars(self.trainer)
+
+    def called_by_stock(self, batch: Batch) -> CalledWith:
+        """How the stock `compute_loss` and `prediction_step` call the model on a batch."""
+        takes_labels = self.trainer.label_smoother is not None or self.trainer.compute_loss_func is not None
+        return CalledWith(frozenset({"labels"} & batch.keys()) if takes_labels else frozenset())
 
     @property
     def autocasts(self) -> bool:
@@ -207,15 +221,15 @@ class TrainingJob:
 
     @contextmanager
     def computing_loss(self) -> Iterator[None]:
-        """Context in which the user's `compute_loss` is called: the trainer's own, with collectives that cannot hang.
+        """Context in which the user's `compute_loss` is called: the trainer's own, with the accelerator's collectives.
 
-        It is the same when the loss is probed on all processes, so what the last stage may not call is refused then.
+        In a pipeline, the processes of other stages do not call it: there they mean this process alone.
         """
         with self.trainer.compute_loss_context_manager():
             if not self.args.uses_pipeline:
                 yield
                 return
-            with on_last_stage_only(self.trainer.accelerator):
+            with of_this_process(self.trainer.accelerator):
                 yield
 
     def collator(self, collate_fn: Callable[[list[Any]], Any], is_shared: bool = True) -> SampleCollator:

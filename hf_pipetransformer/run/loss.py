@@ -50,12 +50,8 @@ class TrainersLoss:
         """Whether it is the loss of a transformers model, which ignores labels of -100."""
         model: Any = self.job.model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # our own override changes nothing
-        owners = (cls.__module__ for cls in type(self.job.trainer).__mro__ if "compute_loss" in vars(cls))
-        owner = next(name for name in owners if not name.startswith("hf_pipetransformer."))
-        is_overridden = not owner.startswith("transformers.")
-        is_stock_model = type(model).__module__.startswith("transformers.")
-        return is_stock_model and not is_overridden and self.job.trainer.compute_loss_func is None
+        is_stock_model = type(model).__module__.startswith("transformers.") and not model._forward_pre_hooks
+        return is_stock_model and not self.job.overrides_loss and self.job.trainer.compute_loss_func is None
 
     @property
     def is_exact(self) -> bool:
