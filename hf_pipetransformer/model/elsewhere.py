@@ -8,7 +8,7 @@ forward, where layers that do not run pass such values on, operations compute wi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -54,14 +54,10 @@ class Elsewhere(torch.Tensor):
         raise ValueError(f"{operation}: {self.what} {self.remedy}")
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = (tuple(args), dict(kwargs or {}))
+        given = (args, kwargs or {})
         if getattr(_state, "is_inside", False):
             positional, named = pytree.tree_map_only(Elsewhere, _as_nan, given)
             return function(*positional, **named)
@@ -71,7 +67,7 @@ class Elsewhere(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, *_: Any, **__: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere({tuple(self.shape)}, {self.dtype}: {self.what})"
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:

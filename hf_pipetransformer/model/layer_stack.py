@@ -26,6 +26,9 @@ from .layer_range import Carry, LayerRangeRunner, RunnerDescription, Unit
 from .nested import in_new_containers, tensors_of
 from .placeholders import ParameterTable, evaluation_mode, has_state, is_wrapper, placeholder, reachable_leaves
 
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Fields of configurations with the rate at which layers are skipped in training."""
+
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 
 
@@ -66,7 +69,7 @@ class LayerStack:
         rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
         fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
             sample); empty if it does.
-        is_random: whether training draws random numbers other than for dropout; layers may then be skipped at random.
+        is_random: whether training skips layers at random.
         row_dimensions: by stack, the dimension of the samples in each tensor that follows the last layer (None if it
             has none); None until it has been seen (`pipeline.served_calls`).
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
@@ -339,13 +342,18 @@ def refuse_by_configuration(model: nn.Module) -> None:
                     f"{field}=True returns values of all layers, but no stage holds them all.",
                     f"Set config.{field}=False.",
                 )
-        for field in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        for field in LAYERDROP:
             if getattr(part, field, 0.0):
                 raise UnsupportedModelError(
                     model,
                     f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
                     f"Set config.{field}=0.0.",
                 )
+
+
+def skips_layers(model: nn.Module) -> bool:
+    """Whether training skips layers at random, by the configuration."""
+    return any(getattr(part, field, 0.0) for part in _configs(model) for field in LAYERDROP)
 
 
 def has_router_loss(model: nn.Module) -> bool:

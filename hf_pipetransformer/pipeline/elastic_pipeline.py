@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -642,12 +642,12 @@ class ElasticPipeline(nn.Module):
         """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
         self._current.prepare(batch)
 
-    def step(self, batch: Batch, keeps_received: bool = False) -> list[Sequence[torch.Tensor]]:
+    def step(self, batch: Batch) -> None:
         """Run forward and backward of this pipeline's share of a batch: `PlacedPipeline.step`.
 
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
-        return self._current.step(batch, self._gradients_synchronise, keeps_received)
+        self._current.step(batch, self._gradients_synchronise)
 
     def drive(self, batch: Batch, code: Callable[[], None], unread: Collection[str]) -> None:
         """Run a loss and its backward, whose calls of the model are served: `PlacedPipeline.drive`.
@@ -655,12 +655,6 @@ class ElasticPipeline(nn.Module):
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
         self._current.drive(batch, code, unread, self._gradients_synchronise)
-
-    def losses_of_parts_and_whole(
-        self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
-    ) -> list[torch.Tensor]:
-        """On the last stage, after a step: see `PlacedPipeline.losses_of_parts_and_whole`. Not collective."""
-        return self._current.losses_of_parts_and_whole(batch, received, part_of_loss)
 
     @property
     def settled_microbatches(self) -> dict[tuple[int, int], int]:

@@ -10,13 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KEYS_NAME
-from ..model.micro_batch import Batch, split_batch
+from ..model.micro_batch import Batch
 from ..planning.plan import PipelinePlan
 from .devices import synchronise
 from .divided_weights import DividedWeights
@@ -28,7 +26,7 @@ from .schedule import PipelineScheduler
 from .served_calls import ServedCalls
 from .shared_batch import BatchChannel
 from .sparse_embeddings import SparseEmbeddings
-from .stage import FIRST, LossFunction, ShapeBook, StageModule
+from .stage import FIRST, ShapeBook, StageModule
 from .virtual_stages import VirtualStages
 
 T = TypeVar("T")
@@ -220,9 +218,7 @@ class PlacedPipeline:
         if self._token_scheduler is not None:
             self._token_scheduler.parts_of(batch)
 
-    def step(
-        self, batch: Batch, gradients_synchronise: bool = True, keeps_received: bool = False
-    ) -> list[Sequence[torch.Tensor]]:
+    def step(self, batch: Batch, gradients_synchronise: bool = True) -> None:
         """Run forward and backward of this pipeline's share of a batch. Collective over all processes.
 
         Gradients are summed over micro-batches and added to the existing ones.
@@ -231,19 +227,10 @@ class PlacedPipeline:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
             gradients_synchronise: complete the gradients: sum those of shared parameters over the stages, and average
                 over the replicas, as DDP does.
-            keeps_received: whether to keep and return what the last stage receives.
-
-        Returns:
-            For each micro-batch the tensors that the last stage has received, if `keeps_received` is set and this
-            process is the last of several stages that run whole samples; otherwise an empty list.
         """
-        stage = self.stage.last
-        stage.received = {} if keeps_received else None
         self.gradients.keep_sums_once()
         with self._having_weights():
             self._run(batch, gradients_synchronise)
-        received, stage.received = stage.received or {}, None
-        return [received[index] for index in sorted(received)] if self._scheduler is not None else []
 
     def drive(
         self, batch: Batch, code: Callable[[], None], unread: Collection[str], gradients_synchronise: bool = True
@@ -322,30 +309,6 @@ class PlacedPipeline:
         unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
         with stage.holding((batch,)), unreduced:
             (wrapped if wrapped is not None else stage)(index=FIRST).backward()
-
-    def losses_of_parts_and_whole(
-        self, batch: Batch, received: Sequence[Sequence[torch.Tensor]], part_of_loss: LossFunction
-    ) -> list[torch.Tensor]:
-        """On the last stage, compute each micro-batch's loss and the whole batch's, for a batch that has just run.
-
-        Not collective.
-
-        Args:
-            batch: the batch that has just run.
-            received: what `step` has returned for this batch.
-            part_of_loss: computes the part of the loss that some samples of the batch contribute.
-        """
-        stage = self.stage.last
-        assert stage.is_last and self._scheduler is not None
-        inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
-        together = [inputs], [self._scheduler.joined(batch, received)]
-        losses = []
-        for batches, values in ((split_batch(inputs, len(received), stage.stack.rows_per_sample), received), together):
-            with stage.holding(batches):
-                for rows, arrived in zip(batches, values, strict=True):
-                    with stage.running_to_the_end(arrived, rows) as mine:
-                        losses.append(part_of_loss(stage.stack.model, mine))
-        return losses
 
 
 def shape_books(held: VirtualStages, messages: PipelineMessages) -> list[ShapeBook]:

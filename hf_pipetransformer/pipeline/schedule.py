@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.torch_version import TorchVersion
 
-from ..model.micro_batch import Batch, batch_rows, join_rows, split_batch
+from ..model.micro_batch import Batch, batch_rows, split_batch
 from ..planning.placement import Placement
 from ..planning.schedules import schedule_of_step
 from .older_torch import OlderPipelineStage
@@ -140,16 +140,6 @@ class PipelineScheduler:
             for module, of_module in zip(held.stages, shapes, strict=True):
                 holding.enter_context(module.holding(micro_batches, of_module))
             schedule.step(index=index, target=target, return_outputs=False)
-
-    def joined(self, batch: Batch, received: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """What the last stage would have received for the whole batch, from what it received for its micro-batches."""
-        whole = self._shape_books[-1].shapes(batch, batch_rows(batch)).incoming
-        values = []
-        for carried, parts in zip(whole, zip(*received, strict=True), strict=True):
-            shapes = zip(carried.shape, parts[0].shape, strict=True)
-            rows = next((d for d, (size, of_part) in enumerate(shapes) if size != of_part), None)
-            values.append(parts[0] if rows is None else join_rows(parts, rows, self._held.stack.rows_per_sample))
-        return values
 
     def _for(self, shapes: tuple[StageShapes, ...], num_microbatches: int) -> _Built:
         key = (shapes, num_microbatches)

@@ -28,8 +28,8 @@ from torch import nn
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs
 from ..model.batch_statistics import normalised_by_batch, statistics_set_aside
 from ..model.dropout import may_drop
-from ..model.elsewhere import computing_with_nan
-from ..model.layer_range import CalledWith, Carry, MethodOverride, has_own_forward
+from ..model.elsewhere import Elsewhere, computing_with_nan
+from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry, MethodOverride, has_own_forward
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.nested import tensors_of
 from ..randomness import seeded
@@ -67,7 +67,9 @@ class _Modes:
     @classmethod
     def of(cls, model: nn.Module) -> _Modes:
         modules = list(model.modules())
-        adapters = ((m._disable_adapters, m._active_adapter) for m in modules if _has_adapters(m))
+        adapters: list[tuple[Any, Any]] = [
+            (m._disable_adapters, m._active_adapter) for m in modules if _has_adapters(m)
+        ]
         return cls(tuple(module.training for module in modules), tuple(adapters))
 
     def set(self, model: nn.Module) -> None:
@@ -234,7 +236,7 @@ class ServedCalls:
             self._runner.to_the_end(stack.num_units, self._joined(ends)),
         ):
             self._runner.begin_call()
-            return forward(*args, **kwargs)
+            return _hiding_the_first(forward(*args, **kwargs))
 
     def _run_part(
         self, order: _Forward, forward: Callable[..., Any], part: Batch, number: int, origin: torch.Tensor
@@ -531,6 +533,16 @@ def _row_dimension(values: Sequence[torch.Tensor]) -> int | None:
     return different[0] if different else None
 
 
+def _hiding_the_first(output: Any) -> Any:
+    """Hide the first of all hidden states as well, if a model returns them: it is not the output of a layer."""
+    for name, states in list(output.items()) if isinstance(output, Mapping) else []:
+        if name.endswith("hidden_states") and isinstance(states, tuple) and len(states) > 1:
+            first = states[0]
+            if isinstance(first, torch.Tensor) and not isinstance(first, Elsewhere):
+                output[name] = (Elsewhere(first, HIDDEN.format("the embeddings"), HIDDEN_REMEDY), *states[1:])
+    return output
+
+
 def _autocast_state(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
@@ -539,7 +551,7 @@ def _with_positional(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Call `forward` on the inputs of an order, some of which were passed by position."""
 
     def call(**inputs: Any) -> Any:
-        args = []
+        args: list[Any] = []
         while (name := POSITIONAL.format(len(args))) in inputs:
             args.append(inputs.pop(name))
         return forward(*args, **inputs)

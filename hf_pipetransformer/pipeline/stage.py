@@ -84,9 +84,6 @@ class StageModule(nn.Module):
         """The cache in use, of which the `ElasticPipeline` decides."""
         self.micro_batches: Sequence[Batch] = ()
         """The micro-batches of the pass that runs; empty between passes."""
-        self.received: dict[int, Sequence[torch.Tensor]] | None = None
-        """The tensors that the last stage has received in a step, by micro-batch index; None if `PlacedPipeline.step`
-        does not keep them."""
         self.counted_elsewhere: Sequence[nn.Module] = ()
         """Normalisation layers that this stage runs again, and whose running statistics another one keeps."""
         self._shapes = StageShapes((), ())
@@ -150,8 +147,6 @@ class StageModule(nn.Module):
             for slot, carried in zip(self.slots_in, self._shapes.incoming, strict=True)
         ]
         if self.is_last:
-            if self.received is not None:
-                self.received[int(index)] = [value.detach() for value in values]
             assert self._loss_of is not None, "placed for an evaluation"
             with self.running_to_the_end(values, batch) as inputs:
                 return self._loss_of(self.stack.model, inputs).reshape(1)

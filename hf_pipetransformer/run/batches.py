@@ -130,8 +130,7 @@ class GlobalBatch:
         """Count the items of all pipelines, each once. Collective over all processes if there are replicas."""
         if pipeline.num_replicas > 1:
             mine = self.num_items if pipeline.stage_index == 0 else 0
-            dtype = torch.float64 if reduction.items == "total" else torch.int64
-            self.num_items = pipeline.mesh.sum(mine, dtype)
+            self.num_items = pipeline.mesh.sum(mine, torch.int64)
         # with one replica, `share` will replace it on later stages with the first stage's number
         self.num_items = self.num_items or 1
 

@@ -431,7 +431,9 @@ def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> How
         only_first: as in `calls_of_loss`.
 
     """
-    calls, given = calls_of_loss(job, sample, only_first)
+    if not job.overrides_loss:
+        return HowCalled(job.called_by_stock(sample))
+    calls, given = calls_of_loss(job, sample, only_first or job.args.replica_sharding not in ("full", AUTO))
     if not calls:
         return HowCalled()
     called_on, once = calls[0].keys(), len(calls) == 1

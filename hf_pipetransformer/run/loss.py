@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..data.numbered_batches import BatchSlice
-from ..model.loss_scaling import IGNORED, LossReduction
+from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it, batch_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
@@ -79,11 +79,6 @@ class TrainersLoss:
         if told is not None:
             return told
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
-
-    def has_ignored(self, batch: Batch) -> bool:
-        """Whether a batch contains ignored labels (-100)."""
-        labels = (batch.get(name) for name in self.label_names)
-        return any(isinstance(values, torch.Tensor) and bool(values.eq(IGNORED).any()) for values in labels)
 
     def of_batch(self, batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
         """Return the loss of a prepared batch, 0-dimensional. Another seed gives other random numbers."""
@@ -194,7 +189,7 @@ class BatchInFlight:
         items = self._num_items if share == 1 else self._num_items * share
         inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
         with job.computing_loss():
-            asked = items if self._loss.passes_items(inputs) else None
+            asked: Any = items if self._loss.passes_items(inputs) else None
             loss = job.trainer.compute_loss(job.model, as_the_user_made_it(inputs), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
         if not self._loss.is_scaled_for_accumulation(asked):
@@ -203,10 +198,6 @@ class BatchInFlight:
         self.losses.append(part.detach())
         pipeline.weights.refreeze()
         (part * (pipeline.num_replicas * self._loss.scale)).backward()
-
-    def again(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
-        """Return the unscaled contribution of some or all samples of the slice, without recording it in `losses`."""
-        return self._of_part(pipeline, batch)
 
     def release(self) -> None:
         """Forget the batch, which would otherwise stay on the device until the next one replaces it."""
@@ -253,10 +244,10 @@ class BatchInFlight:
     def _share(self, pipeline: ElasticPipeline, micro_batch: Batch) -> float:
         """Return the fraction of the optimizer step's samples in this micro-batch; 0 if it does not count.
 
-        A loss whose `LossReduction` needs no fraction ("sum", "mean", "plain_sum") gets 1 or 0.
+        A loss whose `LossReduction` needs no fraction ("sum", "mean") gets 1 or 0.
         """
         assert pipeline.stage is not None
-        if not self.part.rows or self._reduction.kind in ("sum", "mean", "plain_sum"):
+        if not self.part.rows or self._reduction.kind in ("sum", "mean"):
             return float(bool(self.part.rows))
         here = sum(batch_rows(part, default=1) for part in pipeline.stage.micro_batches)  # a collator may pack samples
         return batch_rows(micro_batch, default=1) / here * (self.part.rows / self.num_rows)
@@ -265,11 +256,10 @@ class BatchInFlight:
     def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:
         """Inside the context, record whether the last stage calls the model on other inputs than the earlier stages.
 
-        The earlier stages call the model themselves and do not see what a `compute_loss` does to the inputs. The probe
-        of the loss detects a change that is made in every call, but not one that is made in training only or
-        occasionally.
+        The earlier stages call the model themselves and do not see what a `compute_loss` does to the inputs, whose
+        losses of parts the user has declared to add up.
         """
-        if pipeline.num_stages == 1:
+        if pipeline.num_stages == 1 or self._loss.is_stock:
             yield
             return
         model, ignored = pipeline.model, self._loss.job.not_in_keys
@@ -288,3 +278,17 @@ class BatchInFlight:
             yield
         finally:
             hook.remove()
+
+
+def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
+    """Report that the last stage has called the model on other inputs than the earlier ones.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"compute_loss called the {type(model).__name__} with different inputs than it received, but with"
+        " loss_reduction the layers of the other stages run on the original inputs. Change them in the data collator"
+        " or in _prepare_inputs, or leave loss_reduction out: the loss then runs on whole batches, and may call the"
+        " model on anything."
+    )

@@ -369,14 +369,14 @@ class PipelineRun(TrainerCallback):
     def _set_up(self, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None) -> Setup:
         job, pipeline, data = self._job, cut.pipeline, self.data
         assert data is not None
-        reduction, is_random = find_reduction(self._loss, pipeline.stack, data, collate)
+        reduction = find_reduction(self._loss, pipeline.stack, data, collate)
         pipeline.slicing = None
         if job.args.slices_tokens:
             assert collate is not None
             windows = find_windows(self._loss, reduction, pipeline.stack, rows, collate)
             pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
         times = time_model(job, cut, rows, collate, self._checkpoint)
-        return Setup(reduction, is_random, times)
+        return Setup(reduction, times)
 
     @property
     def _sharding(self) -> str:

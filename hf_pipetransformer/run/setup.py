@@ -14,37 +14,34 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..data.numbered_batches import TrainingBatches
-from ..errors import UnsupportedModelError, is_out_of_memory
+from ..errors import UnsupportedModelError
 from ..logs import log_once
-from ..model.layer_stack import LayerStack, has_router_loss
-from ..model.left_as_found import left_as_found
-from ..model.loss_probe import LossProbe, probe_loss
+from ..model.layer_stack import LayerStack, skips_layers
+from ..model.loss_reading import LossReading, read_reduction
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
-from ..model.micro_batch import Batch, batch_rows, naming_long_rows, slice_rows
+from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..planning.plan import MIB, PipelinePlan
 from ..planning.unit_times import ModelTimes
-from ..randomness import generators_kept, seeded
+from ..randomness import seeded
 from ..token_slices.kv_slices import Windows
 from ..token_slices.slices import sequence_length
 from ..token_slices.slicing_probe import informative_samples, probe_slicing, without_autocast
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
-from .lazy_model import is_lazy
 from .loss import TrainersLoss
 from .probed_once import found_by_each
-from .samples import SampleCollator, elements_of_a_row, is_padded_further, of_different_classes
+from .samples import SampleCollator, of_different_classes
 
 logger = logging.getLogger(__name__)
 
 LOSS_SAMPLE_ROWS = 4
 """Maximum number of samples on which the loss reduction is determined."""
-ROWS_APART = 1
-"""Number of short samples, and of long samples, used to test whether a loss depends on padding."""
 SAMPLES_TO_CHOOSE_FROM = 32
 """Number of samples from which those with different classes are chosen to probe the loss."""
 
@@ -55,12 +52,10 @@ class Setup:
 
     Attributes:
         reduction: how the losses of parts combine to the loss of the whole batch.
-        loss_is_random: whether the loss draws random numbers in training mode, other than for dropout.
         times: times of the model's units, the same on every process; None if not measured.
     """
 
     reduction: LossReduction
-    loss_is_random: bool
     times: ModelTimes | None
 
 
@@ -71,10 +66,11 @@ class Setup:
 
 def find_reduction(
     loss: TrainersLoss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
-) -> tuple[LossReduction, bool]:
-    """Probe the loss, including a user-defined one, on the whole model with a few samples.
+) -> LossReduction:
+    """Find how the losses of a batch's parts add up: by the user's word, or from a transformers model's head.
 
-    A lazily loaded model that is split is probed on process 0 only. Collective over all processes.
+    Nothing is assumed of any other loss. A lazily loaded model that is split is read on process 0 only. Collective
+    over all processes.
 
     Args:
         loss: the trainer's loss.
@@ -82,18 +78,18 @@ def find_reduction(
             `stack.rows_per_sample` and `stack.is_random` are set.
         data: the training batches.
         collate: collates samples; None if nothing is probed.
-
-    Returns:
-        The loss reduction, and whether the loss draws random numbers other than for dropout.
     """
     job = loss.job
+    stack.is_random = skips_layers(job.model)
+    plain = unexamined(loss.shifts_labels)
     if job.sums_nothing_up and not job.args.uses_pipeline:
-        return unexamined(loss.shifts_labels), False  # nothing is added up
-    if job.args.loss_reduction is not None:
-        items = unexamined(loss.shifts_labels).items
-        return LossReduction("sum" if job.args.loss_reduction == "sum" else "mean", items), False
+        return plain  # nothing is added up
     if not loss.is_stock:
-        return unexamined(loss.shifts_labels, "compute_loss is the user's own"), False
+        stack.unreached |= frozenset(stack.table.names)  # it may reach any parameter, or none
+        declared = job.args.loss_reduction
+        if declared is None:
+            return replace(plain, reason="it is not a transformers model's own")
+        return replace(plain, kind="sum" if declared == "sum" else "mean")
     assert collate is not None
     sample, num_samples = _sample_for_loss(loss, data, collate)
     rows = batch_rows(sample)
@@ -101,43 +97,29 @@ def find_reduction(
         sample,
         loss.label_names,
         _classes_of(job, sample),
-        # a user-defined loss may use labels as indices, and an index of -100 destroys the CUDA context
-        may_ignore=loss.is_stock or job.device.type == "cpu" or loss.has_ignored(sample),
-        model_inputs=[name for name in sample if name not in stack.runner.called.kept_back],
+        model_inputs=[name for name in sample if name not in job.called_by_stock(sample).kept_back],
     )
 
-    def probe() -> LossProbe:
+    def read() -> LossReading:
         exactly = without_autocast() if loss.is_exact else nullcontext()
         with exactly, naming_long_rows(job.model, sample):
-            return probe_loss(
+            return read_reduction(
                 stack,
                 variants,
-                loss.of_batch,
-                others=(job.trainer,),
+                partial(loss.of_batch, seed=0),
                 shifts_labels=loss.shifts_labels,
                 label_names=loss.label_names,
                 passes_items=loss.passes_items(sample),
                 is_cut=job.args.uses_pipeline,
-                apart=_collated_apart(job, data, collate),
                 tolerance=EXACT if loss.is_exact else HALF_PRECISION,
                 blocks=rows // num_samples if rows % num_samples == 0 else 1,
-                recalls=is_lazy(job.model),
             )
 
     # results may differ between processes by rounding, or by what a collator draws
-    found = found_by_each(job.mesh, job.is_probed_once(collate), probe)
-    reduction = found[0].reduction
-    reason = stack.fails_on_parts
-    if has_router_loss(job.model):  # its share of the loss is too small for the probe
-        reason = "the router loss (output_router_logits=True) compares all tokens of a batch"
-    if reason:
-        reduction = replace(unexamined(loss.shifts_labels, reason), blocks=reduction.blocks)
-    stack.unreached |= frozenset[str]().union(*(theirs.without_gradient for theirs in found))
-    stack.rows_per_sample = reduction.blocks
-    stack.is_random = found[0].is_random
-    if reduction.kind != "whole" and reduction.reason:
-        log_once(logger, logging.WARNING, "The loss of %s: %s.", type(job.model).__name__, reduction.reason)
-    return reduction, found[0].is_random
+    found = found_by_each(job.mesh, job.is_probed_once(collate), read)
+    stack.unreached |= frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
+    stack.rows_per_sample = found[0].reduction.blocks
+    return found[0].reduction
 
 
 def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
@@ -173,33 +155,8 @@ def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleC
     return _prepared(loss.job, batch)[0], len(chosen)
 
 
-def _collated_apart(job: TrainingJob, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, ...]:
-    """Return a batch, its short samples and its long samples, each collated separately as replicas do.
-
-    The batches are prepared as for a step. The result is empty if they would show nothing: if all samples have
-    one length, or the collator draws at random, packs or sorts.
-    """
-    samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
-    half = min(ROWS_APART, job.rows_at_once // 2)
-    if not half or len(samples) < 2 * half:
-        return ()
-    try:
-        with generators_kept(collate.collate_fn):
-            alone = [collate.by_seed([sample]) for sample in samples]
-        order = sorted(range(len(samples)), key=lambda index: elements_of_a_row(alone[index]))
-        short, long = ([samples[index] for index in some] for some in (order[:half], order[-half:]))
-        found = [collate(rows) for rows in ([*short, *long], short, long)]
-    except Exception as error:  # the collator accepts only samples of one length
-        if is_out_of_memory(error):
-            raise
-        return ()
-    if not is_padded_further(found[1], slice_rows(found[0], 0, half)):
-        return ()
-    return _prepared(job, *found)
-
-
 def _prepared(job: TrainingJob, *batches: Batch) -> tuple[Batch, ...]:
-    with left_as_found(job.trainer), seeded(job.args.seed):
+    with seeded(job.args.seed):
         return tuple(job.on_models_device(dict(job.trainer._prepare_inputs(batch))) for batch in batches)
 
 
@@ -230,7 +187,7 @@ def find_windows(
     were_packed = sum(map(batch_rows, batches)) != len(rows)
     few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
     plain = collate(few[: job.rows_at_once])
-    *_, sample = label_variants(plain, ("labels",), (), may_ignore=True)
+    *_, sample = label_variants(plain, ("labels",), ())
     num_items = max(reduction.count(sample), 1)
     is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
     windows: Windows | None = None
@@ -279,22 +236,13 @@ def is_driven(job: TrainingJob, reduction: LossReduction) -> bool:
 
 def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
     """Whether freed processes may become replicas. They may not if these would change the loss."""
-    return not job.args.uses_pipeline or (reduction.kind != "whole" and not reduction.depends_on_padding)
+    return not is_driven(job, reduction)
 
 
 def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
     """Say in one line what a loss that is not known to add up means for a plan."""
     name = type(job.model).__name__
     parts = plan.data_parallel_size * job.args.gradient_accumulation_steps
-    if reduction.depends_on_padding and parts > 1:
-        log_once(
-            logger,
-            logging.WARNING,
-            "The loss of %s depends on the length to which samples are padded. As with plain DDP or gradient"
-            " accumulation, each process and micro-batch pads its own samples, so the result differs from that of"
-            " one process with the whole batch. Pad all samples to the same length to avoid this.",
-            name,
-        )
     if not is_driven(job, reduction):
         return
     rows = plan.rows_per_pipeline

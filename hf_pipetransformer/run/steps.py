@@ -7,8 +7,7 @@ clip     clips by the gradient norm over all stages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from enum import Flag, auto
 from functools import partial
@@ -22,9 +21,6 @@ from torch import nn
 from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
-from ..model.left_as_found import left_as_found
-from ..model.loss_probe import raise_for_exchanged_inputs
-from ..model.loss_scaling import EXACT, HALF_PRECISION
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
@@ -32,10 +28,9 @@ from ..resilience.watchdog import PROGRESS, phase
 from .batches import GlobalBatch, prepared
 from .cache_control import AutoCache
 from .job import TrainingJob
-from .loss import BatchInFlight, TrainersLoss
+from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
 from .metrics_file import RunRecorder
 from .preemption import Preemption
-from .rechecks import Rechecks, keeper_of_placeholders, loss_has_changed, raise_for_changed_loss
 from .setup import Setup
 from .training_data import refuse_different_numbers
 
@@ -64,7 +59,6 @@ class StepVotes:
         other_weights: a callback seems to have changed frozen weights.
         exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
         other_flags: something other than a callback has set `requires_grad`.
-        other_loss: the loss is a different function than before the first step.
     """
 
     stop: bool = False
@@ -72,7 +66,6 @@ class StepVotes:
     other_weights: bool = False
     exchanged_inputs: bool = False
     other_flags: bool = False
-    other_loss: bool = False
 
     def agree(self, loss: torch.Tensor, mesh: ProcessMesh) -> tuple[torch.Tensor, StepVotes]:
         """Return the sum of all processes' losses and the votes of any process. Collective over all processes.
@@ -133,7 +126,6 @@ class Steps:
         self._watches_steps = watches_steps
         self._loss = TrainersLoss(job)
         self._in_flight: BatchInFlight | None = None
-        self._rechecks = Rechecks()
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
@@ -161,10 +153,6 @@ class Steps:
         PROGRESS.enter("step")
         # 1
         self._follow_flags()
-        has_placeholders = pipeline.num_stages > 1 or pipeline.current_plan.divides_weights
-        is_rechecked = has_placeholders and self._rechecks.is_due(state.global_step, state.epoch or 0.0)
-        if is_rechecked:
-            self._refuse_copied_placeholders()
         self._switch_to_training()
         # 2
         self.batch.begin(inputs, pipeline)
@@ -181,19 +169,11 @@ class Steps:
         with naming_long_rows(self._job.model, batch):
             pipeline.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
-            # a last stage of several computes the loss again after the step
-            with pipeline.together() if is_rechecked and pipeline.num_stages > 1 else nullcontext():
-                if pipeline.is_driven and pipeline.num_stages > 1:
-                    unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
-                    pipeline.drive(batch, partial(current.drive, pipeline), unread)
-                    received = []
-                else:
-                    received = _as_the_user_raised_it(partial(pipeline.step, batch, keeps_received=is_rechecked))
-                other_loss = self._recheck_loss(current, batch, received) if received else None
-        if is_rechecked and pipeline.num_stages == 1:
-            is_finite = bool(torch.isfinite(current.total(self._job.device)))
-            if self._job.mesh.any(not is_finite):
-                self._refuse_missing_weights(current, batch)
+            if pipeline.is_driven and pipeline.num_stages > 1:
+                unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
+                pipeline.drive(batch, partial(current.drive, pipeline), unread)
+            else:
+                _as_the_user_raised_it(partial(pipeline.step, batch))
         current.release()
         self._recorder.count_rows(current.part.global_rows, len(current.losses))
         empty_every = self._job.args.torch_empty_cache_steps
@@ -206,9 +186,8 @@ class Steps:
             other_weights=other_weights,
             exchanged_inputs=current.exchanges_inputs,
             other_flags=pipeline.weights.flags_changed,
-            other_loss=other_loss is not None,
         )
-        loss = self._agree(current.total(self._job.device), mine, other_loss)
+        loss = self._agree(current.total(self._job.device), mine)
         PROGRESS.enter("callbacks")
         return loss
 
@@ -264,11 +243,11 @@ class Steps:
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
         return batch, other_inputs
 
-    def _agree(self, loss: torch.Tensor, mine: StepVotes, other_loss: str | None) -> torch.Tensor:
+    def _agree(self, loss: torch.Tensor, mine: StepVotes) -> torch.Tensor:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
-            ValueError: a process reports `exchanged_inputs`, `other_loss` or `other_flags`.
+            ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
         votes, mesh, model = mine, self._job.mesh, self._job.model
         if mesh.world_size > 1:
@@ -276,9 +255,6 @@ class Steps:
             loss, votes = mine.agree(loss, mesh)
             if votes.exchanged_inputs:
                 raise_for_exchanged_inputs(model)
-            if votes.other_loss:
-                found = next(filter(None, mesh.gather_objects(other_loss)))
-                raise_for_changed_loss(model, self._job.trainer.state.global_step + 1, found)
             if votes.other_flags:
                 raise ValueError(
                     "requires_grad of parameters was changed outside a callback (for example in compute_loss or"
@@ -306,75 +282,6 @@ class Steps:
         self.doubts &= ~Doubt.FLAGS
         if has_changed:
             pipeline.follow_flags()
-
-    def _recheck_loss(
-        self, current: BatchInFlight, batch: Batch, received: Sequence[Sequence[torch.Tensor]]
-    ) -> str | None:
-        """Recompute the loss on a last stage after a step. Not collective.
-
-        Returns:
-            Why the losses of the parts do not add up to the loss of the batch; None if they do.
-        """
-        setup = self._setup
-        if len(received) < 2 or setup.loss_is_random or setup.reduction.kind == "whole" or not current.part.rows:
-            return None
-        is_exact = self._loss.is_exact and self._job.mixed_precision == "no"
-        return loss_has_changed(
-            self._pipeline,
-            batch,
-            received,
-            lambda _, part: current.again(self._pipeline, part),
-            (self._job.trainer,),
-            EXACT if is_exact else HALF_PRECISION,
-        )
-
-    def _refuse_missing_weights(self, current: BatchInFlight, batch: Batch) -> None:
-        """Refuse a loss that is not finite only because it reads divided weights. Collective over all processes.
-
-        Raises:
-            ValueError: with all weights in place it is finite. Every process raises it.
-        """
-        pipeline = self._pipeline
-        inputs = {name: value for name, value in batch.items() if name != KEYS_NAME}
-        assert pipeline.stage is not None
-        stage = pipeline.stage.last
-        with (
-            pipeline.together(),
-            torch.no_grad(),
-            left_as_found(pipeline.model, self._job.trainer),
-            stage.holding((inputs,)),
-            stage.running_to_the_end((), inputs) as mine,
-        ):
-            is_finite = bool(torch.isfinite(current.again(pipeline, mine)).all())
-        if not self._job.mesh.any(not is_finite):
-            raise ValueError(
-                "The loss is not a finite number because it reads weights of layers outside of the layers' own forward"
-                " (for example in a penalty on all weights). With replica_sharding='full' each replica has a layer's"
-                " weights only while it runs. Set replica_sharding='optimizer'."
-            )
-
-    def _refuse_copied_placeholders(self) -> None:
-        """Refuse copies of placeholder parameters. Collective over all processes.
-
-        Raises:
-            ValueError: a callback or the trainer keeps copies of parameters that other stages hold.
-        """
-        pipeline = self._pipeline
-        owners = [*self._job.users_callbacks, self._job.trainer]
-        mine = keeper_of_placeholders(owners, pipeline.model, list(pipeline.missing_parameters.values()))
-        name = next(filter(None, pipeline.mesh.gather_objects(mine)), None)
-        if name is not None:
-            if pipeline.num_stages > 1:
-                holds = f"each of the {pipeline.num_stages} stages of the pipeline holds only its own parameters"
-                remedy = "pipeline_parallel_size=1"
-            else:
-                holds = "each replica holds only its part of the parameters (replica_sharding='full')"
-                remedy = "replica_sharding='optimizer'"
-            raise ValueError(
-                f"{name} keeps copies of the model's parameters (for example a running average), but during training"
-                f" {holds}; the others are placeholders that contain NaN. Average saved checkpoints instead, or set"
-                f" {remedy}."
-            )
 
 
 def _as_the_user_raised_it(step: Callable[[], T]) -> T:
