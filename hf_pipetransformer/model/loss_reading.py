@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -139,7 +140,8 @@ def _run_whole(
         carry[unit.stack] = tuple(tensor.detach() for tensor in tensors_of(output))
 
     table = stack.table
-    with torch.enable_grad(), table.all_trainable(), stack.runner.to_the_end(0, None, note):
+    noting = stack.runner.to_the_end(0, None, note) if stack.units else nullcontext()
+    with torch.enable_grad(), table.all_trainable(), noting:
         seed_all(0)
         leaves = reachable_leaves([compute_loss(dict(batch), items)])
     names = {id(table[name]): name for name in table.names}

@@ -78,30 +78,18 @@ class LossReduction:
             values = values[..., 1:]
         return values.ne(IGNORED).sum()
 
-    def part(
-        self, batch: Batch, num_items: NumItems, share: float, count: int | float | None = None
-    ) -> tuple[NumItems, float]:
-        """How to compute the loss of a part of a batch, and how to weight it.
+    def weight(self, batch: Batch, num_items: NumItems, count: int | float | None = None) -> float:
+        """The factor by which the loss of a part of a batch is multiplied before losses are added; not for "whole".
 
         Args:
             batch: the part.
             num_items: number of items of the whole batch, over all replicas and accumulated micro-batches.
-            share: fraction of the whole batch's samples that are in this part.
             count: `count(batch)`, if it is known.
-
-        Returns:
-            `num_items_in_batch` for the loss of the part, and the factor by which its result is multiplied.
         """
         if self.kind == "sum":
-            return num_items, 1.0
-        if self.kind == "mean":
-            assert num_items is not None
-            return num_items, (self.count(batch) if count is None else count) / num_items
-        if num_items is not None and share > 0:
-            # as under DDP, where the loss divides by the number of all items, is multiplied by the number of
-            # processes, and is averaged over them
-            return num_items * share, share
-        return num_items, share
+            return 1.0
+        assert num_items is not None
+        return (self.count(batch) if count is None else count) / num_items
 
 
 def items_passed(batch: Batch, shifts_labels: bool, passes_items: bool) -> NumItems:
@@ -146,15 +134,12 @@ def why_not(
         loss_of: the loss of a part, by its index, for a number of items.
         tolerance: the differences that are accepted.
     """
-    rows = batch_rows(batch)
     count = reduction.count(batch) if reduction.kind == "mean" else items
     if reduction.kind == "mean" and not count:
         return f"it has no {reduction.items} to count"
-    weighted = []
-    for index, part in enumerate(parts):
-        asked, weight = reduction.part(part, count, batch_rows(part) / rows)
-        if weight:  # a mean over no items is not a number
-            weighted.append(weight * loss_of(index, items if reduction.kind == "mean" else asked))
+    weights = [reduction.weight(part, count) for part in parts]
+    # a mean over no items is not a number
+    weighted = [weight * loss_of(index, items) for index, weight in enumerate(weights) if weight]
     total = sum(weighted)
     scale = max(sum(map(abs, weighted)), abs(whole))
     if not abs(total - whole) <= tolerance.value * scale + ABSOLUTE:

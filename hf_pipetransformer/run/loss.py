@@ -18,7 +18,7 @@ from torch import nn
 from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..data.numbered_batches import BatchSlice
 from ..model.loss_scaling import LossReduction
-from ..model.micro_batch import Batch, as_the_user_made_it, batch_rows
+from ..model.micro_batch import Batch, as_the_user_made_it
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
 from ..token_slices.kv_slices import SliceCache
@@ -94,7 +94,7 @@ class TrainersLoss:
         model: nn.Module,
         batch: Batch,
         num_items: int | float,
-        share: float = 1.0,
+        counts: bool = True,
         count: int | float | None = None,
     ) -> torch.Tensor:
         """Return what a part of a batch contributes to the whole batch's loss.
@@ -104,23 +104,20 @@ class TrainersLoss:
             model: the model; a call may run only this process's stage of it.
             batch: the part.
             num_items: number of items in the whole batch.
-            share: as in `LossReduction.part`; 0 if the part does not count.
-            count: as in `LossReduction.part`.
+            counts: whether the part counts; one that does not contributes 0.
+            count: as in `LossReduction.weight`.
         """
-        asked: Any
-        asked, weight = reduction.part(batch, num_items, share, count) if share else (num_items, 0.0)
+        weight = reduction.weight(batch, num_items, count) if counts else 0.0
         inputs = dict(batch)
         if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
             inputs |= {
                 name: torch.zeros_like(value)
-                if name != reduction.key or not value.is_floating_point()
-                else torch.ones_like(value)
                 for name in {*self.label_names, "shift_labels", reduction.key}
                 if isinstance(value := inputs.get(name), torch.Tensor)
             }
         trainer = self.job.trainer
+        asked: Any = num_items if self.passes_items(batch) else None
         with self.job.computing_loss():
-            asked = asked if self.passes_items(batch) else None
             loss = trainer.compute_loss(model, as_the_user_made_it(inputs), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
         return loss.mean() * weight
@@ -181,23 +178,12 @@ class BatchInFlight:
 
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
-        if not self.part.rows:
-            return
-        job = self._loss.job
-        share = self.part.rows / self.part.global_rows
-        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
-        items = self._num_items if share == 1 else self._num_items * share
-        inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
-        with job.computing_loss():
-            asked: Any = items if self._loss.passes_items(inputs) else None
-            loss = job.trainer.compute_loss(job.model, as_the_user_made_it(inputs), num_items_in_batch=asked)
-        assert isinstance(loss, torch.Tensor)
-        if not self._loss.is_scaled_for_accumulation(asked):
-            loss = loss / job.trainer.current_gradient_accumulation_steps
-        part = loss.mean() * share
-        self.losses.append(part.detach())
-        pipeline.weights.refreeze()
-        (part * (pipeline.num_replicas * self._loss.scale)).backward()
+        if self.part.rows:
+            inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
+            part = self._of_whole(inputs)
+            self.losses.append(part.detach())
+            pipeline.weights.refreeze()
+            (part * (pipeline.num_replicas * self._loss.scale)).backward()
 
     def release(self) -> None:
         """Forget the batch, which would otherwise stay on the device until the next one replaces it."""
@@ -208,11 +194,30 @@ class BatchInFlight:
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
 
     def _of_part(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
+        if self._reduction.kind == "whole" and self.part.rows:
+            return self._of_whole(batch)
         count = self._count(pipeline, batch) if self._reduction.kind == "mean" and self.part.rows else None
         scale = 1.0 if self._scale is None else self._scale
         items = self._num_items if scale == 1.0 else self._num_items / scale
-        share = self._share(pipeline, batch)
-        return self._loss.of_part(self._reduction, pipeline.model, batch, items, share, count)
+        return self._loss.of_part(self._reduction, pipeline.model, batch, items, bool(self.part.rows), count)
+
+    def _of_whole(self, batch: Batch) -> torch.Tensor:
+        """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
+
+        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
+        their losses up; a transformers model's are averaged here.)
+        """
+        job, trainer = self._loss.job, self._loss.job.trainer
+        share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows)
+        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
+        items: Any = self._num_items if share == 1 else self._num_items * share
+        asked = items if self._loss.passes_items(batch) else None
+        with job.computing_loss():
+            loss = trainer.compute_loss(job.model, as_the_user_made_it(batch), num_items_in_batch=asked)
+        assert isinstance(loss, torch.Tensor)
+        if not self._loss.is_stock and not self._loss.is_scaled_for_accumulation(asked):
+            loss = loss / trainer.current_gradient_accumulation_steps
+        return loss.mean() * share
 
     def _count(self, pipeline: ElasticPipeline, batch: Batch) -> int | float | None:
         """Return the number of items in a part; None if it is not counted yet.
@@ -240,17 +245,6 @@ class BatchInFlight:
         `_prepare_inputs` may change the number, for example by turning class labels into probabilities.
         """
         return 1.0 if not self.part.items or not count or count == self.part.items else self.part.items / count
-
-    def _share(self, pipeline: ElasticPipeline, micro_batch: Batch) -> float:
-        """Return the fraction of the optimizer step's samples in this micro-batch; 0 if it does not count.
-
-        A loss whose `LossReduction` needs no fraction ("sum", "mean") gets 1 or 0.
-        """
-        assert pipeline.stage is not None
-        if not self.part.rows or self._reduction.kind in ("sum", "mean"):
-            return float(bool(self.part.rows))
-        here = sum(batch_rows(part, default=1) for part in pipeline.stage.micro_batches)  # a collator may pack samples
-        return batch_rows(micro_batch, default=1) / here * (self.part.rows / self.num_rows)
 
     @contextmanager
     def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:
