@@ -7,8 +7,8 @@
 Only calls through the module (`dist.all_reduce`) are seen: what user code has imported by name waits for the other
 stages until the watchdog ends the job.
 
-The values that such code logs (TRL's trainers override `log`) exist on the last stage only, and rank 0 is a first
-stage; `LogsOfAllStages` brings them there.
+The values that such code logs (TRL's trainers override `log`) exist on the last stage only, of which rank 0 is one;
+`LogsOfAllStages` averages those of its replicas, and gives them to the other stages.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _refusing(name: str, function: Callable[..., Any], thread: int) -> Callable[
 
 
 class LogsOfAllStages(TrainerCallback):
-    """Makes the logs of all processes alike: what only the last stage has collected reaches rank 0.
+    """Makes the logs of all processes alike: what only the last stage has collected reaches all.
 
     Several processes of the last stage (replicas) have each collected values of their own samples; numbers that differ
     are averaged. All processes then decide alike by a metric. Nothing is exchanged where a user's own `log` (after an
