@@ -8,8 +8,8 @@ A `PipelinePlan` is an immutable value, created by the planner and passed to eve
     replica 0   rank 3    rank 2    rank 1    rank 0
     replica 1   rank 7    rank 6    rank 5    rank 4
 
-Rank 0 computes the loss. A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
-its virtual stages. The schedule says which (`placement`).
+A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
+its virtual stages. The schedule says which, and on which rank (`placement`): rank 0 computes the loss.
 
     K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12), interleaved1f1b
 
