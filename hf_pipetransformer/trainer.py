@@ -341,12 +341,12 @@ class PipeTransformerTrainer(Trainer):
         self._pipeline_run.preemption.log_save_evaluate(stock)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        # all stages of a pipeline see the same samples, so only the first one counts them
-        is_first = self._placed is None or self._placed.stage_index == 0
-        return super().floating_point_ops(inputs) if is_first else 0
+        # all stages of a pipeline see the same samples, so only the last one counts them
+        counts = self._placed is None or self._placed.computes_loss
+        return super().floating_point_ops(inputs) if counts else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if self._placed is not None and self._placed.stage_index > 0:
+        if self._placed is not None and not self._placed.computes_loss:
             inputs = {k: v[:0] for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
         super()._track_num_input_tokens(inputs)
 

@@ -149,6 +149,11 @@ class ElasticPipeline(nn.Module):
         return self.current_plan.stage_of(self.mesh.rank)
 
     @property
+    def computes_loss(self) -> bool:
+        """Whether this process computes the loss; its batch is the one that its pipeline trains on."""
+        return self.stage_index == self.current_plan.placement.loss_stage
+
+    @property
     def replica_index(self) -> int:
         return self.current_plan.replica_of(self.mesh.rank)
 
@@ -635,7 +640,7 @@ class ElasticPipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------ training steps
     def share(self, mine: Any) -> Any:
-        """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
+        """Return the last stage's value on all stages: the batch that all train on. Collective over the pipeline."""
         return self._current.share(mine)
 
     def prepare(self, batch: Batch) -> None:

@@ -1,6 +1,6 @@
 """Process groups of a K stages x R replicas layout, and small collectives over all processes.
 
-world of 8, K = 4, R = 2        stage 0   1   2   3
+world of 8, K = 4, R = 2        stage 3   2   1   0     of most schedules (`planning.placement`)
                     replica 0   rank  0   1   2   3     a row is a pipeline
                     replica 1   rank  4   5   6   7     a column holds the same stage
 """
@@ -105,7 +105,7 @@ class ProcessMesh:
             backend: None uses the backend of the default process group.
             number: index of the group, if the same sets of ranks need several groups.
         """
-        sets = tuple(tuple(ranks) for ranks in partition)
+        sets = tuple(tuple(sorted(ranks)) for ranks in partition)
         key = (sets, backend, number)
         if key not in self._subgroups:
             mine = None

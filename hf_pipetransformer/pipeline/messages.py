@@ -78,7 +78,7 @@ class PipelineMessages:
     @property
     def last(self) -> int:
         """Index of the stage that computes the loss."""
-        return self.placement.stage_of(self.placement.last)
+        return self.placement.loss_stage
 
     @property
     def previous_rank(self) -> int | None:
@@ -93,7 +93,7 @@ class PipelineMessages:
         """Return every stage's object, on all stages. Collective over the pipeline."""
         everyone: list[Any] = [None] * self.num_stages
         dist.all_gather_object(everyone, mine, group=self.control)
-        return everyone
+        return [everyone[self.placement.position_of(stage)] for stage in range(self.num_stages)]
 
     def largest(self, numbers: torch.Tensor) -> torch.Tensor:
         """Maximum of each number over the stages, in place, on the CPU. Collective over the pipeline."""

@@ -206,8 +206,8 @@ class PlacedPipeline:
 
     # ------------------------------------------------------------------------------------ steps
     def share(self, mine: Any) -> Any:
-        """Return the first stage's value on all stages: the batch that all train on. Collective over the pipeline."""
-        return self._channels[0].share(mine) if self._channels else mine
+        """Return the last stage's value on all stages: the batch that all train on. Collective over the pipeline."""
+        return self._channels[self.messages.last].share(mine) if self._channels else mine
 
     def of_each_stage(self, mine: Any) -> list[Any]:
         """Return every stage's own value, on all stages, as `share` sends it. Collective over the pipeline."""

@@ -152,6 +152,12 @@ class PipelineScheduler:
         schedule = get_schedule_class(run_as.torch_name)(
             stages if run_as.is_interleaved else stages[0], num_microbatches, loss_fn=_first_output, scale_grads=False
         )
+        # torch takes the process's rank in the group for the index of its stage
+        schedule.rank = self._stage_index
+        for stage in stages:
+            stage.stage_index_to_group_rank = {
+                index: placement.position_of(placement.stage_of(index)) for index in range(placement.last + 1)
+            }
         self._built[key] = (stages, schedule)
         if len(self._built) > KEPT_SCHEDULES:
             self._built.popitem(last=False)

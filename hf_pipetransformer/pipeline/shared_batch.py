@@ -1,8 +1,8 @@
 """Distributes one stage's batch to the other stages of its pipeline.
 
 A collator or a `_prepare_inputs` that draws from its own random generator makes a different batch on each process. So
-all stages train on the batch that the first one has prepared. In an evaluation each stage's process has samples of its
-own, and each sends them to the others:
+all stages train on the batch that the last one has prepared, where user code computes the loss. In an evaluation each
+stage's process has samples of its own, and each sends them to the others:
 
 control group    lengths, structure (pickled), tensors on the CPU     one message, as long as the longest one so far
 pipeline group   tensors on the device                                one message, if there are any

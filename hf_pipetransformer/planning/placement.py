@@ -1,4 +1,4 @@
-"""The placement: which stage holds which of the model's virtual stages.
+"""The placement: which process of a pipeline runs which stage, and which virtual stages a stage holds.
 
     K = 2, V = 2         stage 0    stage 1
 
@@ -6,6 +6,13 @@
     V-shaped             0   3      1   2      at its ends the way turns round: the first stage has the loss as well
 
 Virtual stage i is the stage's part i // K in either placement; with one virtual stage per stage both are the same.
+
+The loss is on the pipeline's first process, so what user code computes with it is on rank 0, which logs and saves:
+
+    K = 4                process 0   1   2   3
+
+    loop                 stage   3   2   1   0
+    V-shaped             stage   0   1   2   3
 """
 
 from __future__ import annotations
@@ -32,10 +39,19 @@ class Placement:
         """Index of the last virtual stage, which computes the loss."""
         return self.num_stages * self.num_virtual_stages - 1
 
+    @property
+    def loss_stage(self) -> int:
+        """Index of the stage that computes the loss."""
+        return self.stage_of(self.last)
+
     def stage_of(self, virtual_stage: int) -> int:
         """Return the stage that holds a virtual stage."""
         part, position = divmod(virtual_stage, self.num_stages)
         return self.num_stages - 1 - position if self.is_v_shaped and part % 2 else position
+
+    def position_of(self, stage: int) -> int:
+        """Return the position in the pipeline of the process that runs a stage; also the stage that one runs."""
+        return stage if self.loss_stage == 0 else self.num_stages - 1 - stage
 
     def held_by(self, stage: int) -> tuple[int, ...]:
         """Return the virtual stages that a stage holds, in the model's order."""

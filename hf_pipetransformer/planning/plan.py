@@ -2,14 +2,14 @@
 
 A `PipelinePlan` is an immutable value, created by the planner and passed to every other part.
 
-    rank = replica * K + stage            world 8, K = 4, R = 2
+    rank = replica * K + placement.position_of(stage)            world 8, K = 4, R = 2
 
                 stage 0   stage 1   stage 2   stage 3
-    replica 0   rank 0    rank 1    rank 2    rank 3
-    replica 1   rank 4    rank 5    rank 6    rank 7
+    replica 0   rank 3    rank 2    rank 1    rank 0
+    replica 1   rank 7    rank 6    rank 5    rank 4
 
 A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
-its virtual stages. The schedule says which (`placement`).
+its virtual stages. The schedule says which, and on which rank (`placement`): rank 0 computes the loss.
 
     K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12), interleaved1f1b
 
@@ -172,7 +172,7 @@ class PipelinePlan:
 
     def stage_of(self, rank: int) -> int:
         """Return the stage that a rank runs."""
-        return self._checked("rank", rank, self.world_size) % self.pipeline_parallel_size
+        return self.placement.position_of(self._checked("rank", rank, self.world_size) % self.pipeline_parallel_size)
 
     def replica_of(self, rank: int) -> int:
         """Return the pipeline (replica) that a rank belongs to."""
@@ -181,13 +181,13 @@ class PipelinePlan:
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage, one per pipeline: a data-parallel group."""
         self._checked("stage", stage, self.pipeline_parallel_size)
-        return tuple(range(stage, self.world_size, self.pipeline_parallel_size))
+        return tuple(range(self.placement.position_of(stage), self.world_size, self.pipeline_parallel_size))
 
     def ranks_of_pipeline(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of one pipeline in stage order."""
         self._checked("replica", replica, self.data_parallel_size)
         first = replica * self.pipeline_parallel_size
-        return tuple(range(first, first + self.pipeline_parallel_size))
+        return tuple(first + self.placement.position_of(stage) for stage in range(self.pipeline_parallel_size))
 
     @property
     def shards_optimizer(self) -> bool:

@@ -362,7 +362,7 @@ def draw_memory(training: Training) -> Drawing:
 
 
 def _predicted_by_rank(layout: Layout) -> list[float]:
-    """Predicted memory of each rank, where rank = replica * K + stage."""
+    """Predicted memory of each rank; that of the processes of a pipeline is the same in each replica."""
     return list(layout.event.get("predicted", {}).get("memory_bytes", [])) * layout.num_replicas
 
 

@@ -129,9 +129,9 @@ class GlobalBatch:
     def count_over_replicas(self, pipeline: ElasticPipeline, reduction: LossReduction) -> None:
         """Count the items of all pipelines, each once. Collective over all processes if there are replicas."""
         if pipeline.num_replicas > 1:
-            mine = self.num_items if pipeline.stage_index == 0 else 0
+            mine = self.num_items if pipeline.computes_loss else 0
             self.num_items = pipeline.mesh.sum(mine, torch.int64)
-        # with one replica, `share` will replace it on later stages with the first stage's number
+        # with one replica, `share` will replace it on the other stages with the last stage's number
         self.num_items = self.num_items or 1
 
     def begin(self, inputs: Mapping[str, Any], pipeline: ElasticPipeline) -> None:
@@ -156,7 +156,7 @@ class GlobalBatch:
             self.current, self._latest_tensors = self.waiting.popleft(), tensors
 
     def share(self, pipeline: ElasticPipeline, batch: Batch) -> Batch:
-        """Return the first stage's batch and counts on all stages of its pipeline. Collective over the pipeline.
+        """Return the last stage's batch and counts on all stages of its pipeline. Collective over the pipeline.
 
         Each stage has prepared a batch of its own, but a collator or `_prepare_inputs` that draws random numbers may
         give different results on each stage.

@@ -4,8 +4,8 @@
 there, as in a training on one process. `torch.distributed` is left alone: a collective of all processes would wait for
 the other stages, which never enter it, until the watchdog ends the job and names both.
 
-The values that such code logs (TRL's trainers override `log`) exist on the last stage only, and rank 0 is a first
-stage; `LogsOfAllStages` brings them there.
+The values that such code logs (TRL's trainers override `log`) exist on the last stage only, of which rank 0 is one;
+`LogsOfAllStages` averages those of its replicas, and gives them to the other stages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _first(*values: Any, **named: Any) -> Any:
 
 
 class LogsOfAllStages(TrainerCallback):
-    """Makes the logs of all processes alike: what only the last stage has collected reaches rank 0.
+    """Makes the logs of all processes alike: what only the last stage has collected reaches all.
 
     Several processes of the last stage (replicas) have each collected values of their own samples; numbers that differ
     are averaged. All processes then decide alike by a metric. Nothing is exchanged where a user's own `log` (after an

@@ -31,7 +31,7 @@ def check_same_everywhere(
 
     The values of weights are not compared, because they are made equal later. Inputs that a collator draws from a
     generator of its own, and that therefore differ between processes, are not compared either: the stages of a
-    pipeline use the values that its first stage has drawn.
+    pipeline use the values that its last stage has drawn.
 
     Args:
         mesh: the processes.

@@ -44,14 +44,14 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
     """Return the predictions of a plan, in plain values.
 
     Returns:
-        A dict with "memory_bytes", the bytes of each stage without the memory of torch and Python themselves; and
-        "steps", which is empty unless the model's units have been timed. It has an entry for each number of
-        micro-batches M that may be tried, the most promising first: seconds of a micro-batch's forward and backward
-        in each virtual stage, and of the work after the pipeline (gradient reduction and optimizer). It also has the
-        "schedule" that runs and "rows_per_pipeline".
+        A dict with "memory_bytes", the bytes of each process of a pipeline without the memory of torch and Python
+        themselves; and "steps", which is empty unless the model's units have been timed. It has an entry for each
+        number of micro-batches M that may be tried, the most promising first: seconds of a micro-batch's forward and
+        backward in each virtual stage, and of the work after the pipeline (gradient reduction and optimizer). It also
+        has the "schedule" that runs and "rows_per_pipeline".
     """
     rows = plan.rows_per_pipeline
-    stages = range(plan.pipeline_parallel_size)
+    stages = map(plan.stage_of, range(plan.pipeline_parallel_size))
     m = plan.num_microbatches_for(rows)
     memory = [plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in stages]
     steps = []

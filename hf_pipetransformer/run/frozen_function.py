@@ -80,7 +80,8 @@ class FrozenFunction:
         everyone = pipeline.mesh.gather_objects(here)
         for weights, *_ in everyone:
             self._digests.update(weights)
-        of_first = everyone[: pipeline.num_stages]  # the first pipeline's processes; the last frozen unit is on one
+        # the stages of the first pipeline, in order; the last frozen unit is on one of them
+        of_first = [everyone[rank] for rank in pipeline.current_plan.ranks_of_pipeline(0)]
         digests = [digest for _, _, found, _ in of_first for digest in found]
         self._outputs = [numbers for *_, found in of_first for numbers in found]
         of_weights = [f"{name} {self._digests[name]}" for name in sorted(names)]

@@ -140,7 +140,7 @@ class Steps:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         1. Apply the `requires_grad` flags that callbacks have changed.
-        2. Prepare the batch, with the keys of its samples; all stages use the batch of the first stage. Begin to read
+        2. Prepare the batch, with the keys of its samples; all stages use the batch of the last stage. Begin to read
            what the next batch needs from the cache.
         3. Run the pipeline's step; the last stage computes the loss.
         4. Reduce the loss and the votes over all processes.
@@ -238,7 +238,7 @@ class Steps:
         other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
-            other_inputs &= pipeline.stage_index == 0
+            other_inputs &= pipeline.computes_loss
             if other_weights and KEYS_NAME in batch:
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
         return batch, other_inputs

@@ -68,17 +68,17 @@ WAYS = {
     "frozen": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "off"}),
     "cached": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "on"}),
     "accumulating": Way(1, (forwards(2, to_device=3, from_device=2),), accumulation=2),
-    "two-stages": Way(2, (forwards(4), forwards(4, from_device=1))),
+    "two-stages": Way(2, (forwards(4, from_device=1), forwards(4))),
     "two-stages-frozen": Way(
-        2, (forwards(4), forwards(4, from_device=1)), options={**FREEZING, "activation_cache": "off"}
+        2, (forwards(4, from_device=1), forwards(4)), options={**FREEZING, "activation_cache": "off"}
     ),
     "two-stages-cached": Way(
         2,
-        (forwards(4), forwards(4, from_device=1)),
+        (forwards(4, from_device=1), forwards(4)),
         options={**FREEZING, "activation_cache": "on"},
     ),
     "two-stages-interleaved": Way(
-        2, (forwards(8), forwards(8, from_device=1)), options={"pipeline_schedule": "interleaved1f1b"}
+        2, (forwards(8, from_device=1), forwards(8)), options={"pipeline_schedule": "interleaved1f1b"}
     ),
     "two-stages-zbv": Way(2, (forwards(8, from_device=1), forwards(8)), options={"pipeline_schedule": "zbv"}),
     # the items of the prepared batch are counted, which `_prepare_inputs` may have changed

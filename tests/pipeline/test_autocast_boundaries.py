@@ -84,7 +84,7 @@ def update(outcome: Outcome, model: str | None) -> torch.Tensor:
 def test_what_travels_is_what_the_layer_gives(model: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     """BERT's layers give float32; those of ELECTRA give bfloat16 on the CPU."""
     ((alone, _, _),) = run_ranks(train, 1, str(tmp_path / "alone"), model)
-    (first, given, sent), (last, _, returned) = run_ranks(train, 2, str(tmp_path / "two"), model)
+    (last, _, returned), (first, given, sent) = run_ranks(train, 2, str(tmp_path / "two"), model)
     assert {kind for kind, _ in given} == {dtype}
     assert sent == given == returned, "activations, and their gradients"
     for outcome in (first, last):

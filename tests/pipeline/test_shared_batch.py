@@ -1,4 +1,4 @@
-"""All stages of a pipeline train on the batch that its first stage has prepared."""
+"""All stages of a pipeline train on the batch that its last stage, rank 0, has prepared."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Noting:
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
         self.fed = []
-        self.prepared = 0
+        self.prepared = []
 
     def training_step(self, *positional):
         share = GlobalBatch.share
 
         def noting(mine, pipeline, batch):
+            self.prepared.append({name: value.clone() for name, value in batch.items()})
             batch = share(mine, pipeline, batch)
             self.fed.append({name: value.clone() for name, value in batch.items()})
             return batch
@@ -99,7 +100,7 @@ def train(rank, world_size, mixin=None, evaluates=False, folder="shared", stages
     trainer.train()
     history = trainer.state.log_history
     return (
-        trainer.fed,
+        (trainer.fed, trainer.prepared),
         [entry["loss"] for entry in history if "loss" in entry],
         [entry["eval_loss"] for entry in history if "eval_loss" in entry],
     )
@@ -130,10 +131,17 @@ def stock(batches, folder):
 @pytest.mark.parametrize(("mixin", "evaluates"), [(None, True), (MixingInputs, False)])
 def test_all_stages_train_on_one_batch_whatever_draws(mixin, evaluates, tmp_path):
     """A collator's own generator that evaluation moves on differently, and a `_prepare_inputs` that draws."""
-    (first, losses, _), (second, _, _) = run_ranks(train, 2, mixin, evaluates, str(tmp_path / "run"))
+    ((first, prepared), losses, _), ((second, others), _, _) = run_ranks(
+        train, 2, mixin, evaluates, str(tmp_path / "run")
+    )
     assert len(first) == len(second) == 6
     for one, other in zip(first, second, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    own, of_other = (
+        [all(torch.equal(one[name], made[name]) for name in one) for one, made in zip(first, ways, strict=True)]
+        for ways in (prepared, others)
+    )
+    assert all(own) and not all(of_other), "user code on rank 0 sees what is trained"
     torch.testing.assert_close(losses, stock(first, tmp_path / "stock"), rtol=0, atol=1e-5)
 
 

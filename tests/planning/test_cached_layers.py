@@ -17,7 +17,7 @@ from hf_pipetransformer.planning.plan_choice import make_plan
         (4, "aaaa", 5),  # three stages follow the first one
         (2, "aabb", 7),
         (4, "aabb", 4),  # the third stage is on another node than the first
-        (4, "abbb", 2),
+        (4, "aaab", 2),
     ],
 )
 def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest: int) -> None:

@@ -24,6 +24,8 @@ def test_part_of_a_stage(k: int, v: int, is_v_shaped: bool) -> None:
     for stage in range(k):
         assert [index // k for index in placement.held_by(stage)] == list(range(v))
         assert all(placement.stage_of(index) == stage for index in placement.held_by(stage))
+        assert placement.position_of(placement.position_of(stage)) == stage
+    assert placement.position_of(placement.loss_stage) == 0
     if is_v_shaped:
         ways = [placement.stage_of(index) for index in range(placement.last + 1)]
         assert all(abs(b - a) <= 1 for a, b in itertools.pairwise(ways))

@@ -47,13 +47,13 @@ def plan_of(k: int, world_size: int = 8, units: tuple[UnitCost, ...] = UNITS, **
 def test_ranks_are_laid_out_as_drawn() -> None:
     """
                 stage 0   stage 1   stage 2   stage 3
-    replica 0   rank 0    rank 1    rank 2    rank 3
-    replica 1   rank 4    rank 5    rank 6    rank 7
+    replica 0   rank 3    rank 2    rank 1    rank 0
+    replica 1   rank 7    rank 6    rank 5    rank 4
     """
     plan = plan_of(4)
-    assert [plan.ranks_of_pipeline(r) for r in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [plan.ranks_of_stage(s) for s in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert [plan.stage_of(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [plan.ranks_of_pipeline(r) for r in range(2)] == [(3, 2, 1, 0), (7, 6, 5, 4)]
+    assert [plan.ranks_of_stage(s) for s in range(4)] == [(3, 7), (2, 6), (1, 5), (0, 4)]
+    assert [plan.stage_of(rank) for rank in range(8)] == [3, 2, 1, 0, 3, 2, 1, 0]
     assert [plan.replica_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [list(plan.units_of(s)) for s in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -78,6 +78,7 @@ def test_a_v_brings_the_last_units_to_the_first_stage() -> None:
     plan = plan_of(2, schedule="zbv", virtual_pipeline_parallel_size=2)
     assert [plan.virtual_stages_of(s) for s in range(2)] == [(0, 3), (1, 2)]
     assert [plan.units_of(s) for s in range(2)] == [(0, 1, 6, 7), (2, 3, 4, 5)]
+    assert [plan.ranks_of_pipeline(r) for r in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)], "the loss is on rank 0"
     assert [plan.microbatches_in_flight(stage, 8) for stage in range(2)] == [4, 4]
     assert "schedule zbv with 4 micro-batches, 2 virtual stages per stage; bubble 4.0 %" in str(plan)
     with pytest.raises(ValueError, match=r"is 3 and schedule is 'zbv'.* between 1 and 2"):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import run_ranks, run_ranks_expecting_error
+from test_elastic_pipeline import stages_by_frozen
 from training_data import PadCollator
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -77,6 +78,56 @@ def logging_alone(rank: int, world_size: int) -> int:
 def test_a_process_that_logs_alone_waits_for_nobody() -> None:
     first, second = run_ranks(logging_alone, 2, timeout=60)
     assert first > second == 0
+
+
+class AveragesMargins:
+    """Collects a number of each sample in `compute_loss`, and logs the mean, as an own trainer on one process does."""
+
+    def compute_loss(self: Any, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        margins = (outputs.logits[:, 1] - outputs.logits[:, 0]).tolist()
+        self.margins, self.num_seen = [*getattr(self, "margins", []), *margins], getattr(self, "num_seen", 0)
+        self.num_seen += len(margins)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if getattr(self, "margins", None):
+            logs["margin"] = sum(self.margins) / len(self.margins)
+            self.margins = []
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+COLLECTED = Run(samples=32, accumulation=1, trainer=AveragesMargins)
+"""Two steps of 16 samples in each of two epochs."""
+FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "activation_cache": "off"}
+
+
+def collecting(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) -> dict[str, tuple[list[Any], int]]:
+    """In each way, the mean margins that this process logs in the steps, and of how many samples it has any."""
+    found = {}
+    for name, options in ways.items():
+        run = replace(COLLECTED, per_device=16 // world_size)
+        trainer = pipeline_trainer(run, world_size, name, **options)
+        stages_by_frozen(trainer, {0: world_size, 1: 1})
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+        found[name] = [entry.get("margin") for entry in steps], getattr(trainer, "num_seen", 0)
+    return found
+
+
+def test_what_compute_loss_collects_is_on_rank_0() -> None:
+    """In every schedule, and when a pipeline of two stages has become two replicas: then of rank 0's samples."""
+    schedules = {name: {"pipeline_schedule": name} for name in ("1f1b", "interleaved1f1b", "zbv")}
+    (alone,) = run_ranks(collecting, 1, {"plain": {}, "elastic": FREEZING})
+    first, second = run_ranks(collecting, 2, {**schedules, "elastic": FREEZING})
+    assert alone["plain"][1] == alone["elastic"][1] == 2 * COLLECTED.samples
+    for name in schedules:
+        assert first[name] == (pytest.approx(alone["plain"][0], abs=1e-5), 2 * COLLECTED.samples), name
+    (logged, num_seen), expected = first["elastic"], alone["elastic"][0]
+    assert num_seen == 32 + 16, "the second epoch's other half is on the other replica"
+    assert logged[:2] == pytest.approx(expected[:2], abs=1e-5)
+    both = [sum(margins) / 2 for margins in zip(logged[2:], second["elastic"][0][2:], strict=True)]
+    assert both == pytest.approx(expected[2:], abs=1e-5)
 
 
 class CallsDistributed:

@@ -51,7 +51,7 @@ def test_what_a_plan_predicts_draws_its_timeline():
     timed = plan(2, frozen=4, times=times_of(6, fixed=0.01))
     predicted = events_file.prediction_of(timed)
     assert predicted["memory_bytes"] == [
-        timed.stage_bytes(stage, rows=8, num_microbatches=timed.num_microbatches_for(8)) for stage in range(2)
+        timed.stage_bytes(stage, rows=8, num_microbatches=timed.num_microbatches_for(8)) for stage in (1, 0)
     ]
     assert predicted["steps"][0]["num_microbatches"] == timed.num_microbatches_for(8)
     for step in predicted["steps"]:
