@@ -1,26 +1,63 @@
-"""Tensors whose values are on another process: they have shape and dtype, and no storage.
+"""Tensors whose values are on another process: they have shape and dtype, and cannot be read.
 
-All metadata (`shape`, `nbytes`, `requires_grad`) is PyTorch's own. Whatever touches values reaches
-`__torch_dispatch__`, and fails at the user's line with a sentence that says where they are. Inside of a model's own
-forward, where layers that do not run pass such values on, operations compute with NaN instead.
+A hidden tensor stays the object that it is; only its class changes. All metadata (`shape`, `nbytes`, `requires_grad`,
+hooks) stay PyTorch's own. Whatever touches its values fails at the user's line, with a sentence that names them: an
+operation is let through as long as it dispatches nothing on a hidden tensor, so there is no list of what is allowed.
+
+Inside of a model's own forward, where a stage runs on inputs of layers that it does not have, operations compute with
+the NaN that a hidden tensor contains.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _state = threading.local()
+
+LIBRARIES = frozenset({"accelerate", "hf_pipetransformer", "torch", "transformers"})
+"""Packages that may ask a hidden parameter for its gradient, which is None: they go over all parameters."""
+
+_READ_ONLY = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("device", "dtype", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape", "_version")
+) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.is_floating_point}
+"""Frequent accesses that read no values: for these, nothing is watched."""
+_WITHOUT_DISPATCH = frozenset(
+    {
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.__array__,
+        torch.Tensor.__deepcopy__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.__reduce_ex__,
+        torch.Tensor.numpy,
+        torch.Tensor.set_,
+        torch.Tensor.storage,
+        torch.Tensor.tolist,
+        torch.Tensor.untyped_storage,
+    }
+)
+"""Accesses to values that dispatch nothing."""
+_GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__get__
+
+
+def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor with shape and dtype of `parameter` in a single element of memory."""
+    return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
 
 @contextmanager
 def computing_with_nan() -> Iterator[None]:
-    """Inside, on this thread, operations on such tensors compute with NaN: a model's forward passes values on."""
+    """Inside, on this thread, hidden tensors are NaN: a model's forward passes on what other layers would return."""
     before = getattr(_state, "is_inside", False)
     _state.is_inside = True
     try:
@@ -29,60 +66,87 @@ def computing_with_nan() -> Iterator[None]:
         _state.is_inside = before
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that cannot be read here.
+class Hidden(torch.Tensor):
+    """A tensor that cannot be read here. Made by `hide`, and made readable again by `show`."""
 
-    Args:
-        like: shape, dtype and device.
-        what: the values, and why they are not here, as a sentence: "hidden states of layer 3 are ...".
-        remedy: what to do, as a sentence.
-    """
-
-    what: str
+    about: str
     remedy: str
 
-    @staticmethod
-    def __new__(cls, like: torch.Tensor, what: str, remedy: str) -> Elsewhere:
-        made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        made.what, made.remedy = what, remedy
-        return made
-
-    def __init__(self, like: torch.Tensor, what: str, remedy: str) -> None:
-        pass
-
-    def _refuse(self, operation: str) -> NoReturn:
-        raise ValueError(f"{operation}: {self.what} {self.remedy}")
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = (args, kwargs or {})
-        if getattr(_state, "is_inside", False):
-            positional, named = pytree.tree_map_only(Elsewhere, _as_nan, given)
-            return function(*positional, **named)
-        first = next(value for value in pytree.tree_leaves(given) if isinstance(value, Elsewhere))
-        name = getattr(function, "overloadpacket", function)
-        first._refuse(getattr(name, "__name__", str(name)))
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(_state, "is_inside", False) or function in _READ_ONLY:
+                return function(*args, **kwargs)
+            if function in _WITHOUT_DISPATCH:
+                _refuse(function, args, kwargs)
+            if function == _GRADIENT and _caller() not in LIBRARIES:
+                _refuse("grad", args, kwargs)
+            with _Watching():
+                return function(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Elsewhere({tuple(self.shape)}, {self.dtype}: {self.what})"
-
-    def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("numpy")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("numpy")
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        self._refuse("pickle")
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}: {self.about})"
 
     def __deepcopy__(self, _: Any) -> NoReturn:
-        self._refuse("deepcopy")
+        _refuse("deepcopy", (self,), {})
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        _refuse("pickle", (self,), {})
 
 
-def _as_nan(tensor: Elsewhere) -> torch.Tensor:
-    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+class HiddenParameter(Hidden, nn.Parameter):
+    """A parameter that another process has."""
+
+
+class _Watching(TorchDispatchMode):
+    """Inside, an operation on a hidden tensor fails."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(value, Hidden) for value in pytree.tree_leaves((args, kwargs))):
+            _refuse(getattr(function, "overloadpacket", function), args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+def hide(tensor: torch.Tensor, about: str, remedy: str) -> None:
+    """Make a tensor or a parameter unreadable. It must contain NaN already, in a single element of memory.
+
+    Tensors of other classes (quantised weights) stay as they are.
+
+    Args:
+        tensor: the tensor.
+        about: where its values are, as a clause: "weight is held by rank 1".
+        remedy: what the user can do, as a sentence.
+    """
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        tensor.__class__ = HiddenParameter if type(tensor) is nn.Parameter else Hidden
+    if isinstance(tensor, Hidden):
+        tensor.about, tensor.remedy = about, remedy
+
+
+def hidden_like(tensor: torch.Tensor, about: str, remedy: str) -> torch.Tensor:
+    """Return a tensor of the same shape that cannot be read."""
+    hidden = placeholder(tensor, float("nan") if tensor.is_floating_point() else 0).detach()
+    hide(hidden, about, remedy)
+    return hidden
+
+
+def show(tensor: torch.Tensor) -> None:
+    """Make a hidden parameter readable again, which has got its values."""
+    if isinstance(tensor, Hidden):
+        del tensor.about, tensor.remedy
+        plain: Any = nn.Parameter if isinstance(tensor, HiddenParameter) else torch.Tensor
+        tensor.__class__ = plain
+
+
+def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
+    name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+    owner = getattr(getattr(function, "__self__", None), "__name__", None)  # of an attribute
+    first = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Hidden))
+    raise ValueError(f"{owner if name in ('__get__', '__set__') else name}: {first.about}. {first.remedy}")
+
+
+def _caller() -> str:
+    """The package of the code that has asked a hidden tensor for an attribute."""
+    frame = sys._getframe(2)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

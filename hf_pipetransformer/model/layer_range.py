@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
-from .elsewhere import Elsewhere
+from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
 from .nested import in_new_containers, tensors_of
 
@@ -39,7 +39,7 @@ GENERATE = "generate"
 """Method of transformers' models that calls the model once for each token."""
 
 
-HIDDEN = "the output of {} is not kept: of the layers' outputs, a pipeline has the last one only."
+HIDDEN = "the output of {} is not kept: of the layers' outputs, a pipeline has the last one only"
 HIDDEN_REMEDY = "Compute the loss from the model's final outputs, or set pipeline_parallel_size=1."
 
 
@@ -235,6 +235,8 @@ class LayerRangeRunner:
 
         Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
         """
+        self.is_served = False
+        """Whether calls of the model outside of a pass are served (`pipeline.served_calls`)."""
         self.is_called_once = True
         """Whether the loss calls the model once for each batch."""
         self.nested_in: str | None = None
@@ -534,15 +536,22 @@ class LayerRangeRunner:
         self._frozen.end()  # a plain call ends only when the next one begins
         self._pass = current
         try:
-            yield
+            with computing_with_nan():
+                yield
         finally:
             self._frozen.end()
             self._pass = None
 
     def begin_call(self) -> None:
-        """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains."""
+        """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains.
+
+        Raises:
+            ValueError: it is called as a whole outside of a pass, and not all of its layers are here.
+        """
         current = self._pass
         if current is None:
+            if self._computable is not None and not self.is_served:
+                raise self._missing_layers(next(u for i, u in enumerate(self.units) if i not in self._computable))
             if self._frozen.num_frozen and self._computable is None:
                 self.begin_plain_call()  # in a backward, for example: losses that cache gradients call the model there
             return
@@ -558,7 +567,8 @@ class LayerRangeRunner:
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = self._pass
             if current is None:
-                self._check_weights_are_here(unit)
+                if self._computable is not None and unit.name not in {self.units[i].name for i in self._computable}:
+                    raise self._missing_layers(unit)
                 if self._frozen.is_called and unit in self.units:
                     return self._frozen.run(self._frozen.count(), original, *args, **kwargs)
                 return original(*args, **kwargs)  # a plain call, or gradient checkpointing that recomputes a layer
@@ -575,7 +585,7 @@ class LayerRangeRunner:
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
                 if self._hides_skipped and any(u.stack == unit.stack for u in self.units[index + 1 :]):
-                    values = tuple(Elsewhere(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
+                    values = tuple(hidden_like(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
                 elif self._copies_carry:
                     values = tuple(value.clone() for value in values)
                 return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
@@ -663,17 +673,14 @@ class LayerRangeRunner:
             " call generate() before or after train(), or set pipeline_parallel_size=1."
         )
 
-    def _check_weights_are_here(self, unit: Unit) -> None:
-        if self._computable is None:
-            return
-        mine = {self.units[index].name for index in self._computable}
-        if unit.name not in mine:
-            raise ValueError(
-                f"{type(self.model).__name__} is split over the pipeline stages during training: this process holds"
-                f" layers {_described(self._computable)} of {len(self.units)}, and"
-                f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
-                " train() has returned."
-            )
+    def _missing_layers(self, unit: Unit) -> ValueError:
+        assert self._computable is not None
+        return ValueError(
+            f"{type(self.model).__name__} is split over the pipeline stages during training: this process holds"
+            f" layers {_described(self._computable)} of {len(self.units)}, and"
+            f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
+            " train() has returned."
+        )
 
 
 def _described(units: Sequence[int]) -> str:

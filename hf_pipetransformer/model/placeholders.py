@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-
-def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor with shape and dtype of `parameter` in a single element of memory."""
-    return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
+from .elsewhere import placeholder, show
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
@@ -54,11 +51,13 @@ def _places_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
 
 def values_of(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors with a parameter's values: its `data`, or those inside a wrapper (int8 values, scales)."""
-    return [getattr(owner, name) for owner, name in _places_of(parameter)]
+    with torch._C.DisableTorchFunctionSubclass():  # a hidden parameter would refuse
+        return [getattr(owner, name) for owner, name in _places_of(parameter)]
 
 
 def set_values(parameter: torch.Tensor, values: Iterable[torch.Tensor]) -> None:
-    """Put other tensors in the place of `values_of(parameter)`; the parameter stays the same object."""
+    """Put other tensors in the place of `values_of(parameter)`, which can be read then; it stays the same object."""
+    show(parameter)
     for (owner, name), value in zip(_places_of(parameter), values, strict=True):
         setattr(owner, name, value)
 

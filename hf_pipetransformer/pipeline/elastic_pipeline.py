@@ -189,7 +189,7 @@ class ElasticPipeline(nn.Module):
         names = self._names_here()
         if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
             into_memory(self.stack.table[name] for name in self.stack.table.names if name in names)
-        self.weights.keep_only(names, self.device)
+        self.weights.keep_only(names, self.device, self.holders())
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
@@ -258,7 +258,7 @@ class ElasticPipeline(nn.Module):
             )
         self.plan = plan
         with _timed_phase("drop", seconds):
-            self.weights.keep_only(self._names_here(), self.device)
+            self.weights.keep_only(self._names_here(), self.device, self.holders())
         with _timed_phase("build", seconds):
             self._build()
         PROGRESS.forget_pace()
@@ -287,7 +287,7 @@ class ElasticPipeline(nn.Module):
         self.weights.follow_flags(self.holders())
         shared_are_summed = self._current.gradients.shared_are_summed
         self._close()
-        self.weights.keep_only(self._names_here(), self.device)
+        self.weights.keep_only(self._names_here(), self.device, self.holders())
         if self.current_plan.shards_optimizer:
             self._divide_optimizer_state()  # a callback may have added parameters to the optimizer
         # gradients may still be accumulating: remember whether those of shared parameters are already summed

@@ -28,7 +28,7 @@ from torch import nn
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs
 from ..model.batch_statistics import normalised_by_batch, statistics_set_aside
 from ..model.dropout import may_drop
-from ..model.elsewhere import Elsewhere, computing_with_nan
+from ..model.elsewhere import Hidden, hidden_like
 from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry, MethodOverride, has_own_forward
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.nested import tensors_of
@@ -197,6 +197,8 @@ class ServedCalls:
             return lambda *args, **kwargs: self._call(name, forward, args, kwargs)
 
         with ExitStack() as undone:
+            self._runner.is_served = True
+            undone.callback(setattr, self._runner, "is_served", False)
             for name, module in self._served.items():
                 override = MethodOverride(module, "forward", serving(name, module.forward))
                 undone.callback(override.remove)
@@ -232,7 +234,6 @@ class ServedCalls:
         with (
             self._runner.calling_with(CalledWith()),
             self._runner.hiding_skipped(),
-            computing_with_nan(),
             self._runner.to_the_end(stack.num_units, self._joined(ends)),
         ):
             self._runner.begin_call()
@@ -427,7 +428,6 @@ class ServedCalls:
             seeded(seed) if seed is not None else nullcontext(),
             self._runner.calling_with(CalledWith()),
             self._runner.calling_through(_with_positional(forward)),
-            computing_with_nan(),
         ):
             yield
 
@@ -538,8 +538,8 @@ def _hiding_the_first(output: Any) -> Any:
     for name, states in list(output.items()) if isinstance(output, Mapping) else []:
         if name.endswith("hidden_states") and isinstance(states, tuple) and len(states) > 1:
             first = states[0]
-            if isinstance(first, torch.Tensor) and not isinstance(first, Elsewhere):
-                output[name] = (Elsewhere(first, HIDDEN.format("the embeddings"), HIDDEN_REMEDY), *states[1:])
+            if isinstance(first, torch.Tensor) and not isinstance(first, Hidden):
+                output[name] = (hidden_like(first, HIDDEN.format("the embeddings"), HIDDEN_REMEDY), *states[1:])
     return output
 
 

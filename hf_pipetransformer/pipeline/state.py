@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..cache.side_stream import is_apart
+from ..model.elsewhere import computing_with_nan, hide
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
 from .chunks import as_bytes
 from .mesh import ProcessMesh
@@ -25,6 +26,13 @@ from .spill import SpillFile
 
 Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
+
+
+HELD_ELSEWHERE = (
+    "While a pipeline trains, each process has the weights, gradients and optimizer state of its own stage only. Do"
+    " this on every process for the parameters that are there, call trainer.save_model() on all processes, do it"
+    " before or after train(), or set pipeline_parallel_size=1."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class WeightState:
         self._gathered: dict[str, Callable[[], torch.Tensor]] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
+        self._reading = ExitStack()  # while `model.state_dict()` runs
         self.resting: frozenset[str] = frozenset()
         """Parameters of the stage here that are placeholders, because its replicas divide them (`DividedWeights`)."""
         self._here: tuple[nn.Parameter, ...] = ()
@@ -159,9 +168,16 @@ class WeightState:
             nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
+            hide(parameter, f"{name} is held by another process", HELD_ELSEWHERE)
 
-    def keep_only(self, names: Collection[str], device: torch.device) -> None:
-        """Move these parameters to `device`; free the memory of the others, which become placeholders."""
+    def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
+        """Move these parameters to `device`; free the memory of the others, which become placeholders.
+
+        Args:
+            names: what this process holds.
+            device: its device.
+            holders: who holds what.
+        """
         self.onload()
         model = self._table.model
         for name in self._table.names:
@@ -169,6 +185,7 @@ class WeightState:
                 _move(self._table[name], device)
             else:
                 self.drop(name, device)
+                hide(self._table[name], f"{name} is held by rank {holders[name][0]}", HELD_ELSEWHERE)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
@@ -177,6 +194,7 @@ class WeightState:
             self._hooks = [
                 model.register_load_state_dict_pre_hook(self._skip_missing),
                 model.register_load_state_dict_post_hook(self._forgive_missing),
+                model.register_state_dict_pre_hook(self._begin_state_dict),
                 # torch refuses bound methods here
                 model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
             ]
@@ -269,6 +287,7 @@ class WeightState:
         """
         self.onload()
         missing, self._missing = self._missing, set()
+        abouts = {name: getattr(self._table[name], "about", "") for name in missing}
         placeholders = {name: values_of(self._table[name]) for name in missing}
         try:
             self._receive(missing, holders, device)
@@ -276,6 +295,7 @@ class WeightState:
         finally:
             for name, nothing in placeholders.items():
                 set_values(self._table[name], nothing)
+                hide(self._table[name], abouts[name], HELD_ELSEWHERE)
             self._missing = missing
 
     def restore(self, holders: Holders, device: torch.device) -> None:
@@ -383,7 +403,8 @@ class WeightState:
         missing = self._missing_keys()
         incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
 
-    def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _begin_state_dict(self, module: nn.Module, *_: Any) -> None:
+        """Refuse `model.state_dict()`, or let it read placeholders, which `_put_gathered` replaces."""
         if module is not self._table.model:
             return
         if self.resting and not self._lists_placeholders:
@@ -394,6 +415,13 @@ class WeightState:
                 f" {len(self._missing)} of its parameters are not on this process. Call trainer.save_model() on all"
                 " processes, or save after train() has returned."
             )
+        self._reading.close()
+        self._reading.enter_context(computing_with_nan())
+
+    def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if module is not self._table.model:
+            return
+        self._reading.close()
         for name, gathered in (self._gathered or {}).items():
             tensor = gathered()
             for alias in self._table.aliases[name]:
