@@ -41,7 +41,6 @@ from .run import evaluation, training_data
 from .run.adapter_files import names_saved
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, exporting_state
-from .run.collectives import LogsOfAllStages
 from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
@@ -96,7 +95,6 @@ class PipeTransformerTrainer(Trainer):
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: KeysApart | None = None
-    _logs: LogsOfAllStages | None = None
     _freezing: FreezingByArguments | None = None
     _trained_by: str | None = None
 
@@ -131,11 +129,6 @@ class PipeTransformerTrainer(Trainer):
             make(model, args, *positional, **keywords) if positional else make(model=model, args=args, **keywords)
         self._freezing = FreezingByArguments(freeze_policy)
         self._freezing.add_to(self)
-        if args.uses_pipeline:
-            self._logs = LogsOfAllStages(
-                type(self), lambda: self._job.mesh, is_training=lambda: self._pipeline_run is not None
-            )
-            self.callback_handler.callbacks.insert(0, self._logs)
 
     @property
     def pipeline(self) -> ElasticPipeline | None:
@@ -351,10 +344,6 @@ class PipeTransformerTrainer(Trainer):
         super()._track_num_input_tokens(inputs)
 
     # ------------------------------------------------------------------------------------ evaluation
-    def evaluate(self, *positional: Any, **keywords: Any) -> dict[str, float]:
-        with self._logs.of_evaluation() if self._logs is not None else nullcontext():
-            return super().evaluate(*positional, **keywords)
-
     def evaluation_loop(
         self,
         dataloader: DataLoader,

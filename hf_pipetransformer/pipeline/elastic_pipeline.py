@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
@@ -147,6 +148,11 @@ class ElasticPipeline(nn.Module):
     @property
     def stage_index(self) -> int:
         return self.current_plan.stage_of(self.mesh.rank)
+
+    @property
+    def last_stages(self) -> dist.ProcessGroup | None:
+        """On a last stage, the last stages of all pipelines, if there are several stages and several pipelines."""
+        return self.mesh.groups(self.num_stages).replicas if self.num_stages > 1 else None
 
     @property
     def computes_loss(self) -> bool:

@@ -31,7 +31,7 @@ from ..planning.plan_choice import largest_bytes_with_whole_model
 from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
-from .collectives import of_this_process
+from .collectives import among_last_stages
 from .job import TrainingJob
 from .lazy_model import is_lazy
 from .training_data import keying_collator
@@ -188,9 +188,10 @@ def predict(
     keys = keys if pipeline.cache is not None else None
     with phase("prediction"):
         if pipeline.is_split:
+            group = pipeline.last_stages if job.overrides_loss else None
 
             def predict_rows(batch: Batch) -> Prediction:
-                with _handing_on_prepared(job.trainer, batch), of_this_process(job.trainer.accelerator):
+                with _handing_on_prepared(job.trainer, batch), among_last_stages(job.trainer.accelerator, group):
                     return stock(job.model, batch)
 
             batch = prepared(job, inputs, keys)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -24,7 +25,7 @@ from ..model.nested import on_device
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
-from .collectives import of_this_process
+from .collectives import among_last_stages
 from .lazy_model import is_lazy
 from .samples import SampleCollator
 
@@ -220,16 +221,17 @@ class TrainingJob:
         return on_device(inputs, next((parameter.device for parameter in self.model.parameters()), self.device))
 
     @contextmanager
-    def computing_loss(self) -> Iterator[None]:
+    def computing_loss(self, last_stages: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Context in which the user's `compute_loss` is called: the trainer's own, with the accelerator's collectives.
 
-        In a pipeline, the processes of other stages do not call it: there they mean this process alone.
+        Args:
+            last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
         """
         with self.trainer.compute_loss_context_manager():
             if not self.args.uses_pipeline:
                 yield
                 return
-            with of_this_process(self.trainer.accelerator):
+            with among_last_stages(self.trainer.accelerator, last_stages):
                 yield
 
     def collator(self, collate_fn: Callable[[list[Any]], Any], is_shared: bool = True) -> SampleCollator:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
@@ -178,12 +179,15 @@ class BatchInFlight:
 
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
-        if self.part.rows:
-            inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
-            part = self._of_whole(inputs)
-            self.losses.append(part.detach())
-            pipeline.weights.refreeze()
-            (part * (pipeline.num_replicas * self._loss.scale)).backward()
+        inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
+        if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
+            with torch.no_grad():
+                self._of_whole(inputs, pipeline.last_stages)
+            return
+        part = self._of_whole(inputs, pipeline.last_stages)
+        self.losses.append(part.detach())
+        pipeline.weights.refreeze()
+        (part * (pipeline.num_replicas * self._loss.scale)).backward()
 
     def release(self) -> None:
         """Forget the batch, which would otherwise stay on the device until the next one replaces it."""
@@ -201,18 +205,18 @@ class BatchInFlight:
         items = self._num_items if scale == 1.0 else self._num_items / scale
         return self._loss.of_part(self._reduction, pipeline.model, batch, items, bool(self.part.rows), count)
 
-    def _of_whole(self, batch: Batch) -> torch.Tensor:
+    def _of_whole(self, batch: Batch, last_stages: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
 
         Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
         their losses up; a transformers model's are averaged here.)
         """
         job, trainer = self._loss.job, self._loss.job.trainer
-        share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows)
+        share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows or 1)
         # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
         items: Any = self._num_items if share == 1 else self._num_items * share
         asked = items if self._loss.passes_items(batch) else None
-        with job.computing_loss():
+        with job.computing_loss(last_stages):
             loss = trainer.compute_loss(job.model, as_the_user_made_it(batch), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
         if not self._loss.is_stock and not self._loss.is_scaled_for_accumulation(asked):

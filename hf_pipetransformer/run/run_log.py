@@ -19,7 +19,6 @@ from ..planning.plan_choice import ScheduleChoice
 from ..token_slices.slice_planning import RowSlices
 from . import events_file
 from .cache_control import AutoCache, EpochReport
-from .collectives import LogsOfAllStages
 from .job import TrainingJob
 from .metrics_file import RunRecorder, StepsDone, facts_of_run
 from .sentences import (
@@ -51,8 +50,7 @@ def recording(trainer: Trainer, recorder: RunRecorder, before: Sequence[TrainerC
     handler = trainer.callback_handler
     # the recorder of the last training has stayed, for what was logged behind it
     others = [c for c in handler.callbacks if not isinstance(c, RunRecorder)]
-    completing = [c for c in others if isinstance(c, LogsOfAllStages)]
-    handler.callbacks[:] = [*completing, *before, recorder, *(c for c in others if c not in completing)]
+    handler.callbacks[:] = [*before, recorder, *others]
     recorder.begin(trainer.is_world_process_zero())
     has_ended = False
     try:
