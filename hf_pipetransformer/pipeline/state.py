@@ -199,6 +199,15 @@ class WeightState:
                 model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
             ]
 
+    def containing_nan(self) -> list[str]:
+        """Names of the parameters here whose values contain NaN. Not collective."""
+        here = (name for name in self._table.names if self.is_here(name) and name not in self.resting)
+        return [
+            name
+            for name in here
+            if any(v.is_floating_point() and v.isnan().any() for v in values_of(self._table[name]))
+        ]
+
     def offload(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
         """Offload frozen weights that nothing computes with at present to the CPU; the device keeps placeholders.
 

@@ -1,8 +1,8 @@
 """The accelerator's collectives in code that only the last stages of the pipelines run: `compute_loss`.
 
-`gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` mean the last stages of all pipelines there; with one
-pipeline that is this process alone, as in a training on one process. `torch.distributed` is left alone: a collective
-of all processes would wait for the other stages, which never enter it, until the watchdog ends the job.
+`gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` mean the last stages of all pipelines there; with
+one pipeline that is this process alone, as in a training on one process. `torch.distributed` is left alone: a
+collective of all processes would wait for the other stages, which never enter it, until the watchdog ends the job.
 """
 
 from __future__ import annotations

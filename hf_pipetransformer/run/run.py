@@ -618,6 +618,8 @@ class PipelineRun(TrainerCallback):
         PROGRESS.enter("end")
         self.preemption.leave_if_asked()
         self._check_cached_weights()
+        if self._steps is not None and self.pipeline.is_placed and self.pipeline.num_stages > 1:
+            self._steps.look_for_nan("Training has ended")
         self.log.end(self.cache)
         if self.cache is not None:
             self.cache.close(has_ended=False)  # removes nothing: others may write until make_whole()

@@ -7,6 +7,7 @@ clip     clips by the gradient norm over all stages
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from enum import Flag, auto
@@ -34,7 +35,13 @@ from .preemption import Preemption
 from .setup import Setup
 from .training_data import refuse_different_numbers
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+
+OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+"""What a loss may ask of the Trainer's loop."""
 
 
 class Doubt(Flag):
@@ -59,6 +66,8 @@ class StepVotes:
         other_weights: a callback seems to have changed frozen weights.
         exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
         other_flags: something other than a callback has set `requires_grad`.
+        should_training_stop, should_epoch_stop, should_save, should_evaluate, should_log: as in `TrainerControl`; the
+            loss may have set it, which has run on the last stage only.
     """
 
     stop: bool = False
@@ -66,6 +75,11 @@ class StepVotes:
     other_weights: bool = False
     exchanged_inputs: bool = False
     other_flags: bool = False
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
 
     def agree(self, loss: torch.Tensor, mesh: ProcessMesh) -> tuple[torch.Tensor, StepVotes]:
         """Return the sum of all processes' losses and the votes of any process. Collective over all processes.
@@ -126,6 +140,7 @@ class Steps:
         self._watches_steps = watches_steps
         self._loss = TrainersLoss(job)
         self._in_flight: BatchInFlight | None = None
+        self._has_looked_for_nan = False
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
@@ -186,10 +201,29 @@ class Steps:
             other_weights=other_weights,
             exchanged_inputs=current.exchanges_inputs,
             other_flags=pipeline.weights.flags_changed,
+            **{name: getattr(self._job.trainer.control, name) and pipeline.num_stages > 1 for name in OF_CONTROL},
         )
         loss = self._agree(current.total(self._job.device), mine)
+        if pipeline.num_stages > 1 and not self._has_looked_for_nan and not bool(torch.isfinite(loss)):
+            self._has_looked_for_nan = True
+            self.look_for_nan(f"The loss of step {state.global_step + 1} is {float(loss)}")
         PROGRESS.enter("callbacks")
         return loss
+
+    def look_for_nan(self, occasion: str) -> None:
+        """Say which weights contain NaN, which are distributed and may be saved. Collective over all processes.
+
+        Args:
+            occasion: why this is asked, as a clause.
+        """
+        everyone = self._job.mesh.gather_objects(self._pipeline.weights.containing_nan())
+        found = {rank: names for rank, names in enumerate(everyone) if names}
+        if self._job.mesh.rank == 0 and found:
+            logger.warning(
+                "%s, and there are weights that contain NaN: %s.",
+                occasion,
+                "; ".join(f"on rank {rank} {len(names)}, {names[0]!r} first" for rank, names in found.items()),
+            )
 
     def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """Return what a micro-batch contributes to the global batch's loss. Called on the last stage."""
@@ -261,6 +295,9 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
+        for name in OF_CONTROL:
+            if getattr(votes, name):
+                setattr(self._job.trainer.control, name, True)
         self._preemption.is_agreed = votes.stop
         if votes.other_inputs:
             self.doubts |= Doubt.INPUTS
