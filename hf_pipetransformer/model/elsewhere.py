@@ -98,6 +98,8 @@ class Hidden(torch.Tensor):
 class HiddenParameter(Hidden, nn.Parameter):
     """A parameter that another process has."""
 
+    is_elsewhere = True
+
 
 class _Watching(TorchDispatchMode):
     """Inside, an operation on a hidden tensor fails."""

@@ -584,7 +584,7 @@ class LayerRangeRunner:
                 self._frozen.skip(index)
                 if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
-                if self._hides_skipped and any(u.stack == unit.stack for u in self.units[index + 1 :]):
+                if self._hides_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
                     values = tuple(hidden_like(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
                 elif self._copies_carry:
                     values = tuple(value.clone() for value in values)

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import global_state_kept
-from .batch_statistics import running_statistics_kept
+from .batch_statistics import normalised_by_batch, running_statistics_kept
 from .dropout import WithoutDropout
 from .layer_range import Carry, LayerRangeRunner, RunnerDescription, Unit
 from .nested import in_new_containers, tensors_of
@@ -68,7 +68,7 @@ class LayerStack:
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
         fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
-            sample); empty if it does.
+            sample), or not as it runs on the whole (it counts its calls); empty if it does.
         is_random: whether training skips layers at random.
         row_dimensions: by stack, the dimension of the samples in each tensor that follows the last layer (None if it
             has none); None until it has been seen (`pipeline.served_calls`).
@@ -349,6 +349,19 @@ def refuse_by_configuration(model: nn.Module) -> None:
                     f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
                     f"Set config.{field}=0.0.",
                 )
+
+
+def why_whole(stack: LayerStack) -> str:
+    """Return why a model does not compute on parts of a batch what it computes on the whole; empty if it may.
+
+    It looks at modules and at what is known already, and calls nothing.
+    """
+    if stack.fails_on_parts:
+        return stack.fails_on_parts
+    for name, parameter in stack.model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"a hook on the parameter {name} would see the gradients of parts of a batch"
+    return normalised_by_batch(stack.model) or ""
 
 
 def skips_layers(model: nn.Module) -> bool:

@@ -19,12 +19,10 @@ from itertools import pairwise
 
 import torch
 
-from ..errors import UnsupportedModelError, is_out_of_memory
+from ..errors import is_out_of_memory
 from ..randomness import global_state_kept, seed_all
-from .batch_statistics import normalised_by_batch
-from .dropout import WithoutDropout
 from .layer_range import Carry, Unit
-from .layer_stack import LayerStack, has_router_loss
+from .layer_stack import LayerStack, has_router_loss, why_whole
 from .loss_scaling import (
     LossReduction,
     NumItems,
@@ -58,22 +56,6 @@ class LossReading:
     reached: frozenset[str]
 
 
-def why_whole(stack: LayerStack) -> str | None:
-    """Return why a model does not compute on parts of a batch what it computes on the whole; None if it may.
-
-    It looks at modules and configuration, and calls nothing.
-    """
-    model = stack.model
-    if stack.fails_on_parts:
-        return stack.fails_on_parts
-    if has_router_loss(model):
-        return "the router loss (output_router_logits=True) compares all tokens of a batch"
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            return f"a hook on the parameter {name} would see the gradients of parts of a batch"
-    return normalised_by_batch(model)
-
-
 def read_reduction(
     stack: LayerStack,
     batches: Sequence[Batch],
@@ -82,7 +64,6 @@ def read_reduction(
     shifts_labels: bool,
     label_names: Sequence[str],
     passes_items: bool,
-    is_cut: bool,
     tolerance: Tolerance,
     blocks: int,
 ) -> LossReading:
@@ -95,13 +76,8 @@ def read_reduction(
         shifts_labels: whether the model predicts label i + 1 at position i.
         label_names: names of the inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch`.
-        is_cut: whether the model will be split into several stages.
         tolerance: tolerance of the comparisons.
         blocks: number of rows that the collator has made of each sample, perhaps in blocks.
-
-    Raises:
-        UnsupportedModelError: with several stages, if random numbers that are drawn before the layers reach the loss
-            past them.
     """
     first = batches[0]
     items = items_passed(first, shifts_labels, passes_items)
@@ -110,9 +86,10 @@ def read_reduction(
     try:
         with global_state_kept(), evaluation_mode(stack.model):
             carry, reached = _run_whole(stack, first, items, compute_loss)
-            if is_cut:
-                _refuse_random_prologue(stack, first, items, compute_loss, carry)
-            if (why := why_whole(stack)) is not None:
+            why = why_whole(stack)
+            if has_router_loss(stack.model):
+                why = why or "the router loss (output_router_logits=True) compares all tokens of a batch"
+            if why:
                 return LossReading(unexamined(shifts_labels, why), reached)
             found = unexamined(shifts_labels, "it has one sample")
             for rows_of_sample in sorted({1, blocks}):
@@ -146,28 +123,6 @@ def _run_whole(
         leaves = reachable_leaves([compute_loss(dict(batch), items)])
     names = {id(table[name]): name for name in table.names}
     return carry, frozenset(names[id(leaf)] for leaf in leaves if id(leaf) in names)
-
-
-@torch.no_grad()
-def _refuse_random_prologue(
-    stack: LayerStack, batch: Batch, items: NumItems, compute_loss: ComputeLoss, carry: Carry
-) -> None:
-    losses = []
-    stack.model.train()
-    with WithoutDropout():
-        for seed in (0, 1):
-            seed_all(seed)
-            with stack.runner.to_the_end(stack.num_units, _copied(carry)):
-                losses.append(float(compute_loss(dict(batch), items)))
-    stack.model.eval()
-    one, other = losses
-    if not (math.isclose(one, other, rel_tol=1e-6) or math.isnan(one + other)):
-        raise UnsupportedModelError(
-            stack.model,
-            "in training mode it draws random numbers before its layers (for example for mixup or noise) that the last"
-            " layers or the loss use, and each stage would draw different ones.",
-            "Draw them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
-        )
 
 
 class _MixedSamplesError(Exception):

@@ -26,12 +26,14 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs
-from ..model.batch_statistics import normalised_by_batch, statistics_set_aside
+from ..model.batch_statistics import statistics_set_aside
 from ..model.dropout import may_drop
 from ..model.elsewhere import Hidden, hidden_like
 from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry, MethodOverride, has_own_forward
+from ..model.layer_stack import why_whole
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.nested import tensors_of
+from ..model.training_check import is_users
 from ..randomness import seeded
 from ..resilience.watchdog import PROGRESS
 from .messages import Crossing, Pending, PipelineMessages, wait_for
@@ -155,6 +157,7 @@ class ServedCalls:
         self._model, self._runner = stage.stack.model, stage.stack.runner
         self._index = messages.stage_index
         self._served = _modules_around_all(self._model, [unit.module for unit in stage.stack.units])
+        self._copies = any(map(is_users, self._served.values()))
         self._pending: Pending = []
         # on the last stage
         self._batch: Batch = {}
@@ -226,9 +229,18 @@ class ServedCalls:
         origin = torch.zeros((), device=self._stage.device)
         if wants:
             origin = _Inputs.apply(self, order.call, tuple(wants), order.spans, *(inputs[name] for name in wants))
+        if not order.spans:  # one forward, as in one process: the model may count them
+            values = self._receive(order, 0, origin)
+            with (
+                self._running(order, 0, forward),
+                self._runner.hiding_skipped(),
+                self._stage.running_to_the_end(values, {**inputs, **keys}),
+            ):
+                self._runner.begin_call()
+                return _hiding_the_first(forward(*args, **kwargs))
         ends = [
             self._run_part(order, forward, part, number, origin)
-            for number, part in enumerate(_parts({**inputs, **keys}, order.spans))
+            for number, part in enumerate(_parts({**inputs, **keys}, order.spans, self._copies))
         ]
         stack = self._stage.stack
         with (
@@ -243,6 +255,13 @@ class ServedCalls:
         self, order: _Forward, forward: Callable[..., Any], part: Batch, number: int, origin: torch.Tensor
     ) -> Carry:
         """Run this stage's layers on a micro-batch that arrives from below; returns what follows the last one."""
+        values = self._receive(order, number, origin)
+        with self._running(order, number, forward):
+            inputs, start, carry = self._stage.begin(values, part)
+            return self._runner.run(start, self._stage.stop, carry, inputs)
+
+    def _receive(self, order: _Forward, number: int, origin: torch.Tensor) -> list[torch.Tensor]:
+        """Receive a micro-batch's values from below, whose gradients go down again."""
         values = self._messages.receive_values(self._index, self._stage.slots_in, with_gradients=order.has_gradients)
         through = [index for index, value in enumerate(values) if value.requires_grad]
         if through:
@@ -250,9 +269,7 @@ class ServedCalls:
             of_graph = _Boundary.apply(self._below, origin, self, order.call, number, *hidden)
             for index, value in zip(through, of_graph, strict=True):
                 values[index] = value
-        with self._running(order, number, forward):
-            inputs, start, carry = self._stage.begin(values, part)
-            return self._runner.run(start, self._stage.stop, carry, inputs)
+        return values
 
     def _joined(self, ends: Sequence[Carry]) -> Carry:
         """Join what follows the last layer, of all micro-batches, along the dimension of the samples.
@@ -281,7 +298,7 @@ class ServedCalls:
         stack = self._stage.stack
         rows = batch_rows(inputs, default=1)
         count = min(self._most_parts, rows)
-        if count < 2 or stack.fails_on_parts or normalised_by_batch(self._model) is not None:
+        if count < 2 or why_whole(stack):
             return ()
         if stack.row_dimensions is None:
             if rows < 3:
@@ -367,7 +384,7 @@ class ServedCalls:
         module = self._served[order.module]
         is_first = self._index == 0
 
-        for number, part in enumerate(_parts(inputs, order.spans)):
+        for number, part in enumerate(_parts(inputs, order.spans, self._copies)):
             held = _Held([])
             values: list[torch.Tensor] = []
             if not is_first:
@@ -519,8 +536,10 @@ def _modules_around_all(model: nn.Module, layers: Sequence[nn.Module]) -> dict[s
     }
 
 
-def _parts(inputs: Batch, spans: Sequence[tuple[int, int]]) -> list[Batch]:
-    return [slice_rows(inputs, start, stop) for start, stop in spans] or [dict(inputs)]
+def _parts(inputs: Batch, spans: Sequence[tuple[int, int]], copies: bool) -> list[Batch]:
+    """The inputs of each micro-batch; copies, if the model may write into them."""
+    parts = [slice_rows(inputs, start, stop) for start, stop in spans] or [dict(inputs)]
+    return [recursively_apply(lambda tensor: tensor.clone(), part) for part in parts] if copies else parts
 
 
 def _row_dimension(values: Sequence[torch.Tensor]) -> int | None:

@@ -30,8 +30,8 @@ Holders = Mapping[str, tuple[int, ...]]
 
 HELD_ELSEWHERE = (
     "While a pipeline trains, each process has the weights, gradients and optimizer state of its own stage only. Do"
-    " this on every process for the parameters that are there, call trainer.save_model() on all processes, do it"
-    " before or after train(), or set pipeline_parallel_size=1."
+    " this on every process and leave out parameters p for which getattr(p, 'is_elsewhere', False), call"
+    " trainer.save_model() on all processes, do it before or after train(), or set pipeline_parallel_size=1."
 )
 
 

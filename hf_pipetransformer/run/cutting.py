@@ -43,6 +43,7 @@ from ..model.micro_batch import (
 )
 from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes
+from ..model.training_check import check_training
 from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent
@@ -326,6 +327,8 @@ def _take_apart(
         if job.freeze_callback is not None:
             freezable = FreezableLayers.of(stack, inputs)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
+        if job.args.uses_pipeline:
+            stack.fails_on_parts = check_training(stack, inputs) or stack.fails_on_parts
     return stack, freezable, unit_costs
 
 

@@ -110,7 +110,6 @@ def find_reduction(
                 shifts_labels=loss.shifts_labels,
                 label_names=loss.label_names,
                 passes_items=loss.passes_items(sample),
-                is_cut=job.args.uses_pipeline,
                 tolerance=EXACT if loss.is_exact else HALF_PRECISION,
                 blocks=rows // num_samples if rows % num_samples == 0 else 1,
             )

@@ -1,0 +1,179 @@
+"""Checks in training mode, before the model is split, what a stage of a pipeline will compute.
+
+`LayerStack.discover` has compared stages with the whole model in eval mode. In training a model may do more: draw
+random numbers, read other layers, count its calls. One forward of a few samples and two of the last unit show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..randomness import global_state_kept, seed_all
+from .dropout import WithoutDropout
+from .elsewhere import placeholder
+from .layer_range import Carry, Unit
+from .layer_stack import USE_ONE_STAGE, LayerStack, output_tensors
+from .mapped_weights import FileMappings, is_written
+from .nested import tensors_of
+from .placeholders import evaluation_mode, values_of
+
+LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.")
+
+
+def is_users(module: nn.Module) -> bool:
+    """Whether a module is the user's own, or of a library that is not known here."""
+    return not type(module).__module__.startswith(LIBRARIES)
+
+
+@torch.no_grad()
+def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
+    """Check the last unit alone against the whole model in training mode, without dropout.
+
+    The caller undoes what the forwards change in the model.
+
+    Args:
+        stack: the units of the complete model.
+        batch: the model's inputs, for a few samples.
+
+    Returns:
+        Why each call must run whole batches: it changes state. Empty if it does not.
+
+    Raises:
+        UnsupportedModelError: training draws random numbers before the layers that reach the outputs past them, reads
+            what layers other than the last leave behind, or changes weights in the forward.
+    """
+    model, runner, last = stack.model, stack.runner, stack.num_units - 1
+    carry: Carry = {}
+
+    def note(unit: Unit, output: object) -> None:
+        if unit is not stack.units[last]:
+            carry[unit.stack] = tensors_of(output)
+
+    runner.install()
+    try:
+        # each unit draws the same numbers in each pass, and so does what lies behind the last one
+        with (
+            global_state_kept(),
+            evaluation_mode(model),
+            WithoutDropout(),
+            runner.telling_entries(lambda: seed_all(0)),
+        ):
+            model.train()
+            before = _state_of(model)
+            seed_all(0)
+            with runner.to_the_end(0, None, note):
+                whole = _called(stack, batch)
+            changed = _changed(before, _state_of(model))
+            cut = []
+            for seed in (0, 1):
+                seed_all(seed)
+                copies = {of: tuple(value.clone() for value in values) for of, values in carry.items()}
+                with _on_the_last_stage(stack, copies):
+                    cut.append(_called(stack, batch))
+    finally:
+        runner.remove()
+    if changed is not None and changed.startswith("the parameter"):
+        raise UnsupportedModelError(
+            model,
+            f"each forward pass in training mode changes {changed}, but no stage holds all weights.",
+            USE_ONE_STAGE,
+        )
+    if changed is None and not _are_close(*cut):
+        raise UnsupportedModelError(
+            model,
+            "in training mode it draws random numbers before its layers (for example for mixup or noise) that the last"
+            " layers or the loss use, and each stage would draw different ones.",
+            "Draw them in the data collator or in _prepare_inputs, or set pipeline_parallel_size=1.",
+        )
+    if changed is None and not _are_close(whole, cut[0]):
+        raise UnsupportedModelError(
+            model,
+            "in training mode it gives another result when only its last layer runs: it reads what other layers return"
+            " or leave behind.",
+            USE_ONE_STAGE,
+        )
+    return f"each forward pass in training mode changes {changed}" if changed is not None else ""
+
+
+def _called(stack: LayerStack, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    arguments = {**stack.runner.called.added, **stack.runner.arguments(batch)}
+    return {key: value.clone() for key, value in output_tensors(stack.model(**arguments)).items()}
+
+
+@contextmanager
+def _on_the_last_stage(stack: LayerStack, carry: Carry) -> Iterator[None]:
+    """Inside, one call of the model runs its last unit, and the values of all other units are missing."""
+    table, last = stack.table, stack.num_units - 1
+    absent = {
+        name: placeholder(table[name], float("nan") if table[name].is_floating_point() else 0)
+        for name in table.names
+        if name not in stack.owners[last]
+    }
+    with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
+        yield
+
+
+def _are_close(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(_is_close(value, other[key]) for key, value in one.items())
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = 3e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    scale = float(one.float().nan_to_num().abs().max()) if one.numel() else 0.0
+    return torch.allclose(one.float(), other.float(), rtol=0, atol=tolerance * max(scale, 1e-6), equal_nan=True)
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """Buffers, numbers in attributes of user modules, and the norms of untrained parameters, by name.
+
+    Of transformers' own modules it includes only saved buffers, because they also keep tables that are computed from
+    the inputs. Running statistics of batch normalisation are left out: each stage keeps those of its layers, and
+    `normalised_by_batch` limits the rest.
+    """
+    mappings = FileMappings()
+    state: dict[str, Any] = {
+        f"the parameter {name}{f' (part {part})' if part else ''}": (
+            None  # it has the values of its file, which need not be read
+            if mappings.place_of(value) is not None and not is_written(value)
+            else torch.linalg.vector_norm(value.float())
+        )
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad  # such as those of a teacher that follows the model
+        for part, value in enumerate(values_of(parameter))
+        if value.numel()
+    }
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        is_own = is_users(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_own or name not in module._non_persistent_buffers_set:
+                state[f"the buffer {prefix + '.' if prefix else ''}{name}"] = buffer.detach().clone()
+        if not is_own:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, (int, float, torch.Tensor)) and name != "training":
+                kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                state[f"{prefix + '.' if prefix else ''}{name}"] = kept
+    return state
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    for name in before.keys() & after.keys():
+        one, other = before[name], after[name]
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if one.shape != other.shape or not torch.equal(one, other):
+                return name
+        elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) or one != other:
+            return name
+    return None
