@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 from distributed import run_ranks
-
-import user_code
-import user_code_kit
+from user_code import kit, runner
 
 KNOWN: dict[str, str] = {}
 """Case and layout -> why it is not as expected yet. Each must fail: what is repaired leaves this table."""
@@ -15,12 +13,12 @@ PARTS = 2
 """Of a group, so that several workers share it."""
 
 
-def label(finding: user_code.Finding) -> str:
+def label(finding: runner.Finding) -> str:
     return f"{finding.case} [{finding.layout}]"
 
 
 def check(entries):
-    findings = run_ranks(user_code.serve, user_code.WORLD, entries, timeout=850)[0]
+    findings = run_ranks(runner.serve, runner.WORLD, entries, timeout=850)[0]
     assert [finding.entry for finding in findings] == entries
     failed = {label(f): f"{f.verdict}: {f.reason}\n{f.trace}" for f in findings if not f.is_expected}
     unexpected = {name: why for name, why in failed.items() if name not in KNOWN}
@@ -29,26 +27,26 @@ def check(entries):
     assert not repaired, f"take these out of KNOWN: {sorted(repaired)}"
 
 
-def is_first(entry: user_code.Entry) -> bool:
+def is_first(entry: runner.Entry) -> bool:
     """Whether it is the case's pipeline, or first, layout: the others take more than twice as long together."""
-    layouts = user_code_kit.CASES[entry[0]].layouts
+    layouts = kit.CASES[entry[0]].layouts
     return entry[1] == ("K2" if "K2" in layouts else layouts[0])
 
 
 @pytest.mark.faults  # minutes, on a quiet machine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("group", user_code_kit.GROUPS)
+@pytest.mark.parametrize("group", kit.GROUPS)
 def test_equal_or_refused(group, part):
-    check([entry for entry in user_code.entries_of(groups=[group]) if is_first(entry)][part::PARTS])
+    check([entry for entry in runner.entries_of(groups=[group]) if is_first(entry)][part::PARTS])
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("group", user_code_kit.GROUPS)
+@pytest.mark.parametrize("group", kit.GROUPS)
 def test_equal_or_refused_in_other_layouts(group, part):
-    check([entry for entry in user_code.entries_of(groups=[group]) if not is_first(entry)][part::PARTS])
+    check([entry for entry in runner.entries_of(groups=[group]) if not is_first(entry)][part::PARTS])
 
 
 @pytest.mark.timeout(300)
@@ -56,7 +54,7 @@ def test_equal_or_refused_in_other_layouts(group, part):
 @pytest.mark.slow
 def test_what_is_easily_missed(part):
     """The others of these tests take minutes; these cases are what the examination before the first step is for."""
-    entries = [e for e in user_code.entries_of() if user_code_kit.CASES[e[0]].make.__module__ == "user_cases_unseen"]
+    entries = [e for e in runner.entries_of() if kit.CASES[e[0]].make.__module__.endswith(".unseen")]
     check(entries[part::PARTS])
 
 
@@ -79,7 +77,7 @@ def test_one_of_each_kind():
 
 
 def test_names_in_the_table_of_known_failures():
-    assert KNOWN.keys() <= {f"{case} [{layout}]" for case, layout in user_code.entries_of()}
+    assert KNOWN.keys() <= {f"{case} [{layout}]" for case, layout in runner.entries_of()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -88,17 +86,17 @@ def test_names_in_the_table_of_known_failures():
 
 
 def verdict(ranks, reference=None, expect="exact"):
-    case = user_code_kit.Case("c", "", "loss", lambda _: None, ("K2",), "own", expect, "reason", False, 1e-5, False)
-    reference = reference or user_code.Outcome(losses=[1.0, 0.5], steps=2)
-    return user_code.judge(case, user_code_kit.LAYOUTS["K2"], reference, ranks)
+    case = kit.Case("c", "", "loss", lambda _: None, ("K2",), expect, "reason", False, 1e-5, False)
+    reference = reference or runner.Outcome(losses=[1.0, 0.5], steps=2)
+    return runner.judge(case, kit.LAYOUTS["K2"], reference, ranks)
 
 
 def outcome(**changes):
-    return user_code.Outcome(**{"losses": [1.0, 0.5], "steps": 2, **changes})
+    return runner.Outcome(**{"losses": [1.0, 0.5], "steps": 2, **changes})
 
 
 def refusal(steps=0):
-    return user_code.Outcome(error="ValueError: the reason is this", is_refusal=True, steps=steps)
+    return runner.Outcome(error="ValueError: the reason is this", is_refusal=True, steps=steps)
 
 
 def test_verdicts():
@@ -109,13 +107,13 @@ def test_verdicts():
     assert verdict([refusal(), refusal()]).verdict == "refused"
     assert verdict([refusal(2), refusal(2)]).verdict == "stopped"
     assert verdict([refusal(), outcome()]).verdict == "crash"
-    assert verdict([refusal(), user_code.Outcome(error="it was still running", is_hang=True)]).verdict == "crash"
-    assert verdict([user_code.Outcome(error="it was still running", is_hang=True)] * 2).verdict == "hang"
-    assert verdict([outcome()], user_code.Outcome(error="KeyError: labels")).verdict == "no reference"
+    assert verdict([refusal(), runner.Outcome(error="it was still running", is_hang=True)]).verdict == "crash"
+    assert verdict([runner.Outcome(error="it was still running", is_hang=True)] * 2).verdict == "hang"
+    assert verdict([outcome()], runner.Outcome(error="KeyError: labels")).verdict == "no reference"
 
 
 def test_what_is_expected():
     assert verdict([refusal()], expect="exact").is_expected
     assert not verdict([refusal()], expect="equal").is_expected
-    other = user_code.Outcome(error="ValueError: something else", is_refusal=True)
+    other = runner.Outcome(error="ValueError: something else", is_refusal=True)
     assert not verdict([other], expect="refused").is_expected

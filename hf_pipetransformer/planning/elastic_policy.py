@@ -122,5 +122,5 @@ class ElasticPolicy:
             num_frozen,
             largest_stage_bytes(first) if budget is None else budget,
             num_cached_layers=num_cached,
-            compression="fit" if self.is_elastic else "none",
+            is_elastic=self.is_elastic,
         )

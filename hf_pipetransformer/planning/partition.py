@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from statistics import pvariance
 
 from .schedules import schedule_named
 
@@ -124,36 +123,6 @@ def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequenc
         if largest(better) >= largest(best):
             return best
         best = better
-
-
-def split_greedy(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Split units into contiguous stages as the paper does, for comparison with `split_min_max`.
-
-    PipeTransformer, ICML 2021, algorithm 1, `load_balance`: from the left, a stage takes units as long as its cost is
-    at most the mean of the remaining cost per stage plus the remaining units' variance divided by the number of
-    remaining stages. The paper splits within layers and measures parameters; here units are not split. The paper does
-    not say that each later stage must be left a unit; this function ensures it.
-
-    Args:
-        costs: Cost of each unit in execution order. `[L]`
-        num_stages: Number of stages K, 1 <= K <= L.
-
-    Returns:
-        Bounds `(0, ..., L)` of length K + 1.
-
-    Raises:
-        ValueError: If K is not between 1 and L, or a cost is negative or not finite.
-    """
-    _check_split(costs, num_stages)
-    bounds = [0]
-    for left in range(num_stages, 1, -1):
-        rest = costs[bounds[-1] :]
-        allowed = sum(rest) / left + pvariance(rest) / left
-        stop = bounds[-1] + 1
-        while stop < len(costs) - (left - 1) and sum(costs[bounds[-1] : stop + 1]) <= allowed:
-            stop += 1
-        bounds.append(stop)
-    return (*bounds, len(costs))
 
 
 def microbatch_candidates(rows: int, num_stages: int, schedule: str = "1f1b") -> tuple[int, ...]:

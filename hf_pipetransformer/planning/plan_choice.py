@@ -9,11 +9,11 @@ All are pure functions: the same arguments give the same plan on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from .partition import balance_holders, choose_num_microbatches, split_greedy, split_min_max
+from .partition import balance_holders, split_min_max
 from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
 from .schedules import AUTO_SCHEDULE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, schedule_named
 from .timeline import simulate
@@ -39,11 +39,6 @@ memory."""
 WORTH_A_FURTHER_SCHEDULE = 0.1
 """Fraction by which each of these schedules must be predicted to be faster than the one before (`choose_schedule`)."""
 
-PAPERS_FROZEN_SHARE = 1 / 6
-"""The weight of a frozen layer in the paper's split, lambda_frozen."""
-
-COMPRESSIONS = ("fit", "halve", "none")
-
 
 def make_plan(
     unit_costs: Sequence[UnitCost],
@@ -58,7 +53,6 @@ def make_plan(
     num_cached_layers: int = 0,
     times: ModelTimes | None = None,
     plan_by: str = "counts",
-    split: str = "min-max",
     replica_sharding: str = "none",
     virtual_pipeline_parallel_size: int = 1,
     runs_layers_in_order: bool = True,
@@ -82,8 +76,6 @@ def make_plan(
         num_cached_layers: c <= f, the number of these whose outputs are cached.
         times: Times measured on this machine, used to predict steps.
         plan_by: `"counts"`, or `"times"` to choose by predicted steps (`PipelinePlan.plan_by`).
-        split: `"min-max"`: exact, by FLOPs, which are the same in every run; `"timed"`: exact, by `times`;
-            `"greedy"`: the paper's algorithm 1.
         replica_sharding: what the replicas of a stage divide among them.
         virtual_pipeline_parallel_size: Virtual stages per stage V of an interleaved schedule, if there are units for
             so many.
@@ -95,8 +87,6 @@ def make_plan(
             is unknown, or `"auto"` finds no K that fits.
     """
     units = tuple(unit_costs)
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}, but must be one of {', '.join(map(repr, SPLITS))}.")
     whole = PipelinePlan(
         world_size=world_size,
         pipeline_parallel_size=1,
@@ -118,11 +108,7 @@ def make_plan(
     )
 
     def in_stages(k: int) -> PipelinePlan:
-        return (
-            choose_schedule(whole, k, split).chosen.plan
-            if schedule == AUTO_SCHEDULE
-            else _with_stages(whole, k, split)
-        )
+        return choose_schedule(whole, k).chosen.plan if schedule == AUTO_SCHEDULE else _with_stages(whole, k)
 
     if pipeline_parallel_size != "auto":
         return in_stages(pipeline_parallel_size)
@@ -170,7 +156,7 @@ class ScheduleChoice:
     considered: tuple[ConsideredSchedule, ...]
 
 
-def choose_schedule(plan: PipelinePlan, k: int, split: str = "min-max") -> ScheduleChoice:
+def choose_schedule(plan: PipelinePlan, k: int) -> ScheduleChoice:
     """Choose the schedule, and with it the number of virtual stages per stage, for a pipeline of K stages.
 
     It is the one with the least weighed step of those that fit, or the first where none fits. Steps are simulated with
@@ -189,14 +175,13 @@ def choose_schedule(plan: PipelinePlan, k: int, split: str = "min-max") -> Sched
     Args:
         plan: Any plan of the model and ranks; its schedule and number of stages are not considered.
         k: Number of stages K.
-        split: As for `make_plan`.
     """
     whole = _in_one_stage(plan)
     step_of = predicted_seconds if plan.goes_by_times else predicted_flops
     considered: list[ConsideredSchedule] = []
     first = 0.0
     for simpler, (schedule, v) in enumerate(SCHEDULES_TO_CHOOSE_FROM):
-        each = _with_stages(replace(whole, schedule=schedule, virtual_pipeline_parallel_size=v), k, split)
+        each = _with_stages(replace(whole, schedule=schedule, virtual_pipeline_parallel_size=v), k)
         if each.num_virtual_stages < v:
             continue  # too few units
         seconds = step_of(each)
@@ -214,14 +199,12 @@ def replan(
     memory_budget_bytes: int,
     *,
     num_cached_layers: int = 0,
-    compression: Literal["fit", "halve", "none"] = "fit",
-    split: str = "min-max",
+    is_elastic: bool = True,
 ) -> PipelinePlan:
     """Make the plan that follows `plan` when more layers are frozen: pipeline compression, then the split.
 
-    K never grows. `"fit"` considers every shorter pipeline whose largest stage fits, and takes the shortest one, or,
-    if the plan goes by times, the shortest one that is predicted to be about as fast as the fastest; `"halve"` is the
-    paper's rule: K / 2 as long as that fits.
+    K never grows. Every shorter pipeline whose largest stage fits is considered. The shortest one is taken, or, if the
+    plan goes by times, the shortest one that is predicted to be about as fast as the fastest.
 
     Args:
         plan: The plan in force.
@@ -229,25 +212,17 @@ def replan(
         memory_budget_bytes: Bytes that a stage may take. The paper's criterion is the largest stage at the start of
             training, `largest_stage_bytes(start)`.
         num_cached_layers: The new c; it may also fall, when the cache is disabled.
-        compression: `"fit"`, `"halve"`, or `"none"`, with which only the split changes.
-        split: As for `make_plan`.
+        is_elastic: Whether K may fall; otherwise only the split changes.
 
     Raises:
-        ValueError: If a name is unknown or a number is out of range.
+        ValueError: If a number is out of range.
     """
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression is {compression!r}, but must be one of {', '.join(map(repr, COMPRESSIONS))}.")
-    k = plan.pipeline_parallel_size
     # first with one stage, for which any number of layers may be cached; then split
     frozen = replace(_in_one_stage(plan), num_frozen_layers=num_frozen_layers, num_cached_layers=num_cached_layers)
-    same_length = _with_stages(frozen, k, split)
-    if compression == "none":
+    same_length = _with_stages(frozen, plan.pipeline_parallel_size)
+    if not is_elastic:
         return same_length
-    if compression == "halve":
-        while k % 2 == 0 and largest_stage_bytes(_with_stages(frozen, k // 2, split)) <= memory_budget_bytes:
-            k //= 2
-        return _with_stages(frozen, k, split)
-    shorter = [_with_stages(frozen, length, split) for length in lengths(plan.world_size, k - 1)]
+    shorter = [_with_stages(frozen, k) for k in lengths(plan.world_size, plan.pipeline_parallel_size - 1)]
     fitting = [candidate for candidate in shorter if largest_stage_bytes(candidate) <= memory_budget_bytes]
     return shortest_fast([*fitting, same_length], predicted_seconds if plan.goes_by_times else None)
 
@@ -285,7 +260,7 @@ def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
     )
 
 
-def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
+def _with_stages(plan: PipelinePlan, k: int) -> PipelinePlan:
     """Return the plan with K stages, split anew.
 
     Each stage has as many virtual stages as requested, or as many as the units that are not cached allow.
@@ -293,13 +268,12 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
     check_pipeline_size(plan.world_size, k, plan.num_units)
     left = (plan.num_units - plan.num_cached_layers) // k
     v = max(1, min(plan.virtual_pipeline_parallel_size, left)) if k > 1 else 1
-    costs_of, split_at = SPLITS[split]
-    costs = costs_of(plan, k)
+    costs = step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
     # the first virtual stage holds all cached units; if too few units are left for the others, fewer count as cached
     first = min(plan.num_cached_layers, plan.num_units - k * v)
     placement = schedule_named(plan.schedule).placement(k, v)
     bounds = balance_holders(
-        split_at(costs[first:], k * v), costs[first:], [placement.held_by(stage) for stage in range(k)]
+        split_min_max(costs[first:], k * v), costs[first:], [placement.held_by(stage) for stage in range(k)]
     )
     return replace(
         plan,
@@ -308,53 +282,6 @@ def _with_stages(plan: PipelinePlan, k: int, split: str) -> PipelinePlan:
         stage_bounds=(0, *(first + bound for bound in bounds[1:])),
         num_cached_layers=plan.num_cached_layers if k == 1 else first,
     )
-
-
-def _step_flops(plan: PipelinePlan, k: int) -> list[float]:
-    return step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
-
-
-def _step_seconds(plan: PipelinePlan, k: int) -> list[float]:
-    """Return each unit's measured seconds per micro-batch.
-
-    The part before the units costs every stage a forward, so only its backward matters for the split.
-    """
-    times = plan.times
-    if times is None:
-        raise ValueError("split is 'timed', but times is None. Pass the model's measured times, or split='min-max'.")
-    rows = plan.rows_per_device * k
-    m = choose_num_microbatches(rows, k, plan.num_microbatches, plan.schedule)
-    costs = []
-    for unit, (part, cost) in enumerate(zip(times.units, plan.unit_costs, strict=True)):
-        seconds = part.forward.of(rows / m) if unit >= plan.num_cached_layers else 0.0
-        if unit >= plan.num_frozen_layers:
-            seconds += part.backward.of(rows / m)
-            seconds += cost.trainable_bytes * times.update_seconds_per_byte / m
-        costs.append(seconds)
-    if not plan.num_frozen_layers:
-        costs[0] += times.prologue.backward.of(rows / m)
-    costs[-1] += times.head.forward.of(rows / m) + times.head.backward.of(rows / m)
-    return costs
-
-
-def _papers_sizes(plan: PipelinePlan, k: int) -> list[float]:
-    """Return the sizes that the paper balances: parameters, of which a frozen layer's count in part."""
-    return [
-        sum(unit.parameters.values()) * (PAPERS_FROZEN_SHARE if index < plan.num_frozen_layers else 1.0)
-        for index, unit in enumerate(plan.unit_costs)
-    ]
-
-
-CostsOf = Callable[[PipelinePlan, int], list[float]]
-"""Returns the cost of each unit in a step of K stages."""
-SplitAt = Callable[[Sequence[float], int], tuple[int, ...]]
-"""Returns the bounds of K stages, given the units' costs."""
-SPLITS: Mapping[str, tuple[CostsOf, SplitAt]] = {
-    "min-max": (_step_flops, split_min_max),
-    "timed": (_step_seconds, split_min_max),
-    "greedy": (_papers_sizes, split_greedy),
-}
-"""Ways to split units into stages, by name: exactly by FLOPs, exactly by measured seconds, or as in the paper."""
 
 
 def lengths(world_size: int, longest: int) -> list[int]:

@@ -10,7 +10,6 @@ from hf_pipetransformer.planning.partition import (
     balance_holders,
     choose_num_microbatches,
     microbatch_candidates,
-    split_greedy,
     split_min_max,
 )
 from hf_pipetransformer.planning.placement import Placement
@@ -183,24 +182,6 @@ def test_chosen_number_divides_the_rows_and_serves_1f1b(rows: int, num_stages: i
 def test_choose_num_microbatches_refuses(arguments: tuple[int, int, int | None, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_num_microbatches(*arguments)
-
-
-def test_greedy_split_by_hand() -> None:
-    """Mean 4, variance (1 + 1 + 1 + 1) / 4 / 2: 3 + 1 = 4 is within 4.5, 3 + 1 + 3 is not."""
-    assert split_greedy([3, 1, 3, 1], 2) == (0, 2, 4)
-    assert split_greedy([1, 1, 1, 9], 2) == (0, 3, 4)  # mean 6, variance 12 / 2: three are within, the last stays
-    assert split_greedy([9, 1, 1, 1], 3) == (0, 1, 2, 4)  # 9 at once; then 3 / 2 allow one
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=9), st.integers(1, 9))
-def test_greedy_is_never_better_than_exact(costs: list[int], k: int) -> None:
-    k = min(k, len(costs))
-    largest = []
-    for bounds in (split_greedy(costs, k), split_min_max(costs, k)):
-        assert len(bounds) == k + 1 and bounds[0] == 0 and bounds[-1] == len(costs)
-        assert all(a < b for a, b in pairwise(bounds))
-        largest.append(max(sum(costs[a:b]) for a, b in pairwise(bounds)))
-    assert largest[0] >= largest[1]
 
 
 def test_candidates_are_divisors_from_one_to_six_per_stage() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 from test_plan import UNITS, plan_of, times_of, unit
@@ -9,7 +8,7 @@ from test_plan import UNITS, plan_of, times_of, unit
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import MIB, PipelinePlan
 from hf_pipetransformer.planning.plan_choice import largest_stage_bytes, make_plan, replan
-from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
+from hf_pipetransformer.planning.unit_times import ModelTimes
 
 
 def needed(k: int, units: tuple[UnitCost, ...] = UNITS) -> int:
@@ -80,7 +79,7 @@ def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
 
 
 def test_without_compression_only_the_split_changes() -> None:
-    plan = replan(start(), 4, 0, compression="none")
+    plan = replan(start(), 4, 0, is_elastic=False)
     assert plan.pipeline_parallel_size == 4
     assert plan.stage_bounds != start().stage_bounds
 
@@ -90,52 +89,7 @@ def test_more_frozen_layers_than_there_are() -> None:
         replan(start(), 9, 0)
 
 
-def test_the_papers_rule_halves() -> None:
-    """Six ranks, K = 6: 3 stages, or with the whole model frozen but for the head 3 again, never 2 or 1."""
-    plan = make_plan(UNITS, 6, 6, num_microbatches=6, rows_per_device=6, memory_budget_bytes=None)
-    assert replan(plan, 7, 10**9, compression="halve").pipeline_parallel_size == 3
-    assert replan(plan, 7, 10**9, compression="fit").pipeline_parallel_size == 1
-    assert replan(plan, 7, 0, compression="halve").pipeline_parallel_size == 6
-
-
-def test_the_papers_split_counts_parameters() -> None:
-    """Parameters 6 1 1 1 | 1 1 1: greedily up to the mean; FLOPs are all the same."""
-    units = tuple(unit(i, parameters={f"{i}": size}) for i, size in enumerate([6, 1, 1, 1, 1, 1, 1]))
-    plan = make_plan(units, 2, 2, rows_per_device=1, memory_budget_bytes=None, split="greedy")
-    assert plan.stage_bounds == (0, 2, 7)  # mean 6, variance 3.06 / 2: 6 + 1 is within, 6 + 1 + 1 is not
-    assert make_plan(units, 2, 2, rows_per_device=1, memory_budget_bytes=None).stage_bounds == (0, 3, 7)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plan_of(2, split="even"), "split is 'even', but must be one of 'min-max', 'timed', 'greedy'"),
-        (lambda: plan_of(2, split="timed"), "times is None"),
-        (lambda: replan(plan_of(2), 1, 0, compression="most"), "compression is 'most'.*'fit', 'halve', 'none'"),
-    ],
-)
-def test_unknown_names(call: Callable[[], PipelinePlan], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 # ------------------------------------------------------------------------------------------ by measured times
-def test_measured_times_decide_the_split() -> None:
-    """FLOPs are equal; the embeddings' backward and the head are not to be seen in them."""
-    times = dataclasses.replace(times_of(8), head=PartTimes(Seconds(0.0, 3.0), Seconds(0.0, 6.0)))
-    assert plan_of(2, times=times_of(8), split="timed").stage_bounds == (0, 4, 8)
-    assert plan_of(2, times=times, split="timed").stage_bounds == (
-        0,
-        5,
-        8,
-    )  # a head of 3 units: 5 + 6 rather than 4 + 7
-    heavy = dataclasses.replace(times_of(8), prologue=PartTimes(Seconds(), Seconds(0.0, 9.0)))
-    assert plan_of(2, times=heavy, split="timed").stage_bounds == (0, 2, 8)
-    assert plan_of(2, times=heavy).stage_bounds == (0, 4, 8)  # by FLOPs, the same in every run
-    frozen = plan_of(2, times=heavy, num_frozen_layers=3, split="timed")  # and their backward is gone
-    assert frozen.stage_bounds == (0, 5, 8)
-
-
 def test_auto_prefers_what_is_predicted_to_be_faster() -> None:
     """Everything fits. A slow network makes replicas dear and the pipeline of all ranks best."""
     free = dataclasses.replace(times_of(8), reduce_seconds_per_byte=0.0)
@@ -158,17 +112,17 @@ def test_a_little_faster_is_not_worth_a_longer_pipeline() -> None:
 
 # ------------------------------------------------------------------------------------------ with cached layers
 def test_cached_layers_cost_nothing_and_are_the_first_stages() -> None:
-    plan = replan(start(2), 4, 10**9, num_cached_layers=4, compression="none")
+    plan = replan(start(2), 4, 10**9, num_cached_layers=4, is_elastic=False)
     assert plan.stage_bounds == (0, 6, 8)  # two active units each
     assert "4 frozen, 4 cached" in str(plan)
-    plan = replan(plan, 6, 10**9, num_cached_layers=4, compression="none")
+    plan = replan(plan, 6, 10**9, num_cached_layers=4, is_elastic=False)
     assert plan.stage_bounds == (0, 7, 8)  # 0 x 4 + 1 x 2 + 3 | 3
-    plan = replan(plan, 6, 10**9, num_cached_layers=0, compression="none")
+    plan = replan(plan, 6, 10**9, num_cached_layers=0, is_elastic=False)
     assert plan.stage_bounds == (0, 6, 8)  # 1 x 6 | 3 x 2
 
 
 def test_a_pipeline_too_long_for_what_is_left_counts_fewer_as_cached() -> None:
-    plan = replan(start(4), 7, 10**9, num_cached_layers=7, compression="none")
+    plan = replan(start(4), 7, 10**9, num_cached_layers=7, is_elastic=False)
     assert (plan.stage_bounds, plan.num_cached_layers) == ((0, 5, 6, 7, 8), 4)
 
 
@@ -200,9 +154,9 @@ def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
     """4 stages of 8 units have 2 each; the request for 3 is fulfilled with 2 stages."""
     options = {"schedule": "interleaved1f1b", "virtual_pipeline_parallel_size": 3}
     plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, **options)
-    shorter = replan(plan, 1, 10**9, compression="halve")
-    assert (plan.num_virtual_stages, shorter.num_virtual_stages) == (2, 1)  # halved twice: one stage
-    assert replan(plan, 1, largest_stage_bytes(plan) * 2, compression="halve").num_virtual_stages == 3
+    shorter = replan(plan, 1, 10**9)
+    assert (plan.num_virtual_stages, shorter.num_virtual_stages) == (2, 1)  # one stage
+    assert replan(plan, 1, largest_stage_bytes(plan) * 2).num_virtual_stages == 3
 
 
 def test_cached_layers_are_not_in_the_prediction() -> None:

@@ -24,7 +24,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from user_code_kit import (
+from ..kit import (
     IGNORED,
     LABELS,
     VOCABULARY,
@@ -44,9 +44,6 @@ from user_code_kit import (
     texts,
 )
 
-ISSUE_1, ISSUE_2, ISSUE_3, ISSUE_4, ISSUE_5 = (f"issue 18.{n}" for n in range(1, 6))
-
-
 # ---------------------------------------------------------------------------------------------------------
 # 1. All stages train on the same batch
 # ---------------------------------------------------------------------------------------------------------
@@ -64,7 +61,7 @@ def unlabelled(seed: int = 0, samples: int = 22) -> Rows:
     return Rows([{"input_ids": row["input_ids"]} for row in texts(samples, seed).rows])
 
 
-@case("collator", source=ISSUE_1, replays=True)
+@case("collator", replays=True)
 def masked_lm_with_a_seeded_collator_and_evaluation(setting: Setting) -> Job:
     """`DataCollatorForLanguageModeling(seed=42)`; evaluations draw from the same generator."""
     collator = DataCollatorForLanguageModeling(tiny_tokenizer(), mlm_probability=0.4, seed=42)
@@ -122,27 +119,10 @@ class CutMix:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("trainer override", source=ISSUE_1, replays=True)
+@case("trainer override", replays=True)
 def cutmix_in_prepare_inputs(setting: Setting) -> Job:
     """CutMix with `numpy.random.default_rng()` in `_prepare_inputs`."""
     return Job(model=tiny_vit(), data=images(), collator=stack, trainer=CutMix)
-
-
-class GlobalMixup(CutMix):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super(CutMix, self)._prepare_inputs(inputs)  # type: ignore[misc]
-        if inputs["labels"].is_floating_point():
-            return inputs
-        order, share = torch.randperm(len(inputs["labels"])), float(numpy.random.beta(0.4, 0.4))
-        pixels, labels = inputs["pixel_values"], F.one_hot(inputs["labels"], LABELS).float()
-        mixed = share * pixels + (1 - share) * pixels[order]
-        return {"pixel_values": mixed, "labels": share * labels + (1 - share) * labels[order]}
-
-
-@case("trainer override", source=ISSUE_1, replays=True)
-def mixup_in_prepare_inputs_from_global_generators(setting: Setting) -> Job:
-    """Mixup with `torch.randperm` and `numpy.random.beta` in `_prepare_inputs`."""
-    return Job(model=tiny_vit(), data=images(), collator=stack, trainer=GlobalMixup)
 
 
 class MixesInForward(Classifier):
@@ -171,7 +151,7 @@ class MixesInForward(Classifier):
         return {"loss": loss, "logits": logits}
 
 
-@case("model with state", source=ISSUE_1, is_taped=True)
+@case("model with state", is_taped=True)
 def mixup_inside_forward(setting: Setting) -> Job:
     """Manifold mixup with `torch.randperm` in the model's own forward."""
     return Job(model=built(MixesInForward, setting.tape))
@@ -189,7 +169,7 @@ def drops_words(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return pad(kept)
 
 
-@case("collator", source=ISSUE_1, replays=True)
+@case("collator", replays=True)
 def collator_with_its_own_generator(setting: Setting) -> Job:
     """`numpy.random.default_rng()` changes 15% of the rows."""
     return Job(collator=drops_words)
@@ -204,7 +184,7 @@ def _with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels
     return F.cross_entropy(logits, labels) + 0.05 * model.classifier.weight.pow(2).sum()
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2", "K2 acc2", "one acc2"))
+@case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
 def mean_over_rows_plus_a_constant_term(setting: Setting) -> Job:
     """Cross entropy and the square of the head's weights."""
     return Job(trainer=own_loss(_with_regulariser))
@@ -219,7 +199,7 @@ def _token_mean_with_regulariser(self: Any, model: Any, inputs: Any, logits: Ten
     return loss + 0.05 * model.classifier.weight.abs().sum()
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2", "K2 acc2"))
+@case("loss", layouts=("K2", "DP2", "K2 acc2"))
 def mean_over_words_plus_a_constant_term(setting: Setting) -> Job:
     """Cross entropy over ragged words and the head's absolute weights."""
     data = Rows([{**row, "labels": tags_of(None, row["input_ids"], 0)} for row in texts().rows])
@@ -232,7 +212,7 @@ def causal_rows(length: int | None = None) -> Rows:
     return Rows([{"input_ids": row, "labels": row} for row in rows])
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2"), as_ddp=("DP2",))
+@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
 def bamba_with_z_loss(setting: Setting) -> Job:
     """`BambaForCausalLM` with `z_loss_coefficient`."""
     config = BambaConfig(
@@ -265,13 +245,13 @@ def _class_weighted(self: Any, model: Any, inputs: Any, logits: Tensor, labels: 
     return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS)
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "K2 acc2", "K2 freeze"))
+@case("loss", layouts=("K2", "K2 acc2", "K2 freeze"))
 def class_weights(setting: Setting) -> Job:
     """`CrossEntropyLoss(weight=[1, 1, 10])`."""
     return Job(trainer=own_loss(_class_weighted))
 
 
-@case("loss", source=ISSUE_2)
+@case("loss")
 def class_weights_with_a_fresh_head(setting: Setting) -> Job:
     """Class weights where all logits are 0 at first."""
     model = bert_classifier()
@@ -284,47 +264,10 @@ def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, la
     return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS if model.training else None)
 
 
-@case("loss", source=ISSUE_2)
+@case("loss")
 def class_weights_in_training_only(setting: Setting) -> Job:
     """Class weights where `model.training`."""
     return Job(trainer=own_loss(_weighted_in_training))
-
-
-class DeeplySupervised(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.early = nn.Linear(WIDTH, LABELS)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        output = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
-        logits = self.head(output.last_hidden_state[:, 0])
-        if labels is None:
-            return {"logits": logits}
-        loss = F.cross_entropy(logits, labels)
-        if self.training:
-            loss = loss + 0.5 * F.cross_entropy(self.early(output.hidden_states[1][:, 0]), labels)
-        return {"loss": loss, "logits": logits}
-
-
-@case("loss", source=ISSUE_2)
-def deep_supervision_in_training_only(setting: Setting) -> Job:
-    """A second head reads the first layer where `self.training`."""
-    return Job(model=built(DeeplySupervised))
-
-
-class ContrastsInTraining(Classifier):
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits, labels)
-        if self.training:
-            unit = F.normalize(features, dim=-1)
-            loss = loss + 0.3 * (unit @ unit.T).logsumexp(-1).mean()
-        return loss
-
-
-@case("loss", source=ISSUE_2)
-def contrastive_term_in_training_only(setting: Setting) -> Job:
-    """Each row against every other where `self.training`."""
-    return Job(model=built(ContrastsInTraining))
 
 
 class TagsLoss:
@@ -348,7 +291,7 @@ def tagged(first_full: int = 0, **columns: Any) -> Rows:
     return data
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+@case("loss", layouts=("K2", "DP2"))
 def labels_under_another_name(setting: Setting) -> Job:
     """`label_names=["tags"]`: a mean over words, where the first four rows are full length."""
     model = _tagger()
@@ -372,20 +315,10 @@ class ToReference:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
+@case("loss", layouts=("K2", "DP2"))
 def kl_that_is_zero_at_the_start(setting: Setting) -> Job:
     """A KL to a reference model, and a term whose value is always 0."""
     return Job(trainer=ToReference)
-
-
-def _all_parameters(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
-
-
-@case("loss", source=ISSUE_2, layouts=("K2", "DP2"))
-def l2_penalty_of_all_parameters(setting: Setting) -> Job:
-    """`compute_loss` reads parameters that another stage holds."""
-    return Job(trainer=own_loss(_all_parameters))
 
 
 class TiedAgain:
@@ -397,7 +330,7 @@ class TiedAgain:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", source=ISSUE_2)
+@case("loss")
 def embeddings_read_again_by_the_loss(setting: Setting) -> Job:
     """`compute_loss` multiplies by the embeddings, which the first stage holds."""
     return Job(trainer=TiedAgain)
@@ -408,7 +341,7 @@ def _averaging(trainer: Any) -> None:
     trainer.train()
 
 
-@case("trainer override", source=ISSUE_2, layouts=("K2", "DP2", "DP2 freeze"))
+@case("trainer override", layouts=("K2", "DP2", "DP2 freeze"))
 def average_tokens_set_after_construction(setting: Setting) -> Job:
     """`trainer.args.average_tokens_across_devices = True` before `train()`."""
     return Job(drive=_averaging if not setting.is_reference else lambda trainer: trainer.train())
@@ -430,7 +363,7 @@ class GlobalNormSGD(torch.optim.Optimizer):
                     p.sub_(p.grad / norm, alpha=group["lr"])
 
 
-@case("optimizer", source=ISSUE_2, layouts=("K2", "DP2"))
+@case("optimizer", layouts=("K2", "DP2"))
 def optimizer_with_a_global_norm(setting: Setting) -> Job:
     """A user's optimizer that divides by the norm of all gradients."""
     model = bert_classifier()
@@ -447,7 +380,7 @@ class PerRowMeans:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", source=ISSUE_2, layouts=("K2", "K2 acc2"))
+@case("loss", layouts=("K2", "K2 acc2"))
 def mean_of_means_where_the_first_rows_have_one_length(setting: Setting) -> Job:
     """Over each row's words, then over rows; the first four rows are cut to one length."""
     model = _tagger()
@@ -473,7 +406,7 @@ def _with_another_activation(function: Any) -> Any:
     return model
 
 
-@case("model with state", source=ISSUE_3, layouts=("one cache",))
+@case("model with state", layouts=("one cache",))
 def interrupted_cache_and_another_activation(setting: Setting) -> Job:
     """The default folder of an interrupted job, the same weights, another activation function."""
     options = {"num_train_epochs": 5, "learning_rate": 1e-3}
@@ -510,7 +443,7 @@ class NormalisedOutput(nn.Module):
         return self.norm(self.output(hidden, residual).transpose(1, 2)).transpose(1, 2)
 
 
-@case("model with state", source=ISSUE_3, layouts=("one cache", "one", "K2"))
+@case("model with state", layouts=("one cache", "one", "K2"))
 def batch_norm_in_a_layer(setting: Setting) -> Job:
     """Batch normalisation in the first layer."""
     return Job(model=built(WithBatchNorm), options={"num_train_epochs": 4})
@@ -540,7 +473,7 @@ class Prunes(TrainerCallback):
             model.bert.encoder.layer[0].mask[state.global_step] = 0.0
 
 
-@case("callback", source=ISSUE_3, layouts=("one cache", "K2", "K2 cache", "DP2 cache"))
+@case("callback", layouts=("one cache", "K2", "K2 cache", "DP2 cache"))
 def pruning_mask_changed_by_a_callback(setting: Setting) -> Job:
     """A buffer of a frozen layer changes while the cache is on."""
     return Job(model=built(Masked), callbacks=[Prunes()], options={"num_train_epochs": 4})
@@ -575,7 +508,7 @@ def relabelled(setting: Setting) -> Rows:
     return Rows([*data.rows, *map(change, data.rows)])
 
 
-@case("model with state", source=ISSUE_3, layouts=("one cache", "K2", "K2 cache"))
+@case("model with state", layouts=("one cache", "K2", "K2 cache"))
 def frozen_layers_that_read_labels(setting: Setting) -> Job:
     """The embeddings add the label's; each text comes with two labels."""
     return Job(model=built(LabelsInTheLayers), data=relabelled(setting), options={"num_train_epochs": 4})
@@ -603,7 +536,7 @@ class Offsets(TrainerCallback):
         model.offset = state.global_step % 5
 
 
-@case("callback", source=ISSUE_3, layouts=("one cache", "K2", "K2 cache"))
+@case("callback", layouts=("one cache", "K2", "K2 cache"))
 def forward_pre_hook_that_changes_inputs(setting: Setting) -> Job:
     """A user's pre-hook on the model shifts the words, by a number that a callback sets."""
     return Job(model=built(ShiftsInputs), callbacks=[Offsets()], options={"num_train_epochs": 4})

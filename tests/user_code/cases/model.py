@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from user_code_kit import (
+from ..kit import (
     LABELS,
     LAYERS,
     WIDTH,
@@ -64,55 +64,6 @@ class EarlyHeads(Classifier):
 def heads_on_all_layers(setting: Setting) -> Job:
     """Early exits: a loss at each layer."""
     return Job(model=built(EarlyHeads))
-
-
-class ScalarMix(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Parameter(torch.zeros(LAYERS + 1))
-
-    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
-        output = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
-        return sum(w * h[:, 0] for w, h in zip(self.mix.softmax(0), output.hidden_states, strict=True))
-
-
-@case("model with state", layouts=("K2", "one"))
-def scalar_mix_of_hidden_states(setting: Setting) -> Job:
-    """ELMo's learnt mixture of all layers."""
-    return Job(model=built(ScalarMix))
-
-
-class LastLayers(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2 * WIDTH, LABELS)
-
-    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
-        states = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True).hidden_states
-        return torch.cat([states[-1][:, 0], states[-2][:, 0]], dim=-1)
-
-
-@case("model with state", layouts=("K2", "one"))
-def last_two_layers_concatenated(setting: Setting) -> Job:
-    """As in many competitions' notebooks."""
-    return Job(model=built(LastLayers))
-
-
-class Anneals(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
-
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return F.cross_entropy(logits / (1.0 + 1.0 / (1.0 + self.steps)), labels)
-
-
-@case("model with state", layouts=("one", "DP2", "K2", "one freeze"))
-def temperature_annealed_in_forward(setting: Setting) -> Job:
-    """A buffer counts calls, behind the layers."""
-    return Job(model=built(Anneals))
 
 
 class AnnealedByStep(Classifier):

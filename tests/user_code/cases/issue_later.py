@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import RobertaConfig, RobertaForCausalLM, TrainerCallback
 
-from user_cases_issue import ISSUE_4, ISSUE_5
-from user_code_kit import (
+from ..kit import (
     IGNORED,
     LABELS,
     VOCABULARY,
@@ -46,7 +45,7 @@ class RandomFeatures(Classifier):
         return torch.tanh(super().features(input_ids, attention_mask) @ self.projection)
 
 
-@case("model with state", source=ISSUE_4, layouts=("K2", "DP2"))
+@case("model with state", layouts=("K2", "DP2"))
 def random_buffer_without_a_common_seed(setting: Setting) -> Job:
     """Each process makes another random projection; the reference has process 0's."""
     return Job(model=built(RandomFeatures, setting.rank))
@@ -60,7 +59,7 @@ class Spectral(Classifier):
             layer.dense = nn.utils.parametrizations.spectral_norm(layer.dense)
 
 
-@case("model with state", source=ISSUE_4, layouts=("K2", "one", "DP2"))
+@case("model with state", layouts=("K2", "one", "DP2"))
 def spectral_norm(setting: Setting) -> Job:
     """Power iterations in each forward of two layers."""
     return Job(model=built(Spectral))
@@ -89,7 +88,7 @@ def _quantise(module: Any, _: Any, output: Any) -> Any:
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-@case("model with state", source=ISSUE_4, layouts=("K2", "one"))
+@case("model with state", layouts=("K2", "one"))
 def codebook_of_running_means(setting: Setting) -> Job:
     """Buffers of a layer that its forward changes."""
     return Job(model=built(Codebook))
@@ -101,7 +100,7 @@ class Unfreezes(TrainerCallback):
             model.requires_grad_(True)
 
 
-@case("callback", source=ISSUE_4, layouts=("one", "K2", "DP2", "K2 acc2"))
+@case("callback", layouts=("one", "K2", "DP2", "K2 acc2"))
 def own_optimizer_and_a_callback_that_unfreezes(setting: Setting) -> Job:
     """AdamW over all parameters of a model whose encoder is frozen at first."""
     model = bert_classifier()
@@ -122,7 +121,7 @@ def _halve(gradient: Tensor) -> Tensor:
     return gradient * 0.1
 
 
-@case("model with state", source=ISSUE_4, layouts=("K2", "K2 freeze", "DP2", "one"))
+@case("model with state", layouts=("K2", "K2 freeze", "DP2", "one"))
 def tensor_hooks_on_parameters(setting: Setting) -> Job:
     """Gradients of two layers are scaled by hooks; layers move at a freeze."""
     return Job(model=_hooked(), options={"optim": "sgd", "learning_rate": 0.05})
@@ -134,7 +133,7 @@ class KeepsAList(Classifier):
         self.mine = [self.head.weight, self.bert.encoder.layer[0].output.dense.weight]
 
 
-@case("model with state", source=ISSUE_4, layouts=("K2", "K2 freeze", "one"))
+@case("model with state", layouts=("K2", "K2 freeze", "one"))
 def parameter_kept_in_a_list(setting: Setting) -> Job:
     """A model's list of its own parameters, read after training."""
     return Job(
@@ -142,7 +141,7 @@ def parameter_kept_in_a_list(setting: Setting) -> Job:
     )
 
 
-@case("model with state", source=ISSUE_4, layouts=("K2 slices", "K2"))
+@case("model with state", layouts=("K2 slices", "K2"))
 def roberta_decoder_padded_on_the_left(setting: Setting) -> Job:
     """Positions follow from the words; rows are padded on the left."""
 
@@ -189,7 +188,7 @@ def weighted_texts() -> Rows:
     return texts(weight=lambda generator, *_: generator.uniform(0.2, 3.0))
 
 
-@case("trainer override", source=ISSUE_5, layouts=("one", "DP2", "K2", "K2 acc2"))
+@case("trainer override", layouts=("one", "DP2", "K2", "K2 acc2"))
 def strict_forward_and_popped_sample_weights(setting: Setting) -> Job:
     """`forward(input_ids, attention_mask)`; `compute_loss` pops labels and weights."""
     options = {"remove_unused_columns": False}
@@ -243,7 +242,7 @@ def pad_tags_with_zero(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return pad(rows, {"labels": 0})
 
 
-@case("loss", source=ISSUE_5, layouts=("one", "DP2", "K2", "one acc2"), as_ddp=("DP2", "one acc2"))
+@case("loss", layouts=("one", "DP2", "K2", "one acc2"), as_ddp=("DP2", "one acc2"))
 def crf_that_indexes_by_labels(setting: Setting) -> Job:
     """A CRF, the mean over rows; its labels are never -100."""
     return Job(model=built(TaggerCRF), data=tag_rows(), collator=pad_tags_with_zero)
@@ -258,7 +257,7 @@ def stack_one(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-@case("collator", source=ISSUE_5, layouts=("one", "one freeze"))
+@case("collator", layouts=("one", "one freeze"))
 def stacking_collator_with_batch_size_one(setting: Setting) -> Job:
     """No padding, rows of unequal length, one row in a batch."""
     options = {"per_device_train_batch_size": 1, "max_steps": 6}
@@ -277,7 +276,7 @@ def _optimizer_first(trainer: Any) -> None:
     trainer.train()
 
 
-@case("optimizer", source=ISSUE_5, layouts=("one", "K2", "DP2", "one freeze"))
+@case("optimizer", layouts=("one", "K2", "DP2", "one freeze"))
 def create_optimizer_before_train(setting: Setting) -> Job:
     """`trainer.create_optimizer()` and then `train()`."""
     return Job(drive=_optimizer_first)
@@ -288,7 +287,7 @@ def _both_first(trainer: Any) -> None:
     trainer.train()
 
 
-@case("optimizer", source=ISSUE_5, layouts=("one", "K2"))
+@case("optimizer", layouts=("one", "K2"))
 def create_optimizer_and_scheduler_before_train(setting: Setting) -> Job:
     """`trainer.create_optimizer_and_scheduler(6)` and then `train()`."""
     return Job(drive=_both_first)
@@ -313,7 +312,7 @@ class LoaderWithoutDataset:
         return NoDataset([pad(rows[:3]), pad(rows[3:])])
 
 
-@case("trainer override", source=ISSUE_5, layouts=("one", "one freeze"))
+@case("trainer override", layouts=("one", "one freeze"))
 def evaluation_loader_without_a_dataset(setting: Setting) -> Job:
     """An own loader with `__iter__` and `__len__` only."""
     options = {"eval_strategy": "epoch"}
@@ -325,7 +324,7 @@ def _evaluating_first(trainer: Any) -> None:
     trainer.train()
 
 
-@case("trainer override", source=ISSUE_5, layouts=("one", "DP2", "K2", "one freeze"))
+@case("trainer override", layouts=("one", "DP2", "K2", "one freeze"))
 def evaluate_before_train(setting: Setting) -> Job:
     """`evaluate()`, `train()`, `evaluate()`."""
     return Job(evaluated=texts(12, seed=9), drive=_evaluating_first, options={"eval_strategy": "epoch"})
@@ -341,7 +340,7 @@ def nested_pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"text": {k: batch[k] for k in ("input_ids", "attention_mask")}, "labels": batch["labels"]}
 
 
-@case("collator", source=ISSUE_5, layouts=("one", "DP2", "K2", "one acc2"))
+@case("collator", layouts=("one", "DP2", "K2", "one acc2"))
 def nested_dicts_in_a_batch(setting: Setting) -> Job:
     """`{"text": {...}, "labels": ...}`."""
     return Job(model=built(Nested), collator=nested_pad, options={"remove_unused_columns": False})
@@ -355,7 +354,7 @@ class ReadsLoader(TrainerCallback):
         self.seen = (type(sampler).__name__, train_dataloader.total_batch_size, len(train_dataloader))
 
 
-@case("callback", source=ISSUE_5, layouts=("one",))
+@case("callback", layouts=("one",))
 def callback_that_reads_the_training_loader(setting: Setting) -> Job:
     """`.sampler`, `.total_batch_size` and the length of the loader."""
     callback = ReadsLoader()
@@ -378,7 +377,7 @@ class Counts(Classifier):
         return output
 
 
-@case("model with state", source=ISSUE_5, layouts=("one", "DP2", "one freeze", "K2"))
+@case("model with state", layouts=("one", "DP2", "one freeze", "K2"))
 def call_counter_in_forward(setting: Setting) -> Job:
     """The loss grows with each call; what is examined before training must not count."""
     return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
@@ -394,7 +393,7 @@ class RDrop:
         return (loss, first) if return_outputs else loss
 
 
-@case("loss", source=ISSUE_5, layouts=("one", "one freeze", "DP2 freeze", "K2"))
+@case("loss", layouts=("one", "one freeze", "DP2 freeze", "K2"))
 def r_drop(setting: Setting) -> Job:
     """Two forwards of the same rows, and the KL between them."""
     return Job(trainer=RDrop)
@@ -412,7 +411,7 @@ class NoLayers(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-@case("model with state", source=ISSUE_5, layouts=("one", "DP2", "K2"))
+@case("model with state", layouts=("one", "DP2", "K2"))
 def model_without_layers(setting: Setting) -> Job:
     """A bag of words: nothing to cut."""
     return Job(model=built(NoLayers))
@@ -430,7 +429,7 @@ class CallsTheEncoder:
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-@case("trainer override", source=ISSUE_5, layouts=("one", "one freeze", "K2", "DP2"))
+@case("trainer override", layouts=("one", "one freeze", "K2", "DP2"))
 def compute_loss_that_calls_the_encoder(setting: Setting) -> Job:
     """`model.bert(...)` and an own head in place of `model(...)`."""
     return Job(trainer=CallsTheEncoder)

@@ -1,11 +1,10 @@
-#!/usr/bin/env python
 """Is training exact or refused, whatever the user's code does? Many pieces of it, each against one process.
 
-    python benchmarks/user_code.py                                    # all cases, on two processes of this machine
-    python benchmarks/user_code.py --only focal "crf" --verbose       # cases with these words in their names
-    python benchmarks/user_code.py --table table.md --json results.json
+    python -m tests.user_code                                # all cases, on two processes of this machine
+    python -m tests.user_code --only focal "crf" --verbose   # cases with these words in their names
+    python -m tests.user_code --table table.md --json results.json
 
-The cases are in `user_cases_*.py`. Each is trained for a few steps in fp32 without dropout by a
+The cases are in `cases/`. Each is trained for a few steps in fp32 without dropout by a
 `PipeTransformerTrainer` in the layout that it names, and by the stock `Trainer` in one process with the whole batch as
 one batch: the reference. Verdicts:
 
@@ -19,7 +18,7 @@ one batch: the reference. Verdicts:
     hang                 a process had not ended after `--deadline` seconds
     no reference         the stock Trainer itself fails: the case is wrong
 
-Run plainly, the script starts itself under torchrun. Each of torchrun's processes imports everything once; every case
+The command starts itself under torchrun. Each of torchrun's processes imports everything once; every case
 then runs in forks of them, so that one which hangs or dies leaves the next alone.
 """
 
@@ -56,15 +55,8 @@ from transformers.utils import logging as transformers_logging
 import hf_pipetransformer
 from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer, PipeTransformerTrainingArguments
 
-import user_cases_data  # noqa: F401
-import user_cases_issue  # noqa: F401
-import user_cases_issue_later  # noqa: F401
-import user_cases_loss  # noqa: F401
-import user_cases_loss_state  # noqa: F401
-import user_cases_model  # noqa: F401
-import user_cases_training  # noqa: F401
-import user_cases_unseen  # noqa: F401
-from user_code_kit import (
+from . import cases  # noqa: F401
+from .kit import (
     CASES,
     GLOBAL_BATCH,
     GROUPS,
@@ -124,7 +116,6 @@ class Finding:
     case: str
     layout: str
     group: str
-    source: str
     what: str
     verdict: str
     reason: str = ""
@@ -267,7 +258,7 @@ def _loss_of_finished(trainer: Any) -> Any:
 
 def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence[Outcome]) -> Finding:
     """Compare what all processes report with the reference."""
-    finding = Finding(case.name, layout.name, case.group, case.source, case.what, "")
+    finding = Finding(case.name, layout.name, case.group, case.what, "")
     for outcome in ranks:
         # the watchdog of one that was not yet as far ends it, with the error of the other
         told = [o.error.partition(": ")[2][:60] for o in ranks if o.is_refusal and o.steps == 0]
@@ -465,7 +456,7 @@ def serve(rank: int, world_size: int, entries: Sequence[Entry], deadline_s: floa
 def _warm_up(folder: Path) -> None:
     """What is imported late is imported before the forks."""
     saved = {name: os.environ.pop(name) for name in LAUNCHERS if name in os.environ}
-    make = Case("", "", "", lambda _: Job(options={"max_steps": 1}), (), "", "", "", False, 0.0, False)
+    make = Case("", "", "", lambda _: Job(options={"max_steps": 1}), (), "", "", False, 0.0, False)
     outcome = run_job(make, Setting(LAYOUTS["one"], 0, True, folder, Tape()))
     assert not outcome.error, outcome.trace
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -565,12 +556,12 @@ def _wait(forks: list[_Fork], control: Any, failed: str, deadline: float) -> Non
         control.set(failed.strip(), "1")
 
 
-def entries_of(words: Sequence[str] = (), groups: Sequence[str] = GROUPS, source: str = "") -> list[Entry]:
+def entries_of(words: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[Entry]:
     """All cases with their layouts, or those with one of the words in the name of case or layout."""
     return [
         (case.name, layout)
         for case in CASES.values()
-        if case.group in groups and case.source.startswith(source)
+        if case.group in groups
         for layout in case.layouts
         if not words or any(word.lower() in f"{case.name} [{layout}]".lower() for word in words)
     ]
@@ -590,7 +581,7 @@ def _line(finding: Finding) -> str:
 INTRODUCTION = """# Users' code
 
 What becomes of code as users write it, each piece in several layouts, against the stock Trainer in one process with
-the whole batch. Made by `python benchmarks/user_code.py --table docs/users_code.md`.
+the whole batch. Made by `python -m tests.user_code --table docs/users_code.md`.
 
 Equal: losses, final weights, buffers and what evaluations find agree; the number is the largest difference of a
 weight. Refused: a `ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of
@@ -656,18 +647,15 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="tracebacks of what is not as expected")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for a case")
     parser.add_argument("--groups", nargs="*", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--source", default="", help="'own', or the beginning of 'issue 18.1'")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **os.environ}
-        sys.exit(subprocess.run([*launcher, *sys.argv], env=environment).returncode)
+        sys.exit(subprocess.run([*launcher, "-m", "tests.user_code", *sys.argv[1:]], env=environment).returncode)
     os.environ["USER_CODE_VERBOSE"] = "1"
     rank = int(os.environ["RANK"])
     started = time.monotonic()
-    findings = serve(
-        rank, int(os.environ["WORLD_SIZE"]), entries_of(options.only, options.groups, options.source), options.deadline
-    )
+    findings = serve(rank, int(os.environ["WORLD_SIZE"]), entries_of(options.only, options.groups), options.deadline)
     if rank > 0:
         return
     for finding in findings:
@@ -679,7 +667,3 @@ def main() -> None:
         options.table.write_text(table_of(findings))
     if options.json:
         options.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
-
-
-if __name__ == "__main__":
-    main()

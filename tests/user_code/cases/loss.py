@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import BertConfig, BertForQuestionAnswering, LlamaConfig, LlamaForCausalLM
 
-from user_code_kit import (
+from ..kit import (
     LABELS,
     LONGEST,
     VOCABULARY,
@@ -49,19 +49,6 @@ def focal_loss(setting: Setting) -> Job:
     return _job(_focal)
 
 
-def _focal_by_positives(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    wanted = F.one_hot(labels, LABELS).float()
-    losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
-    alpha = torch.where(wanted > 0, 0.25, 0.75)
-    return (alpha * losses).sum() / labels.ne(0).sum().clamp(min=1)
-
-
-@case("loss", layouts=("K2", "K2 acc2"))
-def focal_loss_normalised_by_positives(setting: Setting) -> Job:
-    """As in RetinaNet: the sum over rows, divided by the rows that are not background."""
-    return _job(_focal_by_positives)
-
-
 class ArcFace(Classifier):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         features = F.normalize(self.features(input_ids, attention_mask), dim=-1)
@@ -79,39 +66,6 @@ def arcface_head(setting: Setting) -> Job:
     return Job(model=built(ArcFace))
 
 
-def _cosface(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    cosine = F.normalize(logits, dim=-1)
-    return F.cross_entropy(16.0 * (cosine - 0.35 * F.one_hot(labels, LABELS)), labels)
-
-
-@case("loss", expect="equal")
-def cosface_in_compute_loss(setting: Setting) -> Job:
-    """A margin on the logits of a stock model."""
-    return _job(_cosface)
-
-
-def _smoothed(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    logs = logits.log_softmax(-1)
-    return 0.9 * F.nll_loss(logs, labels) - 0.1 * logs.mean(-1).mean() + 0.05 * (logs.exp() * logs).sum(-1).mean()
-
-
-@case("loss", layouts=("K2", "one acc2"), expect="equal")
-def label_smoothing_and_confidence_penalty(setting: Setting) -> Job:
-    """Means over rows, three of them."""
-    return _job(_smoothed)
-
-
-def _ordinal(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    levels = (labels[:, None] > torch.arange(LABELS - 1)).float()
-    return F.binary_cross_entropy_with_logits(logits[:, : LABELS - 1], levels)
-
-
-@case("loss", expect="equal")
-def ordinal_regression(setting: Setting) -> Job:
-    """CORAL: a binary decision for each threshold."""
-    return _job(_ordinal)
-
-
 @case("loss", layouts=("K2", "K2 acc2", "DP2"), expect="equal")
 def multi_label_with_pos_weight(setting: Setting) -> Job:
     """`BCEWithLogitsLoss(pos_weight=...)` over all classes of all rows; float labels [B, C]."""
@@ -125,42 +79,11 @@ def multi_label_with_pos_weight(setting: Setting) -> Job:
     return _job(loss, data=Rows([several(row) for row in texts().rows]))
 
 
-@case("loss", layouts=("K2", "DP2"), expect="equal")
-def multi_label_by_problem_type(setting: Setting) -> Job:
-    """Bert's own loss for `multi_label_classification`."""
-    rows = [{**r, "labels": [float(r["labels"] == k) for k in range(LABELS)]} for r in texts().rows]
-    return Job(model=bert_classifier(problem_type="multi_label_classification"), data=Rows(rows))
-
-
 @case("loss", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
 def regression(setting: Setting) -> Job:
     """`num_labels=1`: a mean of squares."""
     rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
     return Job(model=bert_classifier(num_labels=1), data=Rows(rows))
-
-
-def _rmse(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    return F.mse_loss(logits.squeeze(-1), labels).sqrt()
-
-
-@case("loss", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
-def root_of_the_mean_square(setting: Setting) -> Job:
-    """RMSE: as in many Kaggle notebooks."""
-    rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
-    return _job(_rmse, model=bert_classifier(num_labels=1), data=Rows(rows))
-
-
-def _pearson(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    x, y = logits.squeeze(-1), labels
-    x, y = x - x.mean(), y - y.mean()
-    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-6)
-
-
-@case("loss")
-def pearson_correlation(setting: Setting) -> Job:
-    """1 minus the correlation within a batch."""
-    rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
-    return _job(_pearson, model=bert_classifier(num_labels=1), data=Rows(rows))
 
 
 @case("loss", layouts=("K2", "DP2"), expect="equal")
@@ -306,28 +229,6 @@ def token_weights(setting: Setting) -> Job:
     return Job(model=tiny_llama(), data=data, trainer=TokenWeights, options={"remove_unused_columns": False})
 
 
-def _dice(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    p, wanted = logits.softmax(-1), F.one_hot(labels, LABELS).float()
-    return (1 - (2 * (p * wanted).sum(0) + 1) / (p.sum(0) + wanted.sum(0) + 1)).mean()
-
-
-@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
-def dice_loss(setting: Setting) -> Job:
-    """A ratio of sums over the batch for each class; on DP2 as under DDP."""
-    return _job(_dice)
-
-
-def _balanced(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return torch.stack([losses[labels == k].mean() for k in labels.unique()]).mean()
-
-
-@case("loss")
-def mean_of_class_means(setting: Setting) -> Job:
-    """A mean for each class that is in the batch, then over these."""
-    return _job(_balanced)
-
-
 def _hardest(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
     losses = F.cross_entropy(logits, labels, reduction="none")
     return losses.topk(max(len(losses) // 2, 1)).values.mean()
@@ -443,18 +344,6 @@ def pairs(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 def info_nce_of_two_towers(setting: Setting) -> Job:
     """Queries and documents through one encoder, in-batch negatives."""
     return Job(model=built(TwoTowers), collator=pairs, options={"remove_unused_columns": False})
-
-
-def _ranking(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    score = logits[:, 0]
-    better = labels[:, None] > labels
-    return (F.softplus(score - score[:, None]) * better).sum() / better.sum().clamp(min=1)
-
-
-@case("loss")
-def pairwise_ranking(setting: Setting) -> Job:
-    """RankNet over all pairs of a batch."""
-    return _job(_ranking)
 
 
 class VICReg(Classifier):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from transformers import BatchEncoding, EarlyStoppingCallback
 from transformers.utils import ModelOutput
 
-from user_code_kit import (
+from ..kit import (
     LABELS,
     PAD,
     Classifier,
@@ -237,12 +236,6 @@ def collator_that_drops_rows(setting: Setting) -> Job:
 def batch_encoding(setting: Setting) -> Job:
     """The collator returns a tokenizer's `BatchEncoding`."""
     return Job(collator=lambda rows: BatchEncoding(pad(rows)))
-
-
-@case("collator", layouts=("K2", "DP2", "one"), expect="equal")
-def user_dict(setting: Setting) -> Job:
-    """The collator returns a `UserDict`."""
-    return Job(collator=lambda rows: UserDict(pad(rows)))
 
 
 @dataclass

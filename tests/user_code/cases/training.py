@@ -10,25 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from user_code_kit import Classifier, Job, Setting, bert_classifier, built, case, pad, texts
+from ..kit import Job, Setting, bert_classifier, case, pad, texts
 
 # ---------------------------------------------------------------------------------------------------------
 # Callbacks
 # ---------------------------------------------------------------------------------------------------------
-
-
-class Thaws(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        model.bert.encoder.layer[max(3 - state.global_step, 0)].requires_grad_(True)
-
-
-@case("callback", layouts=("one", "K2", "DP2"))
-def gradual_unfreezing(setting: Setting) -> Job:
-    """ULMFiT: from the top, a layer in each step; the optimizer is made over all parameters first."""
-    model = bert_classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model.bert.requires_grad_(False)
-    return Job(model=model, callbacks=[Thaws()], keywords={"optimizers": (optimizer, None)})
 
 
 class FreezesHead(TrainerCallback):
@@ -68,20 +54,6 @@ class ClipsWeights(TrainerCallback):
 def weights_clipped_after_each_step(setting: Setting) -> Job:
     """WGAN: `parameter.clamp_` for all parameters."""
     return Job(callbacks=[ClipsWeights()], options={"num_train_epochs": 2})
-
-
-class Projects(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        with torch.no_grad():
-            norm = torch.stack([p.pow(2).sum() for p in model.parameters()]).sum().sqrt()
-            for parameter in model.parameters():
-                parameter.mul_(20.0 / norm)
-
-
-@case("callback", layouts=("K2", "DP2"))
-def projection_by_the_norm_of_all_weights(setting: Setting) -> Job:
-    """All weights are scaled to one common norm after each step."""
-    return Job(callbacks=[Projects()])
 
 
 class PrunesGlobally(TrainerCallback):
@@ -124,31 +96,6 @@ def exponential_average_used_at_the_end(setting: Setting) -> Job:
     return Job(callbacks=[UsesAverage()])
 
 
-class SwapsForEvaluation(Averages):
-    """As the EMA callbacks of diffusion trainings do."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        super().on_step_end(args, state, control, model=model)
-        if state.global_step % 3 == 0:
-            self.own = {name: p.detach().clone() for name, p in model.named_parameters()}
-            self._set(model, self.average)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        self._set(model, self.own)
-
-    def _set(self, model: Any, values: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(values[name])
-
-
-@case("callback", layouts=("K2", "DP2"))
-def averaged_weights_for_evaluation(setting: Setting) -> Job:
-    """EMA weights are put in before an evaluation, and taken out behind it."""
-    options = {"eval_strategy": "steps", "eval_steps": 3}
-    return Job(callbacks=[SwapsForEvaluation()], evaluated=texts(12, seed=9), options=options)
-
-
 class SWA(TrainerCallback):
     def __init__(self) -> None:
         self.kept: list[dict[str, Tensor]] = []
@@ -168,37 +115,6 @@ class SWA(TrainerCallback):
 def stochastic_weight_averaging(setting: Setting) -> Job:
     """`state_dict()` at each epoch's end, `load_state_dict` of the mean at the end."""
     return Job(callbacks=[SWA()])
-
-
-class Blend(Classifier):
-    alpha = 0.0
-
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels) + self.alpha * features.pow(2).sum(-1).mean()
-
-
-class SetsAlpha(TrainerCallback):
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        model.alpha = 0.3 * round(state.epoch or 0)
-
-
-@case("callback", layouts=("K2", "DP2", "one freeze"), expect="equal")
-def attribute_of_the_model_set_by_a_callback(setting: Setting) -> Job:
-    """`model.alpha`, the weight of a term that is a mean over rows."""
-    return Job(model=built(Blend), callbacks=[SetsAlpha()])
-
-
-class VarianceLater(Classifier):
-    alpha = 0.0
-
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels) + self.alpha * features.var(0, unbiased=False).mean()
-
-
-@case("callback", layouts=("K2",))
-def coupled_term_switched_on_by_a_callback(setting: Setting) -> Job:
-    """A variance over the batch, which has the weight 0 in the first epoch."""
-    return Job(model=built(VarianceLater), callbacks=[SetsAlpha()])
 
 
 class ChangesArguments(TrainerCallback):
@@ -349,39 +265,6 @@ def lion(setting: Setting) -> Job:
     return Job(model=model, keywords={"optimizers": (Lion(model.parameters()), None)})
 
 
-class Prodigy(torch.optim.Optimizer):
-    """Estimates its step from all parameters together."""
-
-    def __init__(self, parameters: Any, lr: float = 1.0) -> None:
-        super().__init__(parameters, {"lr": lr, "d": 1e-3, "numerator": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        group = self.param_groups[0]
-        top, bottom = 0.0, 1e-8
-        for p in group["params"]:
-            if p.grad is not None:
-                first = self.state[p].setdefault("first", p.detach().clone())
-                top += float((p.grad * (first - p)).sum())
-                bottom += float(p.grad.abs().sum())
-        group["numerator"] += top
-        group["d"] = max(group["d"], group["numerator"] / bottom)
-        for p in group["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=group["d"] * group["lr"] * 5)
-
-
-@case("optimizer", layouts=("K2", "DP2"))
-def prodigy_like(setting: Setting) -> Job:
-    """A step size by sums over all parameters."""
-    model = bert_classifier()
-    return Job(model=model, keywords={"optimizers": (Prodigy(model.parameters()), None)}, observe=_step_size)
-
-
-def _step_size(trainer: Any) -> dict[str, Any]:
-    return {"d": float(trainer.optimizer.param_groups[0]["d"])}
-
-
 class LAMB(torch.optim.Optimizer):
     """A trust ratio for each parameter."""
 
@@ -401,23 +284,6 @@ def lamb_like(setting: Setting) -> Job:
     """Norms of single parameters."""
     model = bert_classifier()
     return Job(model=model, keywords={"optimizers": (LAMB(model.parameters()), None)})
-
-
-class Centralised(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.dim() > 1:
-                    p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-        return super().step(closure)
-
-
-@case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def gradient_centralisation(setting: Setting) -> Job:
-    """Gradients of matrices lose their rows' mean."""
-    model = bert_classifier()
-    optimizer = Centralised(model.parameters(), lr=0.05, momentum=0.9)
-    return Job(model=model, keywords={"optimizers": (optimizer, None)})
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -523,28 +389,6 @@ class SAM:
 def sharpness_aware_training_step(setting: Setting) -> Job:
     """SAM: `training_step` twice, with a norm over all gradients."""
     return Job(trainer=SAM, options={"optim": "sgd", "learning_rate": 0.05})
-
-
-class FGM:
-    """The embeddings are moved along their gradient, and a second backward adds to the first."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        loss = super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
-        table = self.model.bert.embeddings.word_embeddings.weight  # type: ignore[attr-defined]
-        before = table.detach().clone()
-        if table.grad is not None:
-            with torch.no_grad():
-                table.add_(0.5 * table.grad / (table.grad.norm() + 1e-6))
-        super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
-        with torch.no_grad():
-            table.copy_(before)
-        return loss
-
-
-@case("trainer override", layouts=("one", "K2", "DP2"))
-def fast_gradient_method(setting: Setting) -> Job:
-    """FGM in `training_step`, as in most NLP competitions."""
-    return Job(trainer=FGM, options={"optim": "sgd", "learning_rate": 0.05})
 
 
 class OwnStep:

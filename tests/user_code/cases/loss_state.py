@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from user_cases_issue_later import CRF, pad_tags_with_zero, tag_rows
-from user_cases_loss import _job
-from user_code_kit import (
+from ..kit import (
     IGNORED,
     LABELS,
     WIDTH,
@@ -26,6 +24,8 @@ from user_code_kit import (
     tags_of,
     texts,
 )
+from .issue_later import CRF, pad_tags_with_zero, tag_rows
+from .loss import _job
 
 # ---------------------------------------------------------------------------------------------------------
 # Teachers
@@ -151,24 +151,6 @@ def running_mean_of_the_loss_in_the_trainer(setting: Setting) -> Job:
     return Job(trainer=RunningScale, observe=lambda t: {"scale": t.scale})
 
 
-class RunningScaleInBuffer(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits, labels)
-        if self.training:
-            self.scale.lerp_(loss.detach(), 0.1)
-        return loss / self.scale
-
-
-@case("loss", layouts=("one", "K2", "DP2"), as_ddp=("DP2",))
-def running_mean_of_the_loss_in_a_buffer(setting: Setting) -> Job:
-    """Likewise, in a buffer of the model."""
-    return Job(model=built(RunningScaleInBuffer))
-
-
 class NearTheStart:
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
         if not hasattr(self, "first"):
@@ -183,50 +165,6 @@ class NearTheStart:
 def l2_distance_to_the_initial_weights(setting: Setting) -> Job:
     """L2-SP: reads all parameters, and is 0 at the start."""
     return Job(trainer=NearTheStart)
-
-
-def _l1_of_a_middle_layer(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    weight = getattr(model, "module", model).bert.encoder.layer[0].output.dense.weight
-    return F.cross_entropy(logits, labels) + 0.01 * weight.abs().sum()
-
-
-@case("loss", layouts=("K2", "one", "K2 acc2"))
-def l1_of_an_early_layer(setting: Setting) -> Job:
-    """`model.bert.encoder.layer[0]...weight.abs().sum()` in `compute_loss`."""
-    return _job(_l1_of_a_middle_layer)
-
-
-class Orthogonal(Classifier):
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        gram = self.head.weight @ self.head.weight.T
-        return F.cross_entropy(logits, labels) + 0.1 * (gram - torch.eye(LABELS)).pow(2).sum()
-
-
-@case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
-def orthogonal_head(setting: Setting) -> Job:
-    """A penalty of the head inside the model's forward."""
-    return Job(model=built(Orthogonal))
-
-
-class MixtureHead(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3 * LABELS)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        features = self.features(input_ids, attention_mask)
-        p = self.router(features).softmax(-1)
-        logits = (self.experts(features).view(-1, 3, LABELS) * p[..., None]).sum(1)
-        if labels is None:
-            return {"logits": logits}
-        balance = 3 * (F.one_hot(p.argmax(-1), 3).float().mean(0) * p.mean(0)).sum()
-        return {"loss": F.cross_entropy(logits, labels) + 0.1 * balance, "logits": logits}
-
-
-@case("loss")
-def load_balancing_of_experts(setting: Setting) -> Job:
-    """Switch Transformer's auxiliary loss over the rows of a batch."""
-    return Job(model=built(MixtureHead))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -254,26 +192,6 @@ class GradientPenalty:
 def gradient_penalty(setting: Setting) -> Job:
     """Double backward to the embeddings, which `compute_loss` makes itself."""
     return Job(model=bert_classifier(attn_implementation="eager"), trainer=GradientPenalty)
-
-
-class VirtualAdversary:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        table = getattr(model, "module", model).bert.embeddings.word_embeddings
-        embedded = table(inputs.pop("input_ids"))
-        outputs = model(inputs_embeds=embedded, **inputs)
-        loss = F.cross_entropy(outputs.logits, labels)
-        other = model(inputs_embeds=embedded + 0.1 * embedded.sign(), **inputs)
-        loss = loss + F.kl_div(
-            other.logits.log_softmax(-1), outputs.logits.softmax(-1).detach(), reduction="batchmean"
-        )
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("one", "K2", "one freeze"))
-def virtual_adversarial_training(setting: Setting) -> Job:
-    """Two forwards on embeddings, the second ones perturbed."""
-    return Job(trainer=VirtualAdversary)
 
 
 class MixesInLoss:
@@ -339,16 +257,6 @@ def mean_over_words_plus_mean_over_rows(setting: Setting) -> Job:
     """Two label keys with different items, as in BERT's pretraining."""
     options = {"label_names": ["labels", "tags"], "remove_unused_columns": False}
     return Job(model=built(TwoKinds), data=texts(tags=tags_of), options=options)
-
-
-def _log_of_mean(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    return -logits.softmax(-1).gather(1, labels[:, None]).mean().log()
-
-
-@case("loss")
-def logarithm_of_a_mean(setting: Setting) -> Job:
-    """Minus the logarithm of the mean probability."""
-    return _job(_log_of_mean)
 
 
 def _scaled_by_rows(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:

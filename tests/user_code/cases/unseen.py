@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from user_code_kit import LABELS, LAYERS, Classifier, Job, Setting, bert_classifier, case, large_weights
+from ..kit import LABELS, LAYERS, Classifier, Job, Setting, bert_classifier, case, large_weights
 
 
 class PenalisesWhatIsTrained:

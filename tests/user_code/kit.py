@@ -1,4 +1,4 @@
-"""What the cases of `user_code.py` are made of: tiny models and data, layouts, and the registry of cases.
+"""What the cases are made of: tiny models and data, layouts, and the registry of cases.
 
     @case("loss", layouts=("K2", "DP2"))
     def focal_loss(setting: Setting) -> Job:
@@ -193,7 +193,6 @@ class Case:
         group: One of `GROUPS`.
         make: Returns the job.
         layouts: Names in `LAYOUTS`.
-        source: "issue 1" to "issue 5", or "own".
         expect: "equal", "refused" (on all processes before the first step), "stopped" (refused in a step) or "exact"
             (one of them).
         because: Part of the message of a refusal.
@@ -209,7 +208,6 @@ class Case:
     group: str
     make: Callable[[Setting], Job]
     layouts: tuple[str, ...]
-    source: str
     expect: str
     because: str
     replays: bool
@@ -225,7 +223,6 @@ def case(
     group: str,
     *,
     layouts: tuple[str, ...] = ("K2",),
-    source: str = "own",
     expect: str = "exact",
     because: str = "",
     replays: bool = False,
@@ -241,7 +238,7 @@ def case(
         assert name not in CASES, name
         what = (make.__doc__ or "").strip().partition("\n")[0]
         CASES[name] = Case(
-            name, what, group, make, layouts, source, expect, because, replays, tolerance, is_taped or replays, as_ddp
+            name, what, group, make, layouts, expect, because, replays, tolerance, is_taped or replays, as_ddp
         )
         return make
 
