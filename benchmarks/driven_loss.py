@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 benchmarks/driven_loss.py [--out benchmarks/results/driven_loss.json]
 
 Two processes, a BERT of MiniLM's size, M = 4. In turn, several times: by parts (GPipe, 1F1B), driven with one call of
-the model, driven with two calls (R-Drop), and DDP. Seconds are those of a step, the median of each training; ratios are
-of one turn, and their median is shown.
+the model, driven with two calls (R-Drop), and DDP. Seconds are those of a step, the median of each training; ratios
+are of one turn, and their median is shown.
 """
 
 from __future__ import annotations

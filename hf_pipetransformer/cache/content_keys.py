@@ -326,7 +326,7 @@ class KeyedInputs:
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        self._inputs = {name: (value, _version(value)) for name, value in batch.items() if name != KEYS_NAME}
+        self._inputs = {name: (value, version_of(value)) for name, value in batch.items() if name != KEYS_NAME}
 
     @property
     def padded_length(self) -> int | None:
@@ -434,14 +434,14 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _version(value: Any) -> int:
+def version_of(value: Any) -> int:
     """Number of writes into a tensor; inference-mode tensors do not count them."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> bool:
     """Whether a value equals the recorded one. It waits for the device only if the tensor object differs."""
-    if _version(noted) != version:
+    if version_of(noted) != version:
         return False
     if value is noted:
         return True

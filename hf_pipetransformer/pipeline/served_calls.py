@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs
+from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs, version_of
 from ..model.batch_statistics import statistics_set_aside
 from ..model.dropout import may_drop
 from ..model.elsewhere import Hidden, hidden_like
@@ -182,7 +182,7 @@ class ServedCalls:
             unread: names of inputs that frozen layers do not read, so that cache keys do not cover them.
         """
         tensors = tensors_of(batch)
-        self._own = {id(tensor): (index, tensor._version) for index, tensor in enumerate(tensors)}
+        self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
         self._batch, self._modes, self._released = batch, None, []
         self._keyed, self._unread = KeyedInputs(batch), unread
         with self._overriding():
@@ -327,7 +327,7 @@ class ServedCalls:
     def _by_name(self, tensor: torch.Tensor) -> Any:
         """The batch's own tensor by its index, if it is unchanged; every other one as it is."""
         index, version = self._own.get(id(tensor), (None, None))
-        return _Own(index) if index is not None and tensor._version == version else tensor
+        return _Own(index) if index is not None and version_of(tensor) == version else tensor
 
     def _order(self, order: Any, tensors: Any = ()) -> None:
         released, self._released = self._released, []
