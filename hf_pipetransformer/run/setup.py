@@ -242,14 +242,21 @@ def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: Pipel
     """Say in one line what a loss that is not known to add up means for a plan."""
     name = type(job.model).__name__
     parts = plan.data_parallel_size * job.args.gradient_accumulation_steps
+    averaged = ""
+    if reduction.kind == "whole" and parts > 1:
+        averaged = (
+            f" Each of the {parts} parts of a batch has a loss of its own: replicas' are averaged, as under DDP, and"
+            " accumulated ones count as in the stock Trainer."
+        )
     if not is_driven(job, reduction):
+        if averaged:
+            log_once(logger, logging.INFO, "The loss of %s: %s.%s", name, reduction.reason, averaged)
         return
     rows = plan.rows_per_pipeline
     held = max(
         plan.stage_bytes(stage, rows=rows, num_microbatches=plan.num_microbatches_for(rows))
         for stage in range(plan.pipeline_parallel_size)
     )
-    averaged = f" Each of the {parts} parts of a batch has its own loss, and they are averaged, as under DDP."
     log_once(
         logger,
         logging.INFO,
@@ -259,5 +266,5 @@ def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: Pipel
         name,
         reduction.reason or "the losses of a batch's parts do not add up",
         f"{held / MIB:,.0f}",
-        averaged if parts > 1 else "",
+        averaged,
     )

@@ -228,7 +228,6 @@ def case(
     replays: bool = False,
     is_taped: bool = False,
     tolerance: float = 1e-5,
-    as_ddp: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Setting], Job]], Callable[[Setting], Job]]:
     """Enters a function into `CASES`."""
     assert group in GROUPS and set(layouts) <= set(LAYOUTS)
@@ -237,9 +236,7 @@ def case(
         name = make.__name__.strip("_").replace("_", " ")
         assert name not in CASES, name
         what = (make.__doc__ or "").strip().partition("\n")[0]
-        CASES[name] = Case(
-            name, what, group, make, layouts, expect, because, replays, tolerance, is_taped or replays, as_ddp
-        )
+        CASES[name] = Case(name, what, group, make, layouts, expect, because, replays, tolerance, is_taped or replays)
         return make
 
     return enter

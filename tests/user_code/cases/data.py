@@ -291,7 +291,7 @@ def with_class_weights(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**pad(rows), "weight": torch.tensor([0.5, 2.0, 4.0])}
 
 
-@case("collator", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
+@case("collator", layouts=("K2", "one acc2"))
 def class_weights_in_the_batch(setting: Setting) -> Job:
     """A tensor that has no rows; the loss is divided by the weights."""
     return Job(model=built(TakesAll), collator=with_class_weights, options={"remove_unused_columns": False})

@@ -212,7 +212,7 @@ def causal_rows(length: int | None = None) -> Rows:
     return Rows([{"input_ids": row, "labels": row} for row in rows])
 
 
-@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
+@case("loss", layouts=("K2", "DP2"))
 def bamba_with_z_loss(setting: Setting) -> Job:
     """`BambaForCausalLM` with `z_loss_coefficient`."""
     config = BambaConfig(

@@ -242,7 +242,7 @@ def pad_tags_with_zero(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return pad(rows, {"labels": 0})
 
 
-@case("loss", layouts=("one", "DP2", "K2", "one acc2"), as_ddp=("DP2", "one acc2"))
+@case("loss", layouts=("one", "DP2", "K2", "one acc2"))
 def crf_that_indexes_by_labels(setting: Setting) -> Job:
     """A CRF, the mean over rows; its labels are never -100."""
     return Job(model=built(TaggerCRF), data=tag_rows(), collator=pad_tags_with_zero)

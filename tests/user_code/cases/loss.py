@@ -352,7 +352,7 @@ class VICReg(Classifier):
         return F.cross_entropy(logits, labels) + spread
 
 
-@case("loss", layouts=("K2", "DP2"), as_ddp=("DP2",))
+@case("loss", layouts=("K2", "DP2"))
 def variance_over_the_batch(setting: Setting) -> Job:
     """VICReg's variance term beside a cross entropy; on DP2 as under DDP."""
     return Job(model=built(VICReg))

@@ -65,7 +65,7 @@ class HasTeacher(Classifier):
         return {"loss": near + (F.cross_entropy(logits, labels) if labels is not None else 0), "logits": logits}
 
 
-@case("loss", layouts=("K2", "one", "DP2", "one freeze"), as_ddp=("DP2",))
+@case("loss", layouts=("K2", "one", "DP2", "one freeze"))
 def distillation_by_a_teacher_in_the_model(setting: Setting) -> Job:
     """A frozen second encoder in the same module; MSE of the last hidden states."""
     return Job(model=built(HasTeacher))
@@ -145,7 +145,7 @@ class RunningScale:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", layouts=("one", "K2", "DP2"), as_ddp=("DP2",))
+@case("loss", layouts=("one", "K2", "DP2"))
 def running_mean_of_the_loss_in_the_trainer(setting: Setting) -> Job:
     """The loss is divided by its own running mean."""
     return Job(trainer=RunningScale, observe=lambda t: {"scale": t.scale})
@@ -252,7 +252,7 @@ class TwoKinds(Classifier):
         return {"loss": F.cross_entropy(logits, labels) + words, "logits": logits}
 
 
-@case("loss", layouts=("K2", "DP2", "K2 acc2"), as_ddp=("DP2",))
+@case("loss", layouts=("K2", "DP2", "K2 acc2"))
 def mean_over_words_plus_mean_over_rows(setting: Setting) -> Job:
     """Two label keys with different items, as in BERT's pretraining."""
     options = {"label_names": ["labels", "tags"], "remove_unused_columns": False}
@@ -263,7 +263,7 @@ def _scaled_by_rows(self: Any, model: Any, inputs: Any, logits: Tensor, labels: 
     return F.cross_entropy(logits, labels, reduction="sum") / math.sqrt(len(labels))
 
 
-@case("loss", layouts=("K2", "one acc2"), as_ddp=("one acc2",))
+@case("loss", layouts=("K2", "one acc2"))
 def sum_divided_by_the_root_of_rows(setting: Setting) -> Job:
     """Neither a sum nor a mean."""
     return _job(_scaled_by_rows)

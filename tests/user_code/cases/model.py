@@ -264,7 +264,7 @@ def _clamp(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.02, 0.02)
 
 
-@case("model with state", layouts=("one", "K2", "DP2", "K2 acc2"), as_ddp=("DP2",))
+@case("model with state", layouts=("one", "K2", "DP2", "K2 acc2"))
 def gradients_clamped_by_hooks(setting: Setting) -> Job:
     """`parameter.register_hook(lambda g: g.clamp(...))`: not linear, so parts of a batch are clamped apart."""
     return Job(model=_clamped())
@@ -282,7 +282,7 @@ def _clamp_finished(parameter: Tensor) -> None:
     parameter.grad.clamp_(-0.02, 0.02)
 
 
-@case("model with state", layouts=("one", "K2", "DP2"), as_ddp=("DP2",))
+@case("model with state", layouts=("one", "K2", "DP2"))
 def post_accumulate_hooks(setting: Setting) -> Job:
     """`register_post_accumulate_grad_hook` clamps the gradient of a parameter."""
     return Job(model=_after_accumulation())

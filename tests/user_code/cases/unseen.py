@@ -53,7 +53,7 @@ class HasCriterion:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", layouts=("one", "one acc2", "DP2", "K2"), as_ddp=("one acc2", "DP2"))
+@case("loss", layouts=("one", "one acc2", "DP2", "K2"))
 def centre_loss_with_a_buffer(setting: Setting) -> Job:
     """A criterion of the trainer's moves a buffer with each batch."""
     return Job(trainer=HasCriterion)
@@ -176,7 +176,7 @@ class PenalisesSlopes:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("loss", layouts=("one", "one acc2", "DP2", "K2"), as_ddp=("one acc2", "DP2"))
+@case("loss", layouts=("one", "one acc2", "DP2", "K2"))
 def penalty_on_the_slope_at_the_embeddings(setting: Setting) -> Job:
     """`torch.autograd.grad(..., create_graph=True)` inside `compute_loss`."""
     return Job(model=bert_classifier(attn_implementation="eager"), trainer=PenalisesSlopes)
@@ -186,7 +186,7 @@ def _clamp(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.001, 0.001)
 
 
-@case("model with state", layouts=("K2", "one acc2", "DP2"), as_ddp=("one acc2", "DP2"))
+@case("model with state", layouts=("K2", "one acc2", "DP2"))
 def clamping_hook_on_the_embeddings(setting: Setting) -> Job:
     """`register_hook` with a clamp, below all layers."""
     model = bert_classifier()
