@@ -739,11 +739,6 @@ _add(
     projection_dim=8,
 )
 
-# The losses of these are not made of the losses of their rows, so they can be cut by layers but not into
-# micro-batches: a contrastive loss compares every row with every other, batch normalisation mixes the rows,
-# pretraining adds a mean over tokens to a mean over rows, and the loss of routers is one of all tokens.
-ROWS_BELONG_TOGETHER = frozenset({"clip", "resnet", "segformer", "bert-pretraining", "mixtral-router-loss"})
-
 # Refused
 _refuse(
     "bart-layerdrop",

@@ -103,16 +103,6 @@ class FileReader:
         self.num_damaged += files.num_damaged - before
         return hits
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether it is in the table. The entry is not read, so it may still turn out to be damaged.
-
-        Raises:
-            ValueError: A key does not have 16 bytes.
-        """
-        _check_keys(keys)
-        files = self._current_files()
-        return [files is not None and files.find(key) is not None for key in keys]
-
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Ask the kernel to read the entries into the page cache, if the platform supports it. Does not block.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ..planning.costs import UnitCost
 from ..planning.full_sharding import divide, pass_seconds, state_bytes
-from ..planning.plan import ADAM_BYTES_PER_PARAMETER_BYTE
 from ..planning.unit_times import ModelTimes
 
 
@@ -68,7 +67,7 @@ def fsdp_run(
 
 
 def _device_bytes(costs: Sequence[UnitCost], num_devices: int, rows: int) -> int:
-    state = state_bytes(divide(costs, 0), num_devices, True, ADAM_BYTES_PER_PARAMETER_BYTE)
+    state = state_bytes(divide(costs, 0), num_devices, True)
     return state + sum(cost.activation_bytes for cost in costs) * rows
 
 

@@ -34,6 +34,8 @@ from heapq import nlargest
 
 from .costs import HeadCost, UnitCost
 
+ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
+"""Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 LAYERS_GATHERED = 2
 """Layers whose parameters a device holds at once: of the one that computes and of the next one."""
 GRADIENTS_AT_ONCE = 2
@@ -138,17 +140,16 @@ def _is_alone(name: str, unit: UnitCost, num_units: Mapping[str, int]) -> bool:
     return name.startswith(f"{unit.name}.") and num_units[name] == 1
 
 
-def state_bytes(divided: Divided, num_devices: int, by_layer: bool, optimizer_bytes_per_parameter_byte: float) -> int:
-    """Return the bytes of parameters, gradients and optimizer state on each device, at most at any time of a step.
+def state_bytes(divided: Divided, num_devices: int, by_layer: bool) -> int:
+    """Return the bytes of parameters, gradients and Adam's state on each device, at most at any time of a step.
 
     Args:
         divided: what the devices divide.
         num_devices: number of devices R.
         by_layer: whether it is gathered layer by layer, or else all of it for a batch.
-        optimizer_bytes_per_parameter_byte: bytes of optimizer state per byte of trained parameter.
     """
     whole, outside, layers = divided.all_parts, divided.outside, divided.layers
-    rest = whole.parameter_bytes + whole.trained_bytes * optimizer_bytes_per_parameter_byte
+    rest = whole.parameter_bytes + whole.trained_bytes * ADAM_BYTES_PER_PARAMETER_BYTE
     if by_layer:
         rest += whole.trained_bytes
         gathered = outside.parameter_bytes + sum(nlargest(LAYERS_GATHERED, (part.parameter_bytes for part in layers)))

@@ -24,7 +24,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from .full_sharding import SHARE_OF_A_REDUCTION, copied_bytes, divide, parameter_bytes, pass_seconds, state_bytes
+from .full_sharding import (
+    ADAM_BYTES_PER_PARAMETER_BYTE,
+    SHARE_OF_A_REDUCTION,
+    copied_bytes,
+    divide,
+    parameter_bytes,
+    pass_seconds,
+    state_bytes,
+)
 from .partition import choose_num_microbatches, microbatch_candidates
 from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
@@ -39,10 +47,6 @@ MIB = 2**20
 
 PLAN_BY = ("counts", "times")
 """What choices may go by: counts, which are the same in every run, or measured times."""
-
-ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
-"""Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
-
 
 REPLICA_SHARDINGS = ("none", "optimizer", "full")
 """What the replicas of a stage may divide among them, from little to much: nothing, the optimizer's state (ZeRO-1), or
@@ -432,17 +436,10 @@ class PipelinePlan:
         )
         return max(accumulate(changes))
 
-    def stage_bytes(
-        self,
-        stage: int,
-        *,
-        rows: int,
-        num_microbatches: int,
-        optimizer_bytes_per_parameter_byte: float = ADAM_BYTES_PER_PARAMETER_BYTE,
-    ) -> int:
+    def stage_bytes(self, stage: int, *, rows: int, num_microbatches: int) -> int:
         """Predict the bytes that training a stage takes on its device.
 
-        The sum of parameters, gradients, optimizer state (of a replica's part, if replicas divide it; if they divide
+        The sum of parameters, gradients, Adam's state (of a replica's part, if replicas divide it; if they divide
         weights, what `full_sharding.state_bytes` counts), activations of the micro-batches in flight and autocast's
         copies of weights for each of them, and the tensors received from neighbouring stages (PyTorch allocates these
         for all micro-batches at once). It does not include the allocator's fragmentation, workspaces and communication
@@ -452,8 +449,6 @@ class PipelinePlan:
             stage: Index of the stage.
             rows: Number of samples of one pipeline's batch in one step.
             num_microbatches: Micro-batches per step M.
-            optimizer_bytes_per_parameter_byte: Bytes of optimizer state per byte of trainable parameter;
-                Adam 2, SGD with momentum 1, SGD 0.
 
         Raises:
             ValueError: If a number is below its minimum, or M does not divide the number of samples.
@@ -464,10 +459,6 @@ class PipelinePlan:
                 f"rows is {rows} and num_microbatches is {num_microbatches}, but all micro-batches must have the same "
                 f"size. Set num_microbatches to a divisor of rows, for example with choose_num_microbatches."
             )
-        if optimizer_bytes_per_parameter_byte < 0:
-            raise ValueError(
-                f"optimizer_bytes_per_parameter_byte is {optimizer_bytes_per_parameter_byte}, but must be at least 0."
-            )
         ranges, rows_at_once = self.ranges_of(stage), rows // num_microbatches
         per_forward = [
             sum(cost.activation_bytes for cost in self._trained(units)) * rows_at_once + self._copied_bytes(units)
@@ -476,7 +467,7 @@ class PipelinePlan:
         activations = self._largest_kept(stage, num_microbatches, per_forward)
         boundaries = [bound for units in ranges for bound in (units.start, units.stop) if 0 < bound < self.num_units]
         received = sum(self.unit_costs[bound - 1].boundary_bytes for bound in boundaries) * rows
-        return self._state_bytes(stage, optimizer_bytes_per_parameter_byte) + activations + received
+        return self._state_bytes(stage) + activations + received
 
     def _copied_bytes(self, units: Sequence[int]) -> int:
         """Return the bytes of copies of weights that autocast keeps from each forward of the units to its backward."""
@@ -485,17 +476,12 @@ class PipelinePlan:
         num_frozen = sum(unit < self.num_frozen_layers for unit in units)
         return copied_bytes([self.unit_costs[unit] for unit in units], num_frozen, self.gathers_by_layer)
 
-    def _state_bytes(self, stage: int, optimizer_bytes_per_parameter_byte: float) -> int:
+    def _state_bytes(self, stage: int) -> int:
         """Return the bytes of a stage's parameters, gradients and optimizer state on one device."""
         if self.divides_weights:
-            return state_bytes(
-                self._divided(stage),
-                self.data_parallel_size,
-                self.gathers_by_layer,
-                optimizer_bytes_per_parameter_byte,
-            )
+            return state_bytes(self._divided(stage), self.data_parallel_size, self.gathers_by_layer)
         replicas = self.data_parallel_size if self.shards_optimizer else 1
-        state = self._trainable_bytes(stage) * (1 + optimizer_bytes_per_parameter_byte / replicas)
+        state = self._trainable_bytes(stage) * (1 + ADAM_BYTES_PER_PARAMETER_BYTE / replicas)
         return self.parameter_bytes_of(stage) + round(state)
 
     def __str__(self) -> str:

@@ -82,7 +82,6 @@ class _Module(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.fake")
-        self.num_synchronized = 0
 
     def is_available(self) -> bool:
         return True
@@ -116,7 +115,7 @@ class _Module(types.ModuleType):
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
-        self.num_synchronized += 1
+        pass
 
     def empty_cache(self) -> None:
         pass

@@ -265,7 +265,6 @@ def check_what_a_full_disk_leaves(store: FileStore, writer: FileWriter) -> int:
                 assert not isinstance(error, StoreFull)
                 assert store.nbytes() == before  # taken back
                 assert hits_of(reader, mine, nbytes) == []
-                assert reader.contains([key_of(n) for n in mine]) == [False] * 4
                 break
             stored += mine
         else:
@@ -310,7 +309,6 @@ def test_write_that_fails_half_way(store: FileStore, monkeypatch: pytest.MonkeyP
             put(writer, [2, 3], 300_000)
         assert space == 0  # one of them was written completely
         assert store.nbytes() == size
-        assert reader.contains([key_of(n) for n in range(4)]) == [True, True, False, False]
         assert hits_of(reader, range(4), 300_000) == [0, 1]
         space = 1 << 20
         assert put(writer, [2, 3], 300_000) == 2
@@ -326,7 +324,6 @@ def test_a_table_that_cannot_be_written(store: FileStore, monkeypatch: pytest.Mo
             put(writer, [2, 3])
         monkeypatch.undo()
         assert hits_of(reader, [1, 2, 3]) == [1]
-        assert reader.contains([key_of(2)]) == [False]  # 20 bytes of its record are there
         assert put(writer, [2, 3]) == 2
         assert hits_of(reader, [1, 2, 3]) == [1, 2, 3]
 

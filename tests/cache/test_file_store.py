@@ -80,11 +80,9 @@ def test_what_was_not_put_is_a_miss(store: FileStore, writer: FileWriter) -> Non
     with closing(store.reader(3, FINGERPRINT)) as reader:
         assert hits_of(reader, [1, 2]) == [1]
         assert hits_of(reader, [1], nbytes=199) == hits_of(reader, [1], nbytes=201) == []
-        assert reader.contains([key_of(1), key_of(2)]) == [True, False]
     for num_frozen, fingerprint in ((3, "another-model"), (4, FINGERPRINT)):
         with closing(store.reader(num_frozen, fingerprint)) as other:
             assert hits_of(other, [1]) == []
-            assert other.contains([key_of(1)]) == [False]
 
 
 def test_a_reader_may_be_there_before_the_generation(store: FileStore, reader: FileReader) -> None:
@@ -211,7 +209,7 @@ def test_generations(store: FileStore) -> None:
         (lambda store: store.writer(1, "a", writer=-1, capacity=1), "writer is -1"),
         (lambda store: store.writer(1, "a", writer=2**16, capacity=1), "writer is 65536"),
         (lambda store: store.writer(1, "a", writer=0, capacity=0), "capacity is 0"),
-        (lambda store: store.reader(1, "a").contains([b"short"]), "5 bytes"),
+        (lambda store: store.reader(1, "a").prefetch([b"short"]), "5 bytes"),
         (lambda store: store.reader(1, "a").read_into([bytes(16)], []), "1 keys and 0 samples"),
         (lambda store: store.writer(1, "a", writer=0, capacity=1).put([bytes(17)], [np.zeros(1)]), "17 bytes"),
         (lambda store: FileStore("a", max_bytes=-1), "max_bytes is -1"),
@@ -348,7 +346,6 @@ class StoreMachine(RuleBasedStateMachine):
         for generation, known in self.contents.items():
             lengths = [len(known.get(key, b"?")) for key in KEYS]
             assert get(self.readers[generation], KEYS, lengths) == [known.get(key) for key in KEYS]
-            assert self.readers[generation].contains(KEYS) == [key in known for key in KEYS]
 
     def teardown(self) -> None:
         for opened in (*self.readers.values(), *self.writers.values()):
@@ -365,7 +362,6 @@ def test_deletion_under_readers_and_writers(store: FileStore, reader: FileReader
     assert hits_of(reader, [1]) == [1]
     store.delete(3, FINGERPRINT)
     assert hits_of(reader, [1]) == []
-    assert reader.contains([key_of(1)]) == [False]
     reader.prefetch([key_of(1)])
     for number in (1, 2):  # also what it could still read itself
         with pytest.raises(OSError, match="deleted") as error:

@@ -32,11 +32,11 @@ def full(k: int, world_size: int = 4, **changes: Any) -> PipelinePlan:
     return plan_of(k, world_size, UNITS, replica_sharding="full", rows_per_device=2, **changes)
 
 
-def state_of(plan: PipelinePlan, stage: int, **options: Any) -> int:
+def state_of(plan: PipelinePlan, stage: int) -> int:
     """What a device holds beside activations, of which one micro-batch of all samples is in flight."""
     rows = plan.rows_per_pipeline
     activations = sum(UNITS[u].activation_bytes for u in plan.units_of(stage) if u >= plan.num_frozen_layers) * rows
-    return plan.stage_bytes(stage, rows=rows, num_microbatches=1, **options) - activations
+    return plan.stage_bytes(stage, rows=rows, num_microbatches=1) - activations
 
 
 def test_layers_and_what_is_outside_of_them() -> None:
@@ -55,7 +55,6 @@ def test_layers_and_what_is_outside_of_them() -> None:
 def test_one_stage_holds_its_part_two_gathered_layers_and_two_gradients() -> None:
     whole = (400 + 200 + OUTSIDE) + (2 * 400 + OUTSIDE)
     assert state_of(full(1), 0) == 850 * (1 + 1 + 2) // 4 + whole
-    assert state_of(full(1), 0, optimizer_bytes_per_parameter_byte=0) == 850 * (1 + 1) // 4 + whole
     assert state_of(full(1, 1), 0) == 850 * 4, "nobody to divide with"
 
 

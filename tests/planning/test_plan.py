@@ -173,10 +173,8 @@ def test_stage_bytes_adds_up() -> None:
     assert plan.stage_bytes(0, rows=16, num_microbatches=8) == (
         weights + gradients + adam + activations + gradients_received
     )
-    # SGD has no state; the last stage keeps one micro-batch and receives activations
-    assert plan.stage_bytes(1, rows=16, num_microbatches=8, optimizer_bytes_per_parameter_byte=0) == (
-        weights + gradients + 2 * 10 * 2 + 3 * 16
-    )
+    # the last stage keeps one micro-batch and receives activations
+    assert plan.stage_bytes(1, rows=16, num_microbatches=8) == (weights + gradients + adam + 2 * 10 * 2 + 3 * 16)
 
 
 def test_replicas_that_divide_the_optimizer_state_hold_a_part_of_it() -> None:
