@@ -195,12 +195,13 @@ class Masked(nn.Module):
 
 
 class ChangesMask(TrainerCallback):
-    """As pruning does: from weights, which another stage may hold."""
+    """As pruning does: from weights, where they are."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         if state.global_step == 2:
             layer = model.bert.encoder.layer[0]
-            layer.output.dropout.saved.copy_(1 + layer.output.dense.bias.detach().sign() / 2)
+            if not getattr(layer.output.dense.bias, "is_elsewhere", False):
+                layer.output.dropout.saved.copy_(1 + layer.output.dense.bias.detach().sign() / 2)
 
 
 def masked(rank: int, world_size: int, stages: int) -> tuple[Outcome, dict[str, torch.Tensor]]:

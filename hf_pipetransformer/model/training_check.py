@@ -43,18 +43,20 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
         batch: the model's inputs, for a few samples.
 
     Returns:
-        Why each call must run whole batches: it changes state. Empty if it does not.
+        Why each call must run whole batches in one forward: it changes state, or what lies behind the layers reads more
+        than the outputs of the last ones (of two towers, which call the same layers). Empty if it need not.
 
     Raises:
         UnsupportedModelError: training draws random numbers before the layers that reach the outputs past them, reads
             what layers other than the last leave behind, or changes weights in the forward.
     """
     model, runner, last = stack.model, stack.runner, stack.num_units - 1
-    carry: Carry = {}
-
+    carry: Carry = {}  # before the last unit
+    final: Carry = {}  # behind it
     position = itertools.count()
 
     def note(unit: Unit, output: object) -> None:
+        final[unit.stack] = tensors_of(output)
         if next(position) < last:
             carry[unit.stack] = tensors_of(output)
 
@@ -79,6 +81,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
                 copies = {of: tuple(value.clone() for value in values) for of, values in carry.items()}
                 with _on_the_last_stage(stack, copies):
                     cut.append(_called(stack, batch))
+            head = _behind_all(stack, batch, final)
     finally:
         runner.remove()
     if changed is not None and changed.startswith("the parameter"):
@@ -101,7 +104,22 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
             " or leave behind.",
             USE_ONE_STAGE,
         )
-    return f"each forward pass in training mode changes {changed}" if changed is not None else ""
+    if changed is not None:
+        return f"each forward pass in training mode changes {changed}"
+    if head is None or not _are_close(whole, head):
+        return "what lies behind its layers reads more than the outputs of the last ones"
+    return ""
+
+
+def _behind_all(stack: LayerStack, batch: dict[str, Any], final: Carry) -> dict[str, torch.Tensor] | None:
+    """The outputs when no layer runs, from what the last ones have returned; None if that fails."""
+    seed_all(0)
+    copies = {of: tuple(value.clone() for value in values) for of, values in final.items()}
+    try:
+        with stack.runner.hiding_skipped(), stack.runner.to_the_end(stack.num_units, copies):
+            return _called(stack, batch)
+    except (RuntimeError, IndexError):  # two calls of a layer may return other shapes
+        return None
 
 
 def _called(stack: LayerStack, batch: dict[str, Any]) -> dict[str, torch.Tensor]:

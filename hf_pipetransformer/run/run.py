@@ -317,7 +317,7 @@ class PipelineRun(TrainerCallback):
         # 3
         if job.may_cache:
             assert self.generations is not None
-            self.why_not_cached = self._trouble_with_folder()
+            self.why_not_cached = self._why_not_for_calls() or self._trouble_with_folder()
             if self.why_not_cached is None:
                 with generators_kept(trainer, job.model), sparing_memory(job.model):
                     self.cache = make_cache(job, pipeline, data, setup.times, self.generations)
@@ -349,6 +349,22 @@ class PipelineRun(TrainerCallback):
                 self.cache.resume(planner.num_cached)
             self.cache.freeze(plan.num_frozen_layers)
         return pipeline
+
+    def _why_not_for_calls(self) -> str | None:
+        """Why the loss's calls of the model cannot be looked up, or None.
+
+        Raises:
+            ValueError: they cannot, with `activation_cache="on"`. Every process raises it.
+        """
+        if not self.pipeline.is_driven or self.pipeline.stack.runner.takes_batch:
+            return None
+        why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
+        if self._job.args.activation_cache == "on":
+            raise ValueError(
+                f"activation_cache='on': {why}. Set pipeline_parallel_size=1, or activation_cache='auto' to train"
+                " without the cache."
+            )
+        return why
 
     def _trouble_with_folder(self) -> str | None:
         """Why nothing can be written to the cache's folder, or None. Collective over all processes.

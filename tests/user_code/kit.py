@@ -199,8 +199,6 @@ class Case:
         replays: The reference trains on what rank 0's `_prepare_inputs` has returned: for random collators.
         tolerance: Of final weights.
         is_taped: The reference is run behind the others, with what rank 0 has drawn.
-        as_ddp: Layouts in which each part of a batch has a loss of its own, as under DDP or accumulation of the stock
-            Trainer, and the trainer says so: rows that belong together, with K = 1.
     """
 
     name: str
@@ -213,7 +211,6 @@ class Case:
     replays: bool
     tolerance: float
     is_taped: bool
-    as_ddp: tuple[str, ...] = ()
 
 
 CASES: dict[str, Case] = {}
