@@ -12,7 +12,7 @@ Each class is built small with random weights (`tiny_models.py`), on the CPU, in
 
     1. The whole model runs forwards and backwards on `dummy_batch`, twice, with equal results.
     2. `LayerStack.discover` finds its layers, and checks them by running one at a time, all else NaN.
-    3. Batch normalisation is noted: the trainer then asks for a single micro-batch, as it is run here.
+    3. Batch normalisation is noted: the trainer then does not divide a batch, as it is run here.
     4. The model is cut in two, in the middle and before the last layer. In each part the parameters of the other are
        NaN. What a loss is made of, and all gradients, must equal those of the whole model. Where they do not, both are
        computed once more in float64, which shows whether that was rounding.
@@ -478,7 +478,7 @@ on a small instance with random weights, on the CPU (torch {torch}). This page i
 
 - **supported**: the layers were found, and the model gives the same when it is cut in two as when it is not: outputs
   that a loss is made of, and all gradients, within {tolerance:g} of the largest value (in float64 where float32 is too
-  coarse). A model with batch normalisation is exact in a single micro-batch: `num_microbatches=1`.
+  coarse). A model with batch normalisation runs the batch of a pipeline in one piece.
 - **refused**: `UnsupportedModelError` with more than one stage. With `pipeline_parallel_size=1` these train as in the
   stock Trainer.
 - **failing**: another error, or another result. A fault of this library.

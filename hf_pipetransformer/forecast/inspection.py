@@ -38,9 +38,8 @@ LARGE_BYTES = 64 * MIB
 """Tensors of at least this size are parameters, not buffers."""
 
 SINGLE_MICRO_BATCH = (
-    "{}. With several stages, training is refused unless the batch is a single micro-batch of a single pipeline"
-    " (num_microbatches=1, gradient_accumulation_steps=1, pipeline_parallel_size = number of processes), in which the"
-    " stages work one after the other; with pipeline_parallel_size=1 it runs as under plain DDP."
+    "{}. With several stages, the batch of a pipeline is not divided, so that the stages work one after the other;"
+    " replicas and accumulated batches have statistics of their own, as under plain DDP."
 )
 """Note about a model whose samples depend on one another, with the reason."""
 
@@ -267,7 +266,7 @@ def make_report(
             for unit in units
         ],
         "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
-        # with several stages, training refuses more than one micro-batch and more than one pipeline
+        # with several stages, training does not divide the batch of a pipeline
         "single_micro_batch": coupled,
         "stages": {
             str(k): [

@@ -43,8 +43,8 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
         batch: the model's inputs, for a few samples.
 
     Returns:
-        Why each call must run whole batches in one forward: it changes state, or what lies behind the layers reads more
-        than the outputs of the last ones (of two towers, which call the same layers). Empty if it need not.
+        Why each call must run whole batches in one forward: it changes state, or what lies behind the layers reads
+        more than the outputs of the last ones (of two towers, which call the same layers). Empty if it need not.
 
     Raises:
         UnsupportedModelError: training draws random numbers before the layers that reach the outputs past them, reads

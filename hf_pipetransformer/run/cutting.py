@@ -432,7 +432,6 @@ def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> How
         job: the training job.
         sample: a batch of a few samples.
         only_first: as in `calls_of_loss`.
-
     """
     if not job.overrides_loss:
         return HowCalled(job.called_by_stock(sample))

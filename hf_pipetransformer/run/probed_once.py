@@ -5,7 +5,7 @@
 
 All processes have the same weights (`weights_in_checkpoint`), the same samples and the same code, so each would find
 the same. Every process probes a model in memory, as it is there already, and one that will not be split, because its
-loss may contain collectives of all processes, which a pipeline refuses (`TrainingJob.is_probed_once`).
+loss may contain collectives of all processes (`TrainingJob.is_probed_once`).
 """
 
 from __future__ import annotations
