@@ -85,8 +85,10 @@ def read_reduction(
     runner.install()
     try:
         with global_state_kept(), evaluation_mode(stack.model):
-            carry, reached = _run_whole(stack, first, items, compute_loss)
+            stack.model.train()  # where batch normalisation normalises by the batch
             why = why_whole(stack)
+            stack.model.eval()
+            carry, reached = _run_whole(stack, first, items, compute_loss)
             if has_router_loss(stack.model):
                 why = why or "the router loss (output_router_logits=True) compares all tokens of a batch"
             if why:
@@ -198,8 +200,8 @@ def _read(
         items = items_passed(batch, shifts_labels, passes_items)
         try:
             whole = head.loss(batch, items, 0, samples)
-            if not math.isfinite(whole):
-                continue
+            if not math.isfinite(whole) or whole == 0:
+                continue  # no sample has a label
             doubled = head.loss(batch, 2 * items, 0, samples) if items is not None else whole
             parts = [slice_rows(batch, *span, blocks) for span in spans]
 
@@ -222,7 +224,7 @@ def _read(
         if not candidates:
             return unexamined(shifts_labels, reason)
     if candidates is None:
-        return unexamined(shifts_labels, "it is not finite on the first samples")
+        return unexamined(shifts_labels, "it is 0 or not finite on the first samples")
     return candidates[0]
 
 

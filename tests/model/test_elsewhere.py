@@ -1,0 +1,171 @@
+"""A hidden tensor has its metadata, keeps its identity, and cannot be read."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_pipetransformer.model.elsewhere import (
+    Hidden,
+    HiddenParameter,
+    computing_with_nan,
+    hidden_like,
+    hide,
+    placeholder,
+    show,
+)
+
+ABOUT, REMEDY = "weight is held by rank 1", "Set pipeline_parallel_size=1."
+SHAPE = (3, 4)
+
+
+def hidden_parameter() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(SHAPE))
+    parameter.data = placeholder(parameter.data, float("nan"))
+    hide(parameter, ABOUT, REMEDY)
+    return parameter
+
+
+def module_with_hidden() -> nn.Linear:
+    module = nn.Linear(4, 3)
+    module.weight = hidden_parameter()
+    return module
+
+
+def saved(value: Any) -> Any:
+    return torch.save(value, io.BytesIO())
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda p: p + 1,
+    "radd": lambda p: 1 + p,
+    "matmul": lambda p: torch.ones(2, 3) @ p,
+    "pow": lambda p: p**2,
+    "sum": lambda p: p.sum(),
+    "mean": lambda p: torch.mean(p),
+    "norm": lambda p: p.norm(),
+    "linalg": lambda p: torch.linalg.vector_norm(p),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "cat": lambda p: torch.cat([torch.ones(SHAPE), p]),
+    "stack": lambda p: torch.stack([p]),
+    "out": lambda p: torch.no_grad()(torch.add)(torch.ones(SHAPE), p, out=torch.empty(SHAPE)),
+    "equal": lambda p: torch.equal(p, torch.ones(SHAPE)),
+    "allclose": lambda p: torch.allclose(p, torch.ones(SHAPE)),
+    "compare": lambda p: p > 0,
+    "bool": lambda p: bool(p[0, 0]),
+    "item": lambda p: p[0, 0].item(),
+    "float": lambda p: float(p.max()),
+    "index": lambda p: p[0],
+    "iterate": lambda p: list(p),
+    "view": lambda p: p.view(-1),
+    "transpose": lambda p: p.T,
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "clone": lambda p: p.clone(),
+    "double": lambda p: p.double(),
+    "to": lambda p: p.to(torch.float16),
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.detach().numpy(),
+    "asarray": lambda p: np.asarray(p),
+    "dlpack": lambda p: torch.utils.dlpack.from_dlpack(p),
+    "storage": lambda p: p.untyped_storage(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": saved,
+    "write": lambda p: p.data.fill_(1),
+    "copy_": lambda p: p.detach().copy_(torch.ones(SHAPE)),
+    "copy from it": lambda p: torch.zeros(SHAPE).copy_(p),
+    "set": lambda p: setattr(p, "data", torch.ones(SHAPE)),
+    "linear": lambda p: nn.functional.linear(torch.ones(2, 4), p),
+    "embedding": lambda p: nn.functional.embedding(torch.zeros(1, dtype=torch.long), p),
+    "init": lambda p: nn.init.zeros_(p),
+    "where": lambda p: torch.where(torch.ones(SHAPE, dtype=torch.bool), p, 0.0),
+    "grad": lambda p: p.grad,
+    "isnan": lambda p: torch.isnan(p).any(),
+    "print a value": lambda p: f"{p[0, 0]:.2f}",
+}
+
+
+@pytest.mark.parametrize("make", [hidden_parameter, lambda: hidden_like(torch.ones(SHAPE), ABOUT, REMEDY)])
+def test_every_way_to_read_it_fails_at_the_users_line(make: Callable[[], Tensor]) -> None:
+    silent = {}
+    for name, read in READS.items():
+        try:
+            silent[name] = read(make())
+        except ValueError as error:
+            assert f"{ABOUT}. {REMEDY}" in str(error), name
+    assert not silent
+
+
+def test_what_reads_nothing_works() -> None:
+    """Metadata; and the few ways that do not fail give no value of another parameter."""
+    p = hidden_parameter()
+    assert (p.shape, p.dtype, p.device, p.ndim, p.numel(), p.size(0)) == (SHAPE, torch.float32, p.device, 2, 12, 3)
+    assert p.requires_grad and p.is_leaf and p.is_floating_point() and p.nbytes == 48 and len(p) == 3
+    assert isinstance(p, nn.Parameter) and p.cpu() is p and isinstance(p.data_ptr(), int) and hash(p) == id(p)
+    assert p in {p} and any(p is q for q in [p]) and repr(p) == f"HiddenParameter({SHAPE}, torch.float32: {ABOUT})"
+    assert bool(torch.tensor(p).isnan().all())
+    p.requires_grad_(False)
+    assert not p.requires_grad and torch.empty_like(torch.ones(p.shape)).shape == p.shape
+    p.register_hook(print) if p.requires_grad else None
+    p.mark = 1  # type: ignore[attr-defined]
+    assert p.mark == 1  # type: ignore[attr-defined]
+
+
+def test_modules_and_optimizers_go_over_it() -> None:
+    """What an optimizer, a clipping function or a callback does with all parameters skips those without a gradient."""
+    module = module_with_hidden()
+    weight = module.weight
+    weight.register_hook(lambda gradient: gradient)
+    weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    before = module.bias.detach().clone()
+    module.bias.grad = torch.ones(3)
+    assert float(nn.utils.clip_grad_norm_(module.parameters(), 1.0)) == pytest.approx(3**0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    module.zero_grad()
+    module.train().requires_grad_(False).requires_grad_(True)
+    assert sum(p.numel() for p in module.parameters()) == 15 and dict(module.named_parameters())["weight"] is weight
+    assert not torch.equal(module.bias, before) and len(optimizer.state_dict()["state"]) == 1
+    assert isinstance(weight, HiddenParameter) and weight.is_elsewhere
+    with pytest.raises(ValueError, match=ABOUT):
+        module(torch.ones(2, 4))
+
+
+def test_inside_of_the_models_own_forward_it_is_nan() -> None:
+    module = module_with_hidden()
+    with computing_with_nan():
+        assert bool(module(torch.ones(2, 4)).isnan().all())
+    with pytest.raises(ValueError, match=ABOUT):
+        module(torch.ones(2, 4))
+
+
+def test_show_makes_the_same_object_readable() -> None:
+    p = hidden_parameter()
+    show(p)
+    assert type(p) is nn.Parameter and not hasattr(p, "about") and bool(p.isnan().all())
+    tensor = hidden_like(torch.zeros(SHAPE, dtype=torch.long), ABOUT, REMEDY)
+    assert type(tensor) is Hidden and tensor.dtype == torch.long and not tensor.requires_grad
+    show(tensor)
+    assert type(tensor) is Tensor
+    show(plain := nn.Parameter(torch.ones(1)))
+    assert type(plain) is nn.Parameter
+
+
+class Packed(nn.Parameter):
+    """As quantised weights, which keep their class."""
+
+
+def test_a_tensor_of_another_class_stays_as_it_is() -> None:
+    packed = Packed(torch.ones(SHAPE))
+    hide(packed, ABOUT, REMEDY)
+    assert type(packed) is Packed and float(packed.sum()) == 12

@@ -1,0 +1,141 @@
+"""How the loss of a transformers model adds up, read off from head and loss: right for parts of unequal size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from model_zoo import ENCODER, MODELS, without_dropout
+from selection import few
+from torch import nn
+
+from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.model.loss_reading import LossReading, read_reduction
+from hf_pipetransformer.model.loss_scaling import (
+    EXACT,
+    HALF_PRECISION,
+    IGNORED,
+    LossReduction,
+    NumItems,
+    label_variants,
+)
+from hf_pipetransformer.model.micro_batch import Batch, slice_rows
+
+SHIFTS = ("llama-tied", "gpt2")
+
+
+def loss_of(model: nn.Module, batch: Batch, items: NumItems) -> torch.Tensor:
+    """As the Trainer calls a model: `num_items_in_batch` only where it is taken."""
+    takes_count = "kwargs" in model.forward.__code__.co_varnames
+    loss: torch.Tensor = model(**batch, **({"num_items_in_batch": items} if takes_count and items else {})).loss
+    return loss
+
+
+def read(model: nn.Module, batch: Batch, shifts: bool = False, **options: Any) -> LossReading:
+    stack = LayerStack.discover(model, slice_rows(batch, 0, 2))
+    classes = range(getattr(model.config, "num_labels", 0)) if batch.get("labels", torch.ones(1, 1)).dim() == 1 else ()
+    return read_reduction(
+        stack,
+        label_variants(batch, ("labels",), classes, model_inputs=list(batch)),
+        lambda rows, items: loss_of(model, rows, items),
+        **{
+            "shifts_labels": shifts,
+            "label_names": ("labels",),
+            "passes_items": "labels" in batch,
+            "tolerance": EXACT,
+            "blocks": 1,
+            **options,
+        },
+    )
+
+
+EXPECTED = {
+    "bert-classification": LossReduction("mean"),
+    "bert-tokens": LossReduction("mean"),
+    "bert-question-answering": LossReduction("mean"),  # without labels, samples are counted
+    "t5": LossReduction("mean"),
+    "gpt2": LossReduction("sum", "shifted_labels"),
+    "llama-tied": LossReduction("sum", "shifted_labels"),
+    "vit": LossReduction("sum"),
+    "bert-multiple-choice": LossReduction("mean"),
+}
+
+
+@pytest.mark.parametrize("name", few(EXPECTED, *list(EXPECTED)[:6]))
+def test_sums_and_means(name: str) -> None:
+    """What is read holds for parts of 1 and 3 samples with unequal numbers of labels, in which a wrong one shows."""
+    model, batch = MODELS[name].build().eval(), MODELS[name].batch(4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    reading = read(model, batch, name in SHIFTS)
+    reduction = reading.reduction
+    assert reduction == EXPECTED[name], reduction.reason
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert reading.reached == {name for name, _ in model.named_parameters()}
+    items = reduction.count(batch)
+    with torch.no_grad():
+        parts = [slice_rows(batch, 0, 1), slice_rows(batch, 1, 4)]
+        total = sum(reduction.weight(part, items) * float(loss_of(model, part, items)) for part in parts)
+        assert total == pytest.approx(float(loss_of(model, batch, items)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("clip", "the whole batch gives"),  # compares samples
+        ("bert-pretraining", "the whole batch gives"),  # a mean over tokens and one over samples
+        ("mixtral-router-loss", "output_router_logits=True"),
+        ("resnet", "normal"),  # batch normalisation
+    ],
+)
+def test_whole_batches(name: str, reason: str) -> None:
+    reduction = read(MODELS[name].build(), MODELS[name].batch(4), name in SHIFTS).reduction
+    assert reduction.kind == "whole" and reason in reduction.reason
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [
+        ("regression", torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        ("multi_label_classification", torch.tensor([[1.0, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0]])),
+    ],
+)
+def test_labels_that_are_not_classes(problem: str, labels: torch.Tensor) -> None:
+    number = labels.shape[1] if labels.dim() > 1 else 1
+    config = hf.BertConfig(**ENCODER, num_labels=number, problem_type=problem)
+    model = without_dropout(hf.BertForSequenceClassification(config)).eval()
+    assert read(model, {**MODELS["bert-classification"].batch(4), "labels": labels}).reduction.kind == "mean"
+
+
+class Weighted(hf.BertForSequenceClassification):
+    """One class weighs more than the others, which only other labels than those of the batch show."""
+
+    def forward(self, labels=None, **inputs):  # type: ignore[no-untyped-def]
+        output = super().forward(**inputs)
+        output.loss = nn.functional.cross_entropy(output.logits, labels, weight=torch.tensor([1.0, 1.0, 10.0]))
+        return output
+
+
+def test_class_weights_are_seen_though_all_labels_are_the_same() -> None:
+    model = without_dropout(Weighted(hf.BertConfig(**ENCODER, num_labels=3)))
+    batch = {**MODELS["bert-classification"].batch(4), "labels": torch.zeros(4, dtype=torch.long)}
+    assert read(model, batch).reduction.kind == "whole"
+
+
+def test_samples_without_labels_do_not_hide_it() -> None:
+    """Sums give 0 and means NaN for the first samples; those with labels say how losses add up."""
+    for name in ("llama-tied", "bert-tokens"):
+        model, batch = MODELS[name].build(), MODELS[name].batch(4)
+        batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+        assert read(model, batch, name in SHIFTS).reduction.kind == EXPECTED[name].kind
+
+
+def test_half_precision_has_a_tolerance_of_its_own() -> None:
+    model, batch = MODELS["llama-tied"].build().bfloat16(), MODELS["llama-tied"].batch(4)
+    assert read(model, batch, True, tolerance=HALF_PRECISION).reduction == LossReduction("sum", "shifted_labels")
+
+
+def test_one_sample_shows_nothing() -> None:
+    reduction = read(MODELS["bert-classification"].build(), MODELS["bert-classification"].batch(1)).reduction
+    assert (reduction.kind, reduction.reason) == ("whole", "it has one sample")
