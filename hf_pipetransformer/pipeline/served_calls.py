@@ -119,12 +119,14 @@ class _Backward:
         part: index of the micro-batch.
         only_inputs: whether only the gradients of the call's inputs are asked for (`torch.autograd.grad`).
         keeps_graph: whether another backward may follow (`retain_graph`).
+        modes: of the model's modules, if they are not those of the last forward; checkpointed layers run again.
     """
 
     call: int
     part: int
     only_inputs: bool
     keeps_graph: bool
+    modes: _Modes | None
 
 
 @dataclass(frozen=True)
@@ -322,6 +324,11 @@ class ServedCalls:
         self._gone_down.setdefault(order.call, []).append(order.part)
         self._order(order, list(gradients))
 
+    def modes_of_backward(self) -> _Modes | None:
+        """Called by autograd: modes that the stages below do not have, as an order of a backward does not reach all."""
+        modes = _Modes.of(self._model)
+        return None if modes == self._modes else modes
+
     def gradients_of_inputs(self, call: int, count: int) -> list[list[torch.Tensor] | None]:
         """Called by autograd: receive the gradients of a call's inputs, by micro-batch, for those that went down."""
         received: list[list[torch.Tensor] | None] = [None] * count
@@ -397,6 +404,9 @@ class ServedCalls:
         held = self._held[order.call, order.part]
         for leaf in (*held.received, *held.wanted):
             leaf.grad = None
+        of_forward = _Modes.of(self._model)
+        if order.modes is not None:
+            order.modes.set(self._model)
         if order.only_inputs:
             leaves = [*held.received, *held.wanted]
             found = torch.autograd.grad(
@@ -406,6 +416,7 @@ class ServedCalls:
                 leaf.grad = gradient
         else:
             torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
+        of_forward.set(self._model)
         down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
         up = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.wanted]
         if not order.keeps_graph:
@@ -461,7 +472,8 @@ class _Boundary(torch.autograd.Function):
         token: _Token = ctx.token
         reaches_parameters = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        token.served.send_backward(_Backward(token.call, token.part, not reaches_parameters, keeps), gradients)
+        modes = token.served.modes_of_backward()
+        token.served.send_backward(_Backward(token.call, token.part, not reaches_parameters, keeps, modes), gradients)
         origin = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
         return None, origin, None, None, None, *[None] * len(gradients)
 

@@ -158,6 +158,7 @@ def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int 
         "per_device_train_batch_size": ROWS // (1 if kind == "cached" else world_size),
         "num_train_epochs": EPOCHS,
         "learning_rate": 1e-3,
+        "adam_epsilon": 1e-3,  # a gradient that is zero but for rounding must not become a step
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
