@@ -164,6 +164,7 @@ class ServedCalls:
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
         self._modes: _Modes | None = None  # what the stages below know
+        self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
         self._number = 0
         self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
         self._gone_down: dict[int, list[int]] = {}  # by call: micro-batches whose gradients of inputs come back
@@ -183,6 +184,7 @@ class ServedCalls:
         tensors = tensors_of(batch)
         self._own = {id(tensor): (index, tensor._version) for index, tensor in enumerate(tensors)}
         self._batch, self._modes, self._released = batch, None, []
+        self._finds_rows = self._stage.stack.row_dimensions is None
         self._keyed, self._unread = KeyedInputs(batch), unread
         with self._overriding():
             result = code()
@@ -285,12 +287,12 @@ class ServedCalls:
         count = min(self._most_parts, rows)
         if count < 2 or stack.fails_on_parts or normalised_by_batch(self._model) is not None:
             return ()
-        if stack.row_dimensions is None:
+        if self._finds_rows:
             if rows < 3:
                 return ()
             count -= count == rows
         sizes = [rows // count + (index < rows % count) for index in range(count)]
-        if stack.row_dimensions is None and count > 1 and sizes[0] == sizes[-1]:
+        if self._finds_rows and count > 1 and sizes[0] == sizes[-1]:
             sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
         stops = [sum(sizes[: index + 1]) for index in range(count)]
         return tuple(zip([0, *stops], stops, strict=False))
