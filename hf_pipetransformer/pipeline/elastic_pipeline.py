@@ -467,6 +467,8 @@ class ElasticPipeline(nn.Module):
             sizes = {name: self.stack.table[name].numel() for name in holders}
             self._divide_optimizer_state(joined(self._optimizer.shards(holders), sizes))
             self._optimizer.share_updates(None, ())
+        if self._optimizer is not None:
+            self._optimizer.share_outside()
         self._leave_plan()
         self.weights.restore(holders, device)
 
@@ -659,6 +661,7 @@ class ElasticPipeline(nn.Module):
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
         self._current.step(batch, self._gradients_synchronise)
+        self._average_outside()
 
     def drive(self, batch: Batch, code: Callable[[], None], unread: Collection[str]) -> None:
         """Run a loss and its backward, whose calls of the model are served: `PlacedPipeline.drive`.
@@ -666,6 +669,12 @@ class ElasticPipeline(nn.Module):
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
         self._current.drive(batch, code, unread, self._gradients_synchronise)
+        self._average_outside()
+
+    def _average_outside(self) -> None:
+        replicas = self.mesh.groups(self.num_stages).replicas
+        if self._optimizer is not None and self._gradients_synchronise and self.computes_loss and replicas is not None:
+            self._optimizer.average_outside(replicas)
 
     @property
     def settled_microbatches(self) -> dict[tuple[int, int], int]:
@@ -684,7 +693,8 @@ class ElasticPipeline(nn.Module):
         plan = self.current_plan
         if unscale is not None and self._optimizer is not None and plan.shards_optimizer and not plan.divides_weights:
             unscale = partial(self._optimizer.over_whole_gradients, unscale)
-        norm = self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in)
+        outside = self._optimizer.outside if self._optimizer is not None else ()
+        norm = self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in, outside)
         if self._optimizer is not None:
             self._optimizer.show_gradients()
         return norm
@@ -710,6 +720,15 @@ class ElasticPipeline(nn.Module):
         self._optimizer = OptimizerState(
             unwrapped(optimizer), self.stack.table, self.weights, self.mesh, is_elementwise
         )
+        outside = self._optimizer.outside
+        if outside and self.num_stages > 1 and not self.is_driven:
+            raise ValueError(
+                f"{len(outside)} parameters of the optimizer do not belong to the model (one has shape"
+                f" {tuple(outside[0].shape)}), and processes that freezing makes replicas would not have their values."
+                " Leave loss_reduction out (the loss is then computed on whole batches, by the same processes in each"
+                " step), register them in the model, or set pipeline_parallel_size=1."
+            )
+        self._optimizer.share_outside()
         if self.plan is not None and self.plan.shards_optimizer:
             self._divide_optimizer_state()
             self._share_updates(self._optimizer)

@@ -148,6 +148,7 @@ class StageGradients:
         unscale: Callable[[], None] | None = None,
         loss_scale: float = 1.0,
         stand_in: Callable[[float], None] | None = None,
+        outside: Sequence[nn.Parameter] = (),
     ) -> torch.Tensor:
         """Clip gradients by the norm of the whole model's gradient, in which shared parameters are counted once.
 
@@ -160,6 +161,8 @@ class StageGradients:
                 infinite ones.
             loss_scale: the loss scale of the gradient scaler.
             stand_in: on a stage without gradients, gives the scaler a gradient to inspect (`OptimizerState.stand_in`).
+            outside: parameters of the optimizer outside of the model. As in the stock Trainer, the norm does not count
+                them; the scaler inspects them.
 
         Returns:
             The norm before clipping, 0-dimensional, the same on every process.
@@ -172,7 +175,8 @@ class StageGradients:
                 unscale()
             return nn.utils.clip_grad_norm_(parameters, max_norm)
         gradients = self._gradients_here()
-        square = self._square_over_stages(gradients)
+        scaled = [] if unscale is None else [p.grad for p in outside if p.grad is not None]
+        square = self._square_over_stages(gradients, scaled)
         if unscale is not None:
             if gradients and not torch.isfinite(square):
                 first = next(iter(gradients.values()))
@@ -185,12 +189,17 @@ class StageGradients:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def _square_over_stages(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Squared norm of the whole gradient while it is scaled; in float64, as scaled values may be large."""
+    def _square_over_stages(self, gradients: dict[str, torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Squared norm of the whole gradient while it is scaled; in float64, as scaled values may be large.
+
+        It is not finite where one of the `others` is not, which do not count otherwise.
+        """
         square = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
             square = (norms.square() / self._copies_of(tuple(gradients))).sum()
+        for gradient in others:
+            square += 0 * gradient.sum()
         self._sum_over_parts(square)
         return square
 

@@ -40,8 +40,8 @@ class OptimizerState:
     step every replica gets what the others have updated. If they divide the weights as well (`divides_weights`), all
     that a process updates is such a part, and while the weights are at rest its values are nowhere else.
 
-    In a single process it may also update parameters outside of the model, such as a loss's own. They stay in their
-    groups, at their places among the model's.
+    It may also update parameters outside of the model, such as a loss's own. They stay in their groups, at their places
+    among the model's, and get their gradients where the loss is computed.
 
     Args:
         optimizer: created by the rules of `torch.optim` from the parameters of the table.
@@ -73,13 +73,13 @@ class OptimizerState:
                 f" {type(table.model).__name__} requires a gradient. Set requires_grad=True on those that are to be"
                 " trained; train() has nothing to do otherwise."
             )
-        foreign = [tuple(p.shape) for p in parameters if id(p) not in self._name_of]
-        if foreign and (mesh.world_size > 1 or len(foreign) == len(parameters)):
+        self.outside = [p for p in parameters if id(p) not in self._name_of]
+        """Parameters outside of the model that the optimizer was created for."""
+        if len(self.outside) == len(parameters):
             raise ValueError(
-                f"{len(foreign)} of the optimizer's {len(parameters)} parameters do not belong to the model (one has"
-                f" shape {foreign[0]}). Create the optimizer from the parameters of the model that is passed to the"
-                " trainer. (A loss with parameters of its own can be trained in one process: their gradients would"
-                " not be reduced over several.)"
+                f"None of the optimizer's {len(parameters)} parameters belongs to the model (one has shape"
+                f" {tuple(parameters[0].shape)}). Create the optimizer from the parameters of the model that is passed"
+                " to the trainer."
             )
         self._members: list[list[Member]] = []
         self._shards: Shards = {}  # a parameter that is missing is updated as a whole wherever it is
@@ -248,7 +248,7 @@ class OptimizerState:
         Raises:
             ValueError: if foreign parameters were added to the optimizer after it was attached.
         """
-        known = {id(p) for p in self._table.model.parameters()} | {id(self._idle_parameter)}
+        known = {id(p) for p in (*self._table.model.parameters(), *self.outside, self._idle_parameter)}
         known |= {id(part) for _, part in self._parts.values()}
         added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
         if added:
@@ -381,6 +381,31 @@ class OptimizerState:
         """
         self._seen = {}
         self._show_changed_gradients()
+
+    def share_outside(self) -> None:
+        """Set the parameters outside of the model to rank 0's, where the loss is computed. Collective over all processes.
+
+        Raises:
+            ValueError: the processes have different ones.
+        """
+        shapes = [tuple(p.shape) for p in self.outside]
+        everyone = self._mesh.gather_objects(shapes)
+        if any(theirs != everyone[0] for theirs in everyone):
+            raise ValueError(
+                f"The optimizer's parameters that do not belong to the model have other shapes on some processes:"
+                f" {everyone}. Create the same loss on all of them."
+            )
+        for parameter in self.outside:
+            parameter.data.copy_(self._mesh.broadcast_tensor(parameter.detach().cpu().contiguous(), source=0))
+
+    def average_outside(self, group: dist.ProcessGroup) -> None:
+        """Average the gradients of the parameters outside of the model. Collective over those that compute the loss."""
+        for parameter in self.outside:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            together = torch.cat([gradient.flatten(), gradient.new_full((1,), parameter.grad is not None)])
+            dist.all_reduce(together, group=group)
+            if together[-1]:  # where no process has a gradient, the optimizer must not see one
+                parameter.grad = together[:-1].view_as(parameter) / group.size()
 
     def forget_gradients(self) -> None:
         """Free the gradients of the parts, where the model's parameters lose theirs. Not collective."""

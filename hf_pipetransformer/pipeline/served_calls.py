@@ -121,12 +121,14 @@ class _Backward:
         part: index of the micro-batch.
         only_inputs: whether only the gradients of the call's inputs are asked for (`torch.autograd.grad`).
         keeps_graph: whether another backward may follow (`retain_graph`).
+        modes: of the model's modules, if they are not those of the last forward; checkpointed layers run again.
     """
 
     call: int
     part: int
     only_inputs: bool
     keeps_graph: bool
+    modes: _Modes | None
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class ServedCalls:
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
         self._modes: _Modes | None = None  # what the stages below know
+        self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
         self._number = 0
         self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
         self._gone_down: dict[int, list[int]] = {}  # by call: micro-batches whose gradients of inputs come back
@@ -184,6 +187,7 @@ class ServedCalls:
         tensors = tensors_of(batch)
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
         self._batch, self._modes, self._released = batch, None, []
+        self._finds_rows = self._stage.stack.row_dimensions is None
         self._keyed, self._unread = KeyedInputs(batch), unread
         with self._overriding():
             result = code()
@@ -300,12 +304,12 @@ class ServedCalls:
         count = min(self._most_parts, rows)
         if count < 2 or why_whole(stack):
             return ()
-        if stack.row_dimensions is None:
+        if self._finds_rows:
             if rows < 3:
                 return ()
             count -= count == rows
         sizes = [rows // count + (index < rows % count) for index in range(count)]
-        if stack.row_dimensions is None and count > 1 and sizes[0] == sizes[-1]:
+        if self._finds_rows and count > 1 and sizes[0] == sizes[-1]:
             sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
         stops = [sum(sizes[: index + 1]) for index in range(count)]
         return tuple(zip([0, *stops], stops, strict=False))
@@ -338,6 +342,11 @@ class ServedCalls:
         PROGRESS.tick()
         self._gone_down.setdefault(order.call, []).append(order.part)
         self._order(order, list(gradients))
+
+    def modes_of_backward(self) -> _Modes | None:
+        """Called by autograd: modes that the stages below do not have, as an order of a backward does not reach all."""
+        modes = _Modes.of(self._model)
+        return None if modes == self._modes else modes
 
     def gradients_of_inputs(self, call: int, count: int) -> list[list[torch.Tensor] | None]:
         """Called by autograd: receive the gradients of a call's inputs, by micro-batch, for those that went down."""
@@ -414,6 +423,9 @@ class ServedCalls:
         held = self._held[order.call, order.part]
         for leaf in (*held.received, *held.wanted):
             leaf.grad = None
+        of_forward = _Modes.of(self._model)
+        if order.modes is not None:
+            order.modes.set(self._model)
         if order.only_inputs:
             leaves = [*held.received, *held.wanted]
             found = torch.autograd.grad(
@@ -423,6 +435,7 @@ class ServedCalls:
                 leaf.grad = gradient
         else:
             torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
+        of_forward.set(self._model)
         down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
         up = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.wanted]
         if not order.keeps_graph:
@@ -478,7 +491,8 @@ class _Boundary(torch.autograd.Function):
         token: _Token = ctx.token
         reaches_parameters = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        token.served.send_backward(_Backward(token.call, token.part, not reaches_parameters, keeps), gradients)
+        modes = token.served.modes_of_backward()
+        token.served.send_backward(_Backward(token.call, token.part, not reaches_parameters, keeps, modes), gradients)
         origin = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
         return None, origin, None, None, None, *[None] * len(gradients)
 
