@@ -172,11 +172,11 @@ def test_inspect_counts_a_sample_of_the_length_that_is_asked_for() -> None:
     assert long["forward_flops_per_sample"] > 2 * short["forward_flops_per_sample"]  # attention
 
 
-def test_inspect_says_that_batch_normalisation_needs_a_single_micro_batch() -> None:
-    """The trainer refuses more, so no plan with more is shown."""
+def test_inspect_says_that_batches_are_not_divided_with_batch_normalisation() -> None:
+    """So no plan with more than one micro-batch is shown."""
     assert inspect_json("bert", "--stages", "2")["single_micro_batch"] is None
     text = " ".join(run("inspect", "regnet", "--stages", "2").stdout.split())
-    assert "normalises by the statistics of the whole batch" in text and "(num_microbatches=1," in text
+    assert "the statistics of the whole batch" in text and "the batch of a pipeline is not divided" in text
     assert "with 1 micro-batch;" in text
 
 
