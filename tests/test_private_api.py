@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Seq2SeqTrainer, Trainer
@@ -142,6 +142,15 @@ def test_when_the_stock_trainer_generates() -> None:
         assert "self.gather_function = self.accelerator.gather\n" in inspect.getsource(method), f"{version} gathers"
 
 
+def test_when_the_stock_trainer_divides_a_loss_by_the_accumulated_batches() -> None:
+    """`TrainersLoss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`."""
+    source = inspect.getsource(Trainer.training_step)
+    rule = r"self.model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)? or self.compute_loss_func is not None"
+    version = f"transformers {transformers.__version__}"
+    assert re.search(rule, source) or "compute_loss_func is None" in source, f"{version} decides another way"
+    assert "loss = loss / self.current_gradient_accumulation_steps" in source, f"{version} divides another way"
+
+
 @pytest.mark.parametrize("method", ["backward_one_chunk", "backward_weight_one_chunk", "clear_runtime_states"])
 def test_pipeline_stage_methods(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
@@ -236,8 +245,49 @@ def aborts_without_arguments() -> bool:
     return not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
 
 
+def seen_in_a_backward(look: Callable[[Any], Any], backward: Callable[[Tensor, Tensor], Any]) -> Any:
+    """What `look` finds in a node's backward; the node has the parameter behind it, as of a micro-batch."""
+    seen = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            seen.append(look(ctx))
+            return None, gradient
+
+    inputs = torch.zeros(1, requires_grad=True)
+    backward(Node.apply(torch.zeros(1, requires_grad=True), inputs).sum(), inputs)
+    return seen[0]
+
+
+def tells_backward_from_grad() -> bool:
+    look = lambda ctx: torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # noqa: E731
+    with_all = seen_in_a_backward(look, lambda loss, inputs: loss.backward())
+    return with_all is True and seen_in_a_backward(look, torch.autograd.grad) is False
+
+
+def tells_whether_the_graph_is_kept() -> bool:
+    look = lambda ctx: torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: E731
+    kept = seen_in_a_backward(look, lambda loss, inputs: loss.backward(retain_graph=True))
+    return kept is True and seen_in_a_backward(look, lambda loss, inputs: loss.backward()) is False
+
+
+def adapters_have_a_state() -> bool:
+    layer = pytest.importorskip("peft").tuners.tuners_utils.BaseTunerLayer
+    return layer._disable_adapters is False and layer._active_adapter == "default"
+
+
 GUARDS: dict[str, Callable[[], Any]] = {
     # torch
+    "_C": lambda: torch._C.DisableTorchFunctionSubclass().__enter__,
+    "_autograd": tells_whether_the_graph_is_kept,
+    "_get_current_graph_task_keep_graph": tells_whether_the_graph_is_kept,
+    "_will_engine_execute_node": tells_backward_from_grad,
+    "_DropoutNd": lambda: issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd),
     "_modules": lambda: module_with_all()._modules.keys() == {"inside"},
     "_parameters": lambda: module_with_all()._parameters.keys() == {"weight"},
     "_buffers": lambda: module_with_all()._buffers.keys() == {"kept", "dropped"},
@@ -259,6 +309,9 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_comm_hooks": (
         lambda: "self._comm_hooks.append((hook, state))" in inspect.getsource(nn.parallel.DistributedDataParallel)
     ),
+    # PEFT
+    "_disable_adapters": adapters_have_a_state,
+    "_active_adapter": adapters_have_a_state,
     # transformers
     "_model_mapping": lambda: LlamaConfig in AutoModelForCausalLM._model_mapping,
     "_from_config": lambda: LlamaForCausalLM._from_config,

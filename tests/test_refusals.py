@@ -182,21 +182,9 @@ def test_models_that_cannot_be_cut(name: str) -> None:
     assert type(REFUSED[name].build()).__name__ in message and "Set " in message
 
 
-def test_losses_that_couple_the_rows() -> None:
-    """CLIP's contrastive loss: refused in micro-batches or replicas, naming the setting that is exact and works."""
-    message = refused(coupled, 2, "clip", 2, kind=UnsupportedModelError)
-    assert "CLIPModel" in message and "num_microbatches=1" in message
-    run_ranks(coupled, 2, "clip", 2, num_microbatches=1)
-
-
-def test_batch_statistics() -> None:
-    assert "BatchNorm" in refused(coupled, 2, "resnet", 2, kind=UnsupportedModelError)
-
-
-def test_remedies_work() -> None:
-    """pipeline_parallel_size=1 trains what a pipeline refuses, on several processes."""
-    run_ranks(coupled, 2, "resnet", 1)
-    run_ranks(coupled, 2, "clip", 1)
+@pytest.mark.parametrize("name", ["clip", "resnet"])
+def test_losses_that_couple_the_rows_are_trained_on_whole_batches(name: str) -> None:
+    run_ranks(coupled, 2, name, 2)
 
 
 def plain_arguments(rank: int, world_size: int) -> None:

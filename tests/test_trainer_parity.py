@@ -67,6 +67,7 @@ VARIANTS = {
     "label-smoothing-lm": Run("causal-lm").with_options(label_smoothing_factor=0.1),
     "compute-loss-func": Run("causal-lm", keywords={"compute_loss_func": token_sum}),
     "own-compute-loss": Run(trainer=OwnComputeLoss),
+    "own-compute-loss-on-whole-batches": Run(trainer=OwnComputeLoss, accumulation=1),
     "gradient-checkpointing": Run("causal-lm").with_options(gradient_checkpointing=True),
     "gradient-checkpointing-bert": Run().with_options(gradient_checkpointing=True),
     "no-accumulation-no-clipping": Run(accumulation=1).with_options(max_grad_norm=0.0),
@@ -104,8 +105,8 @@ VARIANTS_IN_SHORT = (
 @pytest.mark.parametrize("stages", [*slow(4), 2])
 @pytest.mark.parametrize("name", few(VARIANTS, *VARIANTS_IN_SHORT))
 def test_equals_one_process_with(name: str, stages: int) -> None:
-    run = VARIANTS[name]
-    assert_same_training(run_ranks(pipeline, WORLD, run, stages), expected_variant(name))
+    options = {"loss_reduction": "mean"} if name == "own-compute-loss" else {}
+    assert_same_training(run_ranks(pipeline, WORLD, VARIANTS[name], stages, **options), expected_variant(name))
 
 
 @cache

@@ -285,8 +285,9 @@ def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
         ValueError: always.
     """
     raise ValueError(
-        f"compute_loss called the {type(model).__name__} with different inputs than it received, but with"
-        " loss_reduction the layers of the other stages run on the original inputs. Change them in the data collator"
-        " or in _prepare_inputs, or leave loss_reduction out: the loss then runs on whole batches, and may call the"
-        " model on anything."
+        f"The {type(model).__name__} was called on other inputs than the batch's, by compute_loss or because of a"
+        " forward pre-hook that has been registered since training began, but the loss is computed on micro-batches:"
+        " the layers of the other stages run on the batch's inputs. Change them in the data collator or in"
+        " _prepare_inputs, register the hook before train(), or leave loss_reduction out: the loss then runs on whole"
+        " batches, and may call the model on anything."
     )

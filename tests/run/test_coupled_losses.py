@@ -1,4 +1,4 @@
-"""Losses that compare the samples of a batch: as in one process, in one pipeline with one micro-batch."""
+"""Losses that compare the samples of a batch: as in one process, in one pipeline with micro-batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_ranks, run_ranks_expecting_error
+from distributed import run_ranks
 from model_zoo import MODELS, without_dropout
 from selection import slow
 from torch import nn
 from training_runs import Run, assert_same_training, pipeline, reference
 from transformers import BertModel
-
-from hf_pipetransformer import UnsupportedModelError
 
 SCHEDULE = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}}
 
@@ -48,26 +46,17 @@ RUNS = {
 RUNS = {name: replace(run, samples=83, per_device=16, accumulation=1) for name, run in RUNS.items()}
 
 
-def cut(rank: int, world_size: int, name: str, accumulation: int = 1, **options: Any) -> Any:
-    run = replace(RUNS[name], per_device=32 // accumulation, accumulation=accumulation)
-    return pipeline(rank, world_size, run, 2, "pipeline", **options)
+def cut(rank: int, world_size: int, name: str, **options: Any) -> Any:
+    return pipeline(rank, world_size, replace(RUNS[name], per_device=32), 2, "pipeline", **options)
 
 
 @pytest.mark.parametrize("options", [{}, *slow(SCHEDULE)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", RUNS)
-def test_one_micro_batch_in_one_pipeline(name: str, options: dict[str, Any]) -> None:
+def test_whole_batches_in_one_pipeline(name: str, options: dict[str, Any]) -> None:
     """With frozen layers, too: the process that they set free does not become a replica."""
     expected = reference(0, 1, RUNS[name]) if not options else run_ranks(alone, 1, name)[0]
-    assert_same_training(run_ranks(cut, 2, name, num_microbatches=1, **options), expected)
+    assert_same_training(run_ranks(cut, 2, name, **options), expected)
 
 
 def alone(rank: int, world_size: int, name: str) -> Any:
     return pipeline(rank, world_size, replace(RUNS[name], per_device=64), 1, "alone", **SCHEDULE)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 1, "accumulation": 2}], ids=["M", "steps"])
-@pytest.mark.parametrize("name", RUNS)
-def test_parts_of_a_batch_are_refused(name: str, options: dict[str, Any]) -> None:
-    for error in run_ranks_expecting_error(cut, 2, name, **options):
-        assert isinstance(error, UnsupportedModelError)
-        assert "num_microbatches=1" in str(error) and "gradient_accumulation_steps=1" in str(error)

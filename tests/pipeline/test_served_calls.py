@@ -1,0 +1,316 @@
+"""Losses of users that drive a pipeline train as with the stock Trainer in one process.
+
+All of them run in one job, one training after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_ranks, run_ranks_expecting_error
+from torch import Tensor, nn
+from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference_trainer
+
+from hf_pipetransformer import PipeTransformerTrainer
+
+Inputs = dict[str, Any]
+Loss = Callable[[Any, Any, Inputs], Tensor]
+
+SAMPLES, BATCH = 40, 16
+"""Two whole batches and a half."""
+
+
+# ------------------------------------------------------------------------------------ losses, as users write them
+def unlabelled(inputs: Inputs) -> Inputs:
+    is_text_to_text = "labels" in inputs and inputs["labels"].dim() == 2
+    return inputs if is_text_to_text else {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def pooled(model: Any, inputs: Inputs) -> Tensor:
+    logits: Tensor = model(**unlabelled(inputs)).logits
+    return logits if logits.dim() == 2 else logits.mean(1)
+
+
+def rows(inputs: Inputs, chosen: Any) -> Inputs:
+    return {name: value[chosen] for name, value in inputs.items()}
+
+
+def classes(inputs: Inputs) -> Tensor:
+    labels: Tensor = inputs["labels"]
+    return labels if labels.dim() == 1 else labels[:, 0].clamp(min=0)
+
+
+def own(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    loss: Tensor = model(**inputs).loss
+    return loss
+
+
+def weighted(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    logits = pooled(model, inputs)
+    weight = torch.ones(logits.shape[1])
+    weight[1] = 5
+    return F.cross_entropy(logits, classes(inputs), weight=weight)
+
+
+def contrastive(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    z = F.normalize(pooled(model, inputs), dim=-1)
+    return F.cross_entropy(z @ z.T / 0.5, (torch.arange(len(z)) + 1) % len(z))
+
+
+def two_calls(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    """As R-Drop."""
+    one, other = model(**inputs), model(**inputs)
+    difference = F.kl_div(one.logits.log_softmax(-1), (1.1 * other.logits).softmax(-1), reduction="batchmean")
+    return one.loss + other.loss + difference
+
+
+def clean_target(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        target = model(**inputs).logits
+    model.train()
+    ids = inputs["input_ids"]
+    output = model(**{**inputs, "input_ids": ids.masked_fill(ids % 5 == 0, 3)})
+    return output.loss + F.mse_loss(output.logits, target)
+
+
+def hard_samples(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    losses = F.cross_entropy(pooled(model, inputs).detach(), classes(inputs), reduction="none")
+    hard = rows(inputs, losses.topk(3).indices)
+    return F.cross_entropy(pooled(model, hard), classes(hard))
+
+
+def calls_of_other_sizes(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    loss = pooled(model, inputs).pow(2).mean()
+    for row in range(3):
+        loss = loss + own(trainer, model, rows(inputs, slice(row, row + 1)))
+    return loss
+
+
+def running_average(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    loss = own(trainer, model, inputs)
+    trainer.average = 0.9 * getattr(trainer, "average", 1.0) + 0.1 * loss.item()
+    return loss * trainer.average
+
+
+def later_term(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    output = model(**inputs)
+    loss: Tensor = output.loss + (output.logits.pow(2).mean() if trainer.state.global_step >= 1 else 0)
+    return loss
+
+
+def adversarial(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    table = torch.randn(200, model.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    embeddings = table[inputs["input_ids"]].requires_grad_()
+    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=embeddings, **others).loss, embeddings)
+    loss: Tensor = model(inputs_embeds=embeddings.detach() + 0.01 * gradient.sign(), **others).loss
+    return loss
+
+
+class Again(torch.autograd.Function):
+    """Calls the model again in the backward, as GradCache does."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, again: Callable[[Tensor], None]) -> Tensor:
+        ctx.again = again
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.again(gradient)
+        return None, None
+
+
+def cached_gradients(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    parts = []
+    for start in range(0, len(inputs["labels"]), 4):
+        chunk = rows(inputs, slice(start, start + 4))
+        with torch.no_grad():
+            z = pooled(model, chunk)
+        again = lambda gradient, chunk=chunk: (pooled(model, chunk) * gradient).sum().backward()  # noqa: E731
+        parts.append(Again.apply(z.requires_grad_(), again))
+    z = torch.cat(parts)
+    return F.cross_entropy(z @ z.T / 9, torch.arange(len(z)))
+
+
+def last_hidden_state(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    output = model(**inputs, output_hidden_states=True)
+    loss: Tensor = output.loss + output.hidden_states[-1].pow(2).mean()
+    return loss
+
+
+def backward_of_its_own(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    loss = own(trainer, model, inputs)
+    loss.backward(retain_graph=True)
+    return loss * 2
+
+
+def part_of_the_model(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    states: Tensor = model.base_model(**unlabelled(inputs)).last_hidden_state
+    return states[:, 0].pow(2).mean() + states[0].std()
+
+
+def changed_inputs(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    inputs["input_ids"].masked_fill_(inputs["input_ids"] % 7 == 0, 4)
+    return own(trainer, model, inputs)
+
+
+def by_position(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    loss: Tensor = model(inputs.pop("input_ids"), **inputs).loss
+    return loss
+
+
+def stops(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    trainer.control.should_training_stop = trainer.state.global_step == 1
+    return own(trainer, model, inputs)
+
+
+def reads_what_is_elsewhere(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    """Weights and hidden states of other stages are refused by name at the line that reads them, and may be caught."""
+    output = model(**inputs, output_hidden_states=True)
+    if isinstance(trainer, PipeTransformerTrainer):
+        weight = model.get_input_embeddings().weight
+        with pytest.raises(ValueError, match="norm: bert.embeddings.word_embeddings.weight is held by rank 1"):
+            weight.norm()
+        with pytest.raises(ValueError, match="pow: .*layer"):
+            output.hidden_states[2].pow(2)
+        with pytest.raises(ValueError, match="embeddings"):
+            output.hidden_states[0].mean()
+    loss: Tensor = output.loss
+    return loss
+
+
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss
+    for loss in (
+        own,
+        weighted,
+        contrastive,
+        two_calls,
+        clean_target,
+        hard_samples,
+        calls_of_other_sizes,
+        running_average,
+        later_term,
+        adversarial,
+        cached_gradients,
+        last_hidden_state,
+        backward_of_its_own,
+        part_of_the_model,
+        changed_inputs,
+        by_position,
+        stops,
+        reads_what_is_elsewhere,
+    )
+}
+
+
+def run_of(kind: Any, loss: Loss) -> Run:
+    class Own:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+            assert not return_outputs
+            return loss(self, model, inputs)
+
+    return Run(kind, samples=SAMPLES, epochs=1, accumulation=1, trainer=Own)
+
+
+# ------------------------------------------------------------------------------------ in a pipeline and in one process
+Case = tuple[str, str, int]
+"""Kind of task, name of the loss, accumulated batches."""
+
+CASES: list[Case] = [("text-classification", name, 1) for name in LOSSES]
+CASES += [("text-classification", "contrastive", 2)]
+CASES += [("causal-lm", name, 1) for name in ("own", "contrastive", "cached_gradients")]
+CASES += [("seq2seq", name, 1) for name in ("own", "contrastive", "two_calls")]
+FOUR_STAGES = [("text-classification", name, 1) for name in ("two_calls", "cached_gradients", "backward_of_its_own")]
+
+
+def in_one_process(rank: int, world_size: int) -> dict[Case, Outcome]:
+    found = {}
+    for kind, name, accumulation in CASES:
+        run = replace(run_of(kind, LOSSES[name]), per_device=BATCH // WORLD)
+        run = run.with_options(gradient_accumulation_steps=accumulation)
+        found[kind, name, accumulation] = outcome_of(reference_trainer(run))
+    return found
+
+
+def in_stages(rank: int, world_size: int, cases: list[Case]) -> dict[Case, Outcome]:
+    found = {}
+    for kind, name, accumulation in cases:
+        run = replace(run_of(kind, LOSSES[name]), per_device=BATCH // world_size, accumulation=accumulation)
+        trainer = pipeline_trainer(run, world_size)
+        found[kind, name, accumulation] = outcome_of(trainer)
+        if rank > 0:
+            assert not hasattr(trainer, "average"), "only the last stage runs the loss"
+    return found
+
+
+@cache
+def expected() -> dict[Case, Outcome]:
+    return run_ranks(in_one_process, 1, timeout=240)[0]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("stages", "cases"), [(2, CASES), pytest.param(4, FOUR_STAGES, marks=pytest.mark.slow)], ids=["2", "4"]
+)
+def test_equals_one_process(stages: int, cases: list[Case]) -> None:
+    outcomes = run_ranks(in_stages, stages, cases, timeout=300)
+    different = {}
+    for case in cases:
+        try:
+            assert_same_training([outcome[case] for outcome in outcomes], expected()[case])
+        except AssertionError as error:
+            different[case] = str(error)
+    assert not different
+    if stages == 2:
+        assert expected()["text-classification", "stops", 1].steps == 2
+
+
+# ------------------------------------------------------------------------------------ errors
+def broken(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    own(trainer, model, inputs)
+    if trainer.state.global_step == 1:
+        raise KeyError("of the user")
+    return own(trainer, model, inputs)
+
+
+class BreaksOnRank1(nn.Module):
+    """A layer that fails on rank 1 once the training has begun."""
+
+    def __init__(self, layer: nn.Module, trainer: Any, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.fails = lambda: rank == 1 and trainer.state.global_step == 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails():
+            raise ArithmeticError("of a layer")
+        return self.layer(*args, **kwargs)
+
+
+def failing(rank: int, world_size: int, breaks_a_layer: bool) -> None:
+    run = replace(run_of("text-classification", own if breaks_a_layer else broken), per_device=BATCH // world_size)
+    trainer = pipeline_trainer(run, world_size)
+    if breaks_a_layer:
+        layers = trainer.model.bert.encoder.layer
+        layers[0] = BreaksOnRank1(layers[0], trainer, rank)
+    trainer.train()
+
+
+@pytest.mark.parametrize("breaks_a_layer", [False, True], ids=["loss", "layer"])
+def test_an_error_is_named_on_the_other_process(breaks_a_layer: bool) -> None:
+    errors = run_ranks_expecting_error(failing, 2, breaks_a_layer, timeout=60)
+    mine, theirs = reversed(errors) if breaks_a_layer else errors
+    kind, words = (ArithmeticError, "of a layer") if breaks_a_layer else (KeyError, "of the user")
+    assert type(mine) is kind and words in str(mine)
+    assert type(theirs).__name__ == "PeerFailedError"
+    assert f"rank {int(breaks_a_layer)}" in str(theirs) and words in str(theirs)
