@@ -265,9 +265,7 @@ def assert_same(found: Found, expected: Found) -> None:
 
 
 @pytest.mark.parametrize(("stages", "kinds"), [(2, STAGED), (4, ("pairs", "cached"))])
-def test_several_stages_equal_one_process(
-    stages: int, kinds: tuple[str, ...], models: str, tmp_path: Path
-) -> None:
+def test_several_stages_equal_one_process(stages: int, kinds: tuple[str, ...], models: str, tmp_path: Path) -> None:
     """Each column of the data set is a call of the model. The classifier of "softmax" belongs to the loss."""
     expected = train_each(0, 1, models, str(tmp_path / "stock"), kinds, 1)
     for found in run_ranks(train_each, stages, models, str(tmp_path), kinds, stages, timeout=250):
