@@ -327,7 +327,7 @@ class ServedCalls:
         self._order(order, list(gradients))
 
     def modes_of_backward(self) -> _Modes | None:
-        """Called by autograd: modes that the stages below do not have, as an order of a backward does not reach all."""
+        """Called by autograd: modes other than the last forward's; not all stages below may get this order."""
         modes = _Modes.of(self._model)
         return None if modes == self._modes else modes
 
