@@ -77,7 +77,7 @@ class OptimizerState:
         """Parameters outside of the model that the optimizer was created for."""
         if len(self.outside) == len(parameters):
             raise ValueError(
-                f"None of the optimizer's {len(parameters)} parameters belongs to the model (one has shape"
+                f"The optimizer's {len(parameters)} parameters do not belong to the model (one has shape"
                 f" {tuple(parameters[0].shape)}). Create the optimizer from the parameters of the model that is passed"
                 " to the trainer."
             )
@@ -383,7 +383,11 @@ class OptimizerState:
         self._show_changed_gradients()
 
     def share_outside(self) -> None:
+<<<<<<< HEAD
         """Set the parameters outside of the model to rank 0's, which computes the loss. Collective over all processes.
+=======
+        """Set the parameters outside of the model to rank 0's. Collective over all processes.
+>>>>>>> neighbours
 
         Raises:
             ValueError: the processes have different ones.
@@ -399,7 +403,11 @@ class OptimizerState:
             parameter.data.copy_(self._mesh.broadcast_tensor(parameter.detach().cpu().contiguous(), source=0))
 
     def average_outside(self, group: dist.ProcessGroup) -> None:
+<<<<<<< HEAD
         """Average the gradients of the parameters outside of the model. Collective over who computes the loss."""
+=======
+        """Average the gradients of parameters outside of the model. Collective over those that compute the loss."""
+>>>>>>> neighbours
         for parameter in self.outside:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             together = torch.cat([gradient.flatten(), gradient.new_full((1,), parameter.grad is not None)])

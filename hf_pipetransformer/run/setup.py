@@ -22,10 +22,11 @@ import torch
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError
 from ..logs import log_once
-from ..model.layer_stack import LayerStack, skips_layers
+from ..model.layer_stack import LayerStack, skips_layers, why_whole
 from ..model.loss_reading import LossReading, read_reduction
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
+from ..model.placeholders import evaluation_mode
 from ..planning.plan import MIB, PipelinePlan
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
@@ -89,6 +90,11 @@ def find_reduction(
         declared = job.args.loss_reduction
         if declared is None:
             return replace(plain, reason="it is not a transformers model's own")
+        with evaluation_mode(job.model):  # restores the modes
+            job.model.train()
+            why = why_whole(stack)
+        if why:
+            return replace(plain, reason=why)
         return replace(plain, kind="sum" if declared == "sum" else "mean")
     assert collate is not None
     sample, num_samples = _sample_for_loss(loss, data, collate)

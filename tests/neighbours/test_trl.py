@@ -1,4 +1,4 @@
-"""TRL's trainers with our two classes put in: the losses of the stock trainer on one process, or a refusal by name."""
+"""TRL's trainers with our two classes put in: the losses of the stock trainer on one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks, run_ranks_expecting_error
+from distributed import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
@@ -31,6 +31,7 @@ KINDS = {
     "reward": ("RewardTrainer", "RewardConfig"),
     "dpo": ("DPOTrainer", "DPOConfig"),
     "kto": ("KTOTrainer", "KTOConfig"),
+    "lora": ("DPOTrainer", "DPOConfig"),
 }
 
 
@@ -81,7 +82,12 @@ def make_model(kind: str, folder: str) -> Any:
         return LlamaForSequenceClassification(config)
     if not os.path.isdir(folder):
         LlamaForCausalLM(config).save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    if kind != "lora":
+        return model
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
 def trainer_of(kind: str, world_size: int, ours: bool, policy: str, **options: Any) -> Any:
@@ -98,6 +104,7 @@ def trainer_of(kind: str, world_size: int, ours: bool, policy: str, **options: A
             "per_device_train_batch_size": ROWS // world_size,
             "num_train_epochs": 2,
             "learning_rate": 1e-3,
+            "adam_epsilon": 1e-3,  # a gradient that is zero but for rounding must not become a step
             "logging_steps": 1,
             "save_strategy": "no",
             "report_to": "none",
@@ -157,22 +164,18 @@ def test_one_process(policy: str, stock: dict[str, list[dict[str, Any]]]) -> Non
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_two_stages(policy: str, stock: dict[str, list[dict[str, Any]]], world_size: int) -> None:
-    kinds = ("sft", "reward", "dpo")
+    """With adapters ("lora"), the policy's checkpointed layers run again after the reference has turned them off."""
+    # KTO pairs completions for its KL term within `per_device_train_batch_size` rows, so it differs in two processes
+    kinds = ("sft", "reward", "dpo", *(("lora",) if world_size == 2 else ()))
     runs: list[Any] = [(k, True, {"pipeline_parallel_size": 2, "num_microbatches": 2}) for k in kinds]
     histories = run_ranks(logs_of, world_size, policy, runs, timeout=250)[0]
     for kind, history in zip(kinds, histories, strict=True):
         torch.testing.assert_close(losses(history), losses(stock[kind]), rtol=0, atol=5e-5)
-        logged = {key for entry in stock[kind] for key in entry}
-        assert logged <= {key for entry in history for key in entry}, "rank 0 logs what the last stage has collected"
-
-
-def two_stages_of(rank: int, world_size: int, policy: str, kind: str) -> None:
-    trainer_of(kind, world_size, True, policy, pipeline_parallel_size=2).train()
-
-
-def test_a_loss_that_makes_its_inputs_is_refused(policy: str) -> None:
-    errors = run_ranks_expecting_error(two_stages_of, 2, policy, "kto", timeout=100)
-    assert all("compute_loss called the model with different inputs" in str(error) for error in errors)
+        expected, found = ([e for e in logs if "loss" in e] for logs in (stock[kind], history))
+        for key in {key for entry in expected for key in entry if "rewards/" in key or "logps/" in key}:
+            values = [[entry[key] for entry in entries] for entries in (found, expected)]
+            # with replicas, means over those samples that count are averaged
+            torch.testing.assert_close(*values, rtol=0, atol=1e-4 if world_size == 2 else 1.0, msg=key)
 
 
 def recipe(rank: int, world_size: int, method: str, folder: str) -> dict[str, float]:
