@@ -383,11 +383,7 @@ class OptimizerState:
         self._show_changed_gradients()
 
     def share_outside(self) -> None:
-<<<<<<< HEAD
-        """Set the parameters outside of the model to rank 0's, which computes the loss. Collective over all processes.
-=======
         """Set the parameters outside of the model to rank 0's. Collective over all processes.
->>>>>>> neighbours
 
         Raises:
             ValueError: the processes have different ones.
@@ -403,11 +399,7 @@ class OptimizerState:
             parameter.data.copy_(self._mesh.broadcast_tensor(parameter.detach().cpu().contiguous(), source=0))
 
     def average_outside(self, group: dist.ProcessGroup) -> None:
-<<<<<<< HEAD
-        """Average the gradients of the parameters outside of the model. Collective over who computes the loss."""
-=======
         """Average the gradients of parameters outside of the model. Collective over those that compute the loss."""
->>>>>>> neighbours
         for parameter in self.outside:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             together = torch.cat([gradient.flatten(), gradient.new_full((1,), parameter.grad is not None)])

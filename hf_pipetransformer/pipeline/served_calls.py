@@ -344,11 +344,7 @@ class ServedCalls:
         self._order(order, list(gradients))
 
     def modes_of_backward(self) -> _Modes | None:
-<<<<<<< HEAD
-        """Called by autograd: modes that the stages below lack, as an order of a backward does not reach all."""
-=======
         """Called by autograd: modes other than the last forward's; not all stages below may get this order."""
->>>>>>> neighbours
         modes = _Modes.of(self._model)
         return None if modes == self._modes else modes
 
