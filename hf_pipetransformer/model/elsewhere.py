@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _state = threading.local()
 
-LIBRARIES = frozenset({"accelerate", "hf_pipetransformer", "torch", "transformers"})
+OURS = "hf_pipetransformer"
+LIBRARIES = frozenset({"accelerate", OURS, "torch", "transformers"})
 """Packages that may ask a hidden parameter for its gradient, which is None: they go over all parameters."""
 
 _READ_ONLY = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("device", "dtype", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape", "_version")
+    for name in ("device", "dtype", "is_leaf", "is_sparse", "layout", "ndim", "shape", "_version")
 ) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.is_floating_point}
 """Frequent accesses that read no values: for these, nothing is watched."""
 _WITHOUT_DISPATCH = frozenset(
@@ -44,9 +45,13 @@ _WITHOUT_DISPATCH = frozenset(
         torch.Tensor.storage,
         torch.Tensor.tolist,
         torch.Tensor.untyped_storage,
+        torch.autograd.backward,
+        torch.autograd.grad,
     }
 )
 """Accesses to values that dispatch nothing."""
+_FLAG = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SETS_FLAG = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__get__
 
 
@@ -71,6 +76,7 @@ class Hidden(torch.Tensor):
 
     about: str
     remedy: str
+    is_trained: bool
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,6 +84,10 @@ class Hidden(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(_state, "is_inside", False) or function in _READ_ONLY:
                 return function(*args, **kwargs)
+            if function == _FLAG:
+                return args[0].is_trained if _caller() not in LIBRARIES else function(*args, **kwargs)
+            if function in _SETS_FLAG and _caller() != OURS:
+                args[0].is_trained = bool([*args[1:], *kwargs.values(), True][0])
             if function in _WITHOUT_DISPATCH:
                 _refuse(function, args, kwargs)
             if function == _GRADIENT and _caller() not in LIBRARIES:
@@ -110,7 +120,7 @@ class _Watching(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def hide(tensor: torch.Tensor, about: str, remedy: str) -> None:
+def hide(tensor: torch.Tensor, about: str, remedy: str, is_trained: bool | None = None) -> None:
     """Make a tensor or a parameter unreadable. It must contain NaN already, in a single element of memory.
 
     Tensors of other classes (quantised weights) stay as they are.
@@ -119,10 +129,13 @@ def hide(tensor: torch.Tensor, about: str, remedy: str) -> None:
         tensor: the tensor.
         about: where its values are, as a clause: "weight is held by rank 1".
         remedy: what the user can do, as a sentence.
+        is_trained: what `requires_grad` shall say to the user, who may choose parameters by it; None: what it says.
     """
     if type(tensor) in (torch.Tensor, nn.Parameter):
         tensor.__class__ = HiddenParameter if type(tensor) is nn.Parameter else Hidden
     if isinstance(tensor, Hidden):
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.is_trained = tensor.requires_grad if is_trained is None else is_trained
         tensor.about, tensor.remedy = about, remedy
 
 
@@ -136,7 +149,7 @@ def hidden_like(tensor: torch.Tensor, about: str, remedy: str) -> torch.Tensor:
 def show(tensor: torch.Tensor) -> None:
     """Make a hidden parameter readable again, which has got its values."""
     if isinstance(tensor, Hidden):
-        del tensor.about, tensor.remedy
+        del tensor.about, tensor.remedy, tensor.is_trained
         plain: Any = nn.Parameter if isinstance(tensor, HiddenParameter) else torch.Tensor
         tensor.__class__ = plain
 

@@ -168,7 +168,7 @@ class WeightState:
             nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
-            hide(parameter, f"{name} is held by another process", HELD_ELSEWHERE)
+            hide(parameter, f"{name} is held by another process", HELD_ELSEWHERE, self.is_trainable(name))
 
     def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
         """Move these parameters to `device`; free the memory of the others, which become placeholders.
@@ -185,7 +185,8 @@ class WeightState:
                 _move(self._table[name], device)
             else:
                 self.drop(name, device)
-                hide(self._table[name], f"{name} is held by rank {holders[name][0]}", HELD_ELSEWHERE)
+                about = f"{name} is held by rank {holders[name][0]}"
+                hide(self._table[name], about, HELD_ELSEWHERE, self.is_trainable(name))
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
@@ -304,7 +305,7 @@ class WeightState:
         finally:
             for name, nothing in placeholders.items():
                 set_values(self._table[name], nothing)
-                hide(self._table[name], abouts[name], HELD_ELSEWHERE)
+                hide(self._table[name], abouts[name], HELD_ELSEWHERE, self.is_trainable(name))
             self._missing = missing
 
     def restore(self, holders: Holders, device: torch.device) -> None:

@@ -178,9 +178,9 @@ def reads_what_is_elsewhere(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     output = model(**inputs, output_hidden_states=True)
     if isinstance(trainer, PipeTransformerTrainer):
         weight = model.get_input_embeddings().weight
-        with pytest.raises(ValueError, match="norm: bert.embeddings.word_embeddings.weight is held by rank 1"):
+        with pytest.raises(ValueError, match=r"norm: bert.embeddings.word_embeddings.weight is held by rank 1"):
             weight.norm()
-        with pytest.raises(ValueError, match="pow: .*layer"):
+        with pytest.raises(ValueError, match=r"pow: .*layer"):
             output.hidden_states[2].pow(2)
         with pytest.raises(ValueError, match="embeddings"):
             output.hidden_states[0].mean()
