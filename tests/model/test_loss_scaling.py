@@ -41,7 +41,9 @@ def mean(batch: Batch, items: NumItems) -> float:
 
 def total(batch: Batch, items: NumItems) -> float:
     assert items is not None
-    return mean(batch, None) * LossReduction("mean").count(batch) / items if LossReduction("mean").count(batch) else 0.0
+    return (
+        mean(batch, None) * LossReduction("mean").count(batch) / items if LossReduction("mean").count(batch) else 0.0
+    )
 
 
 def mean_of_rows(batch: Batch, items: NumItems) -> float:
