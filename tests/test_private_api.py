@@ -145,10 +145,7 @@ def test_when_the_stock_trainer_generates() -> None:
 def test_when_the_stock_trainer_divides_a_loss_by_the_accumulated_batches() -> None:
     """`TrainersLoss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`."""
     source = inspect.getsource(Trainer.training_step)
-    rule = (
-        r"self.model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)?"
-        r" or self.compute_loss_func is not None"
-    )
+    rule = r"model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)? or self.compute_loss_func is not None"
     version = f"transformers {transformers.__version__}"
     assert re.search(rule, source) or "compute_loss_func is None" in source, f"{version} decides another way"
     assert "loss = loss / self.current_gradient_accumulation_steps" in source, f"{version} divides another way"

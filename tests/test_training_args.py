@@ -40,6 +40,12 @@ def four_processes(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_loss_adds_up_in_one_of_two_ways(tmp_path):
+    assert make(tmp_path).loss_reduction is None and make(tmp_path, loss_reduction="sum").loss_reduction == "sum"
+    with pytest.raises(ValueError, match=r"loss_reduction='average' .* 'sum', 'mean'"):
+        make(tmp_path, loss_reduction="average")
+
+
 def test_defaults(tmp_path):
     args = make(tmp_path)
     assert pipeline_fields(args) == (1, "1f1b", "auto")
