@@ -129,7 +129,7 @@ def test_each_equals_one_process(folder: str) -> None:
     found = run_ranks(ours, 2, folder, cases, timeout=200)
     for number, case in enumerate(cases):
         # bfloat16 products of other sizes are rounded elsewhere
-        assert_same_training([found[0][number]], expected[number], 5e-3 if case == "bf16" else 1e-5)
+        assert_same_training([found[0][number]], expected[number], 2e-2 if case == "bf16" else 1e-5)
     assert found[0][-1].notes["hits"][-1] == 1.0
 
 
