@@ -115,10 +115,16 @@ class MethodOverride:
     def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         self._module, self._name, self._function = module, name, function
         self._earlier = module.__dict__.get(name)
+        self._replaced = getattr(module, name)
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the method in whose place it is, which libraries ask for the names of a model's inputs."""
+        return inspect.signature(self._replaced)
 
     def remove(self) -> None:
         """Restore the earlier method."""
@@ -313,10 +319,6 @@ class LayerRangeRunner:
             # those of PEFT, and the models inside, have it as well
             generating = [module for module in self.model.modules() if hasattr(type(module), GENERATE)]
             self._refusing = [MethodOverride(module, GENERATE, self._refuse_to_generate) for module in generating]
-
-    def is_tapped(self, unit: Unit) -> bool:
-        """Whether the model reads values inside this unit through hooks, which are called only where it runs."""
-        return unit.name in self._taps
 
     @property
     def is_restricted(self) -> bool:

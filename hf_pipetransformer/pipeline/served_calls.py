@@ -16,9 +16,10 @@ Orders go from stage to stage, downwards; activations go upwards, each after its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs, version_of
+from ..errors import UnsupportedModelError
 from ..model.batch_statistics import statistics_set_aside
 from ..model.dropout import may_drop
 from ..model.elsewhere import Hidden, hidden_like
@@ -96,7 +98,7 @@ class _Forward:
         module: name of the module that was called; empty for the model.
         spans: first row, and row after the last one, of each micro-batch; empty for a call that is not split.
         has_gradients: whether autograd is on.
-        wanted: names of inputs whose gradients the user's code may ask for.
+        wanted: which of the inputs' tensors, by their order, the user's code may ask a gradient of.
         seed: seed of the random numbers in the layers; None if they draw none.
         autocast: whether autocast is on, and its dtype.
         modes: of the model's modules, if they have changed since the last order.
@@ -106,7 +108,7 @@ class _Forward:
     module: str
     spans: tuple[tuple[int, int], ...]
     has_gradients: bool
-    wanted: tuple[str, ...]
+    wanted: tuple[int, ...]
     seed: int | None
     autocast: tuple[bool, torch.dtype]
     modes: _Modes | None
@@ -132,17 +134,23 @@ class _Backward:
 
 
 @dataclass(frozen=True)
+class _Ask:
+    """Send the gradients of the inputs of a call."""
+
+    call: int
+
+
+@dataclass(frozen=True)
 class _End:
     """The user's code has returned."""
 
 
 @dataclass
 class _Held:
-    """The graph of a micro-batch on a stage below: what it received, wanted inputs, and what it has sent."""
+    """The graph of a micro-batch on a stage below: what it received, and what it has sent."""
 
     received: list[torch.Tensor]
-    wanted: list[torch.Tensor] = field(default_factory=list)
-    sent: list[torch.Tensor] = field(default_factory=list)
+    sent: Sequence[torch.Tensor] = ()
 
 
 class ServedCalls:
@@ -170,10 +178,12 @@ class ServedCalls:
         self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
         self._number = 0
         self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
-        self._gone_down: dict[int, list[int]] = {}  # by call: micro-batches whose gradients of inputs come back
+        self._has_failed = False  # a call has, and others would receive what belongs to it
+        self._first_call = 0  # of this batch
         self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
         # on the stages below
         self._held: dict[tuple[int, int], _Held] = {}
+        self._leaves: dict[int, list[torch.Tensor]] = {}  # by call: inputs whose gradients may be asked for
 
     # ------------------------------------------------------------------------------------ the last stage
     def drive(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T:
@@ -188,12 +198,13 @@ class ServedCalls:
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
         self._batch, self._modes, self._released = batch, None, []
         self._finds_rows = self._stage.stack.row_dimensions is None
+        self._has_failed, self._first_call = False, self._number + 1
         self._keyed, self._unread = KeyedInputs(batch), unread
         with self._overriding():
             result = code()
         self._order(_End())
         wait_for(self._pending)
-        self._pending, self._batch, self._own, self._gone_down = [], {}, {}, {}
+        self._pending, self._batch, self._own = [], {}, {}
         return result
 
     @contextmanager
@@ -214,25 +225,38 @@ class ServedCalls:
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._runner.is_running:  # inside of a call that is being served
             return forward(*args, **kwargs)
+        if self._has_failed:
+            raise ValueError(
+                "A call of the model has failed in this step, so the pipeline's stages cannot serve another one. Let"
+                " the error end the step, or set pipeline_parallel_size=1."
+            )
+        self._has_failed = True
+        output = self._serve_call(name, forward, args, kwargs)
+        self._has_failed = False
+        return output
+
+    def _serve_call(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         inputs = {**{POSITIONAL.format(i): value for i, value in enumerate(args)}, **kwargs}
         self._number += 1
         has_gradients = torch.is_grad_enabled()
-        wants = [n for n, v in inputs.items() if has_gradients and isinstance(v, torch.Tensor) and v.requires_grad]
+        wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
         keys = {} if name else self._keys_of(args, kwargs)
         order = _Forward(
             self._number,
             name,
             self._spans(inputs),
             has_gradients,
-            tuple(wants),
+            tuple(wanted),
             int(torch.randint(2**62, ())) if may_drop(self._model) else None,
             _autocast_state(self._stage.device.type),
             self._changed_modes(),
         )
         self._order(order, recursively_apply(self._by_name, {**inputs, **keys}))
         origin = torch.zeros((), device=self._stage.device)
-        if wants:
-            origin = _Inputs.apply(self, order.call, tuple(wants), order.spans, *(inputs[name] for name in wants))
+        if wanted:
+            origin = _Inputs.apply(self, order.call, *wanted.values())
         if not order.spans:  # one forward, as in one process: the model may count them
             values = self._receive(order, 0, origin)
             with (
@@ -289,6 +313,7 @@ class ServedCalls:
                 of: tuple(_row_dimension(values) for values in zip(*(end[of] for end in ends), strict=True))
                 for of in ends[0]
             }
+            self._refuse_unlike(ends, stack.row_dimensions)
         for of, dimensions in stack.row_dimensions.items():
             values = zip(*(end[of] for end in ends), strict=True)
             joined[of] = tuple(
@@ -296,6 +321,19 @@ class ServedCalls:
                 for parts, dimension in zip(values, dimensions, strict=True)
             )
         return joined
+
+    def _refuse_unlike(self, ends: Sequence[Carry], dimensions: Mapping[int, Sequence[int | None]]) -> None:
+        """Refuse values without a dimension of the samples that are not the same in all micro-batches."""
+        for of, of_stack in dimensions.items():
+            for index, dimension in enumerate(of_stack):
+                first = ends[0][of][index]
+                if dimension is None and not all(torch.equal(first, end[of][index]) for end in ends[1:]):
+                    raise UnsupportedModelError(
+                        self._model,
+                        f"its layers return a value of shape {tuple(first.shape)} that has no entry for each sample and"
+                        " differs between micro-batches (a sum over them, perhaps).",
+                        "Set num_microbatches=1, or pipeline_parallel_size=1.",
+                    )
 
     def _spans(self, inputs: Batch) -> tuple[tuple[int, int], ...]:
         """Rows of each micro-batch of a call; empty if it is not split."""
@@ -335,12 +373,21 @@ class ServedCalls:
 
     def _order(self, order: Any, tensors: Any = ()) -> None:
         released, self._released = self._released, []
+        self._forget_what_has_arrived()
         self._pending += self._messages.send_tree((order, released, tensors), self._index - 1)
+
+    def _forget_what_has_arrived(self) -> None:
+        """A gradient cache makes hundreds of calls: what they have sent must not stay until the step is over."""
+        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
 
     def send_backward(self, order: _Backward, gradients: Sequence[torch.Tensor]) -> None:
         """Called by autograd: order the backward of a micro-batch."""
         PROGRESS.tick()
-        self._gone_down.setdefault(order.call, []).append(order.part)
+        if order.call < self._first_call:
+            raise ValueError(
+                "backward() reaches a call of the model in an earlier step, whose graph the other pipeline stages no"
+                " longer have. Detach what is kept from step to step, or set pipeline_parallel_size=1."
+            )
         self._order(order, list(gradients))
 
     def modes_of_backward(self) -> _Modes | None:
@@ -348,12 +395,13 @@ class ServedCalls:
         modes = _Modes.of(self._model)
         return None if modes == self._modes else modes
 
-    def gradients_of_inputs(self, call: int, count: int) -> list[list[torch.Tensor] | None]:
-        """Called by autograd: receive the gradients of a call's inputs, by micro-batch, for those that went down."""
-        received: list[list[torch.Tensor] | None] = [None] * count
-        for part in self._gone_down.pop(call, []):
-            received[part] = self._messages.receive_tree(0)
-        return received
+    def gradients_of_inputs(self, call: int) -> list[torch.Tensor]:
+        """Called by autograd: the gradients of a call's inputs, summed over the stages below."""
+        self._order(_Ask(call))
+        found: list[torch.Tensor] = self._messages.receive_tree(0)
+        for stage in range(1, self._index):
+            found = [one + other for one, other in zip(found, self._messages.receive_tree(stage), strict=True)]
+        return found
 
     def release(self, call: int, part: int) -> None:
         """Called when the graph of a micro-batch is freed here."""
@@ -367,6 +415,7 @@ class ServedCalls:
             batch: the batch that all stages have.
         """
         tensors = tensors_of(batch)
+        modes = _Modes.of(self._model)  # what the user's code changes ends with it here
         while True:
             order, released, given = self._messages.receive_tree(self._index + 1)
             PROGRESS.tick()
@@ -376,7 +425,10 @@ class ServedCalls:
                 self._pending += self._messages.send_tree((order, released, given), self._index - 1)
             if isinstance(order, _End):
                 break
-            if isinstance(order, _Forward):
+            self._forget_what_has_arrived()
+            if isinstance(order, _Ask):
+                self._answer(order)
+            elif isinstance(order, _Forward):
                 inputs = recursively_apply(
                     lambda own: tensors[own.index], given, test_type=lambda value: isinstance(value, _Own)
                 )
@@ -386,25 +438,41 @@ class ServedCalls:
         wait_for(self._pending)
         self._pending = []
         self._held.clear()
+        self._leaves.clear()
+        modes.set(self._model)
+
+    def _answer(self, order: _Ask) -> None:
+        """Send the gradients that the inputs of a call have got here."""
+        leaves = self._leaves[order.call]
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self._pending += self._messages.send_tree(gradients, self._messages.last)
 
     def _forward(self, order: _Forward, inputs: Batch) -> None:
         if order.modes is not None:
             order.modes.set(self._model)
         module = self._served[order.module]
-        is_first = self._index == 0
+        if order.wanted:
+            position = itertools.count()
+            leaves: list[torch.Tensor] = []
 
+            def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+                if next(position) not in order.wanted:
+                    return tensor
+                leaves.append(tensor.detach().requires_grad_())
+                return leaves[-1]
+
+            inputs = recursively_apply(leaf_of, inputs)
+            self._leaves[order.call] = leaves
         for number, part in enumerate(_parts(inputs, order.spans, self._copies)):
             held = _Held([])
             values: list[torch.Tensor] = []
-            if not is_first:
+            if self._index > 0:
                 values = self._messages.receive_values(
                     self._index, self._stage.slots_in, with_gradients=order.has_gradients
                 )
                 held.received = [value for value in values if value.requires_grad]
-            else:
-                for name in order.wanted:
-                    part[name] = part[name].detach().requires_grad_()
-                    held.wanted.append(part[name])
             # views, as in `StageModule`: autocast must not take them for weights
             values = [value.view_as(value) if value.requires_grad else value for value in values]
             with self._running(order, number, module.forward), statistics_set_aside(self._stage.counted_elsewhere):
@@ -421,29 +489,27 @@ class ServedCalls:
 
     def _backward(self, order: _Backward, gradients: Sequence[torch.Tensor]) -> None:
         held = self._held[order.call, order.part]
-        for leaf in (*held.received, *held.wanted):
+        for leaf in held.received:
             leaf.grad = None
         of_forward = _Modes.of(self._model)
         if order.modes is not None:
             order.modes.set(self._model)
         if order.only_inputs:
-            leaves = [*held.received, *held.wanted]
+            leaves = [*held.received, *self._leaves.get(order.call, ())]
             found = torch.autograd.grad(
                 held.sent, leaves, gradients, retain_graph=order.keeps_graph, allow_unused=True
             )
             for leaf, gradient in zip(leaves, found, strict=True):
-                leaf.grad = gradient
+                if gradient is not None:
+                    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         else:
             torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
         of_forward.set(self._model)
         down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
-        up = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.wanted]
         if not order.keeps_graph:
             del self._held[order.call, order.part]
         if down:
             self._pending += self._messages.send_tree((order, [], down), self._index - 1)
-        if up:
-            self._pending += self._messages.send_tree(up, self._messages.last)
 
     # ------------------------------------------------------------------------------------ both
     @contextmanager
@@ -510,33 +576,16 @@ class _Token:
 
 
 class _Inputs(torch.autograd.Function):
-    """Inputs of a call that require a gradient; it comes back from the first stage, when all parts have gone down."""
+    """Inputs of a call that require a gradient; it comes back from the stages below, when all parts have gone down."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        served: ServedCalls,
-        call: int,
-        names: tuple[str, ...],
-        spans: tuple[tuple[int, int], ...],
-        *inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.served, ctx.call, ctx.spans = served, call, spans
-        ctx.shapes = [(value.shape, value.dtype, value.device) for value in inputs]
+    def forward(ctx: Any, served: ServedCalls, call: int, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.served, ctx.call = served, call
         return torch.zeros((), device=inputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        received = ctx.served.gradients_of_inputs(ctx.call, max(len(ctx.spans), 1))
-        gradients = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes]
-        for index, of_part in enumerate(received):
-            for whole, gradient in zip(gradients, of_part or (), strict=False):
-                start, stop = ctx.spans[index] if ctx.spans else (0, len(whole))
-                if gradient.shape == whole.shape:  # not split by samples
-                    whole += gradient
-                else:
-                    whole[start:stop] = gradient
-        return None, None, None, None, *gradients
+        return None, None, *ctx.served.gradients_of_inputs(ctx.call)
 
 
 # ---------------------------------------------------------------------------------------------------------

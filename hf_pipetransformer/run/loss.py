@@ -51,7 +51,12 @@ class TrainersLoss:
         """Whether it is the loss of a transformers model, which ignores labels of -100."""
         model: Any = self.job.model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        is_stock_model = type(model).__module__.startswith("transformers.") and not model._forward_pre_hooks
+        is_stock_model = (
+            type(model).__module__.startswith("transformers.")
+            and not model._forward_pre_hooks
+            and not model._forward_hooks
+            and getattr(model, "_loss_function", None) is None  # set by the user
+        )
         return is_stock_model and not self.job.overrides_loss and self.job.trainer.compute_loss_func is None
 
     @property
@@ -181,8 +186,7 @@ class BatchInFlight:
         """
         inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
         if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
-            with torch.no_grad():
-                self._of_whole(inputs, pipeline.last_stages)
+            self._of_whole(inputs, pipeline.last_stages)
             return
         part = self._of_whole(inputs, pipeline.last_stages)
         self.losses.append(part.detach())
@@ -216,6 +220,8 @@ class BatchInFlight:
         # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
         items: Any = self._num_items if share == 1 else self._num_items * share
         asked = items if self._loss.passes_items(batch) else None
+        if asked is not None and not self._loss.is_stock:
+            asked = torch.tensor(asked, device=job.device)  # as the stock Trainer passes it
         with job.computing_loss(last_stages):
             loss = trainer.compute_loss(job.model, as_the_user_made_it(batch), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
