@@ -330,8 +330,8 @@ class ServedCalls:
                 if dimension is None and not all(torch.equal(first, end[of][index]) for end in ends[1:]):
                     raise UnsupportedModelError(
                         self._model,
-                        f"its layers return a value of shape {tuple(first.shape)} that has no entry for each sample and"
-                        " differs between micro-batches (a sum over them, perhaps).",
+                        f"its layers return a value of shape {tuple(first.shape)} that has no entry for each sample"
+                        " and differs between micro-batches (a sum over them, perhaps).",
                         "Set num_microbatches=1, or pipeline_parallel_size=1.",
                     )
 

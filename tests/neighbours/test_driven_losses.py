@@ -131,7 +131,7 @@ def test_each_equals_one_process(folder: str) -> None:
         if case == "bf16":  # rounding of norms grows from step to step
             assert found[0][number].losses[:3] == pytest.approx(expected[number].losses[:3], abs=0.03)
         else:
-            assert_same_training([found[0][number]], expected[number])
+            assert_same_training([found[0][number]], expected[number], tolerance=1e-4)  # norms of 20 and more
     assert found[0][-1].notes["hits"][-1] == 1.0
 
 

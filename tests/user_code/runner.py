@@ -587,7 +587,7 @@ the whole batch. Made by `python -m tests.user_code --table docs/users_code.md`.
 
 Equal: losses, final weights, buffers and what evaluations find agree; the number is the largest difference of a
 weight. Refused: a `ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of
-a batch has a loss of its own, as under plain DDP or accumulation, and a warning says so.
+a batch has a loss of its own, as under plain DDP or accumulation, and a line of the log says so.
 
 Layouts: K2, two stages with two micro-batches; DP2, two replicas of one stage; one, a single process; acc2, with
 gradient accumulation; freeze, a schedule freezes layers; cache, likewise with the activation cache; slices, along
