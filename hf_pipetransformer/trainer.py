@@ -34,6 +34,7 @@ from .data.numbered_batches import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .freezing.by_arguments import FreezingByArguments
 from .freezing.policies import FreezePolicy
+from .model.elsewhere import computing_with_nan
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .resilience.watchdog import PROGRESS, phase
@@ -425,7 +426,9 @@ class PipeTransformerTrainer(Trainer):
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
         needed = self._job.mesh.gather_objects(names_saved(self, self.model, pipeline.weights))[0]
         gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
-        with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model):
+        # PEFT's own way of saving asks modules for their keys; others must not read what is not here
+        reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()
+        with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model), reading:
             super().save_model(output_dir, _internal_call)
 
     def _expect_all(self, method: str) -> None:

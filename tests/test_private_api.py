@@ -282,6 +282,9 @@ def adapters_have_a_state() -> bool:
 
 
 GUARDS: dict[str, Callable[[], Any]] = {
+    "_loss_function": lambda: (
+        "self._loss_function = " in inspect.getsource(transformers.PreTrainedModel.loss_function.fset)
+    ),
     # torch
     "_C": lambda: torch._C.DisableTorchFunctionSubclass().__enter__,
     "_autograd": tells_whether_the_graph_is_kept,

@@ -404,6 +404,10 @@ class ActivationCache:
             with_kwargs=True,
         )
 
+    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Announce a call of the model's forward that calls no hooks, in a pass."""
+        self._on_call(self._stack.model, args, kwargs)
+
     def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()

@@ -265,6 +265,7 @@ class ServedCalls:
                 self._stage.running_to_the_end(values, {**inputs, **keys}),
             ):
                 self._runner.begin_call()
+                self._tell_cache(args, dict(kwargs))
                 return _hiding_the_first(forward(*args, **kwargs))
         ends = [
             self._run_part(order, forward, part, number, origin)
@@ -523,9 +524,25 @@ class ServedCalls:
             torch.autocast(self._stage.device.type, dtype, enabled=enabled),
             seeded(seed) if seed is not None else nullcontext(),
             self._runner.calling_with(CalledWith()),
-            self._runner.calling_through(_with_positional(forward)),
+            self._runner.calling_through(self._with_positional(forward)),
         ):
             yield
+
+    def _with_positional(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Call `forward` on the inputs of an order, some of which were passed by position."""
+
+        def call(**inputs: Any) -> Any:
+            args: list[Any] = []
+            while (name := POSITIONAL.format(len(args))) in inputs:
+                args.append(inputs.pop(name))
+            self._tell_cache(tuple(args), inputs)
+            return forward(*args, **inputs)
+
+        return call
+
+    def _tell_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stage.cache is not None:
+            self._stage.cache.begin_call(args, kwargs)
 
 
 class _Boundary(torch.autograd.Function):
@@ -627,15 +644,3 @@ def _hiding_the_first(output: Any) -> Any:
 
 def _autocast_state(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def _with_positional(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `forward` on the inputs of an order, some of which were passed by position."""
-
-    def call(**inputs: Any) -> Any:
-        args: list[Any] = []
-        while (name := POSITIONAL.format(len(args))) in inputs:
-            args.append(inputs.pop(name))
-        return forward(*args, **inputs)
-
-    return call

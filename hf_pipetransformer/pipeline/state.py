@@ -284,7 +284,8 @@ class WeightState:
         """Inside, `model.state_dict()` may be called for its keys; the values of missing weights are meaningless."""
         self._lists_placeholders = True
         try:
-            yield
+            with computing_with_nan():
+                yield
         finally:
             self._lists_placeholders = False
 

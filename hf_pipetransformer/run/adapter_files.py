@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import is_peft_available
 
+from ..model.elsewhere import computing_with_nan
 from ..pipeline.state import WeightState
 
 
@@ -57,7 +58,8 @@ def _written(model: Any, state: Mapping[str, torch.Tensor], adapter: str) -> lis
     """The tensors that PEFT chooses for an adapter's file, with the embeddings, which it may add."""
     from peft import get_peft_model_state_dict
 
-    with warnings.catch_warnings():
+    # PEFT asks modules that are saved as a whole for their keys
+    with warnings.catch_warnings(), computing_with_nan():
         warnings.simplefilter("ignore")
         chosen = get_peft_model_state_dict(
             model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=True

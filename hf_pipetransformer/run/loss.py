@@ -221,7 +221,7 @@ class BatchInFlight:
         items: Any = self._num_items if share == 1 else self._num_items * share
         asked = items if self._loss.passes_items(batch) else None
         if asked is not None and not self._loss.is_stock:
-            asked = torch.tensor(asked, device=job.device)  # as the stock Trainer passes it
+            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
         with job.computing_loss(last_stages):
             loss = trainer.compute_loss(job.model, as_the_user_made_it(batch), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)

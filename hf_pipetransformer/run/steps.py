@@ -204,7 +204,9 @@ class Steps:
             **{name: getattr(self._job.trainer.control, name) and pipeline.num_stages > 1 for name in OF_CONTROL},
         )
         loss = self._agree(current.total(self._job.device), mine)
-        if pipeline.num_stages > 1 and not self._has_looked_for_nan and not bool(torch.isfinite(loss)):
+        # on an accelerator, asking would wait for the whole step
+        may_look = pipeline.num_stages > 1 and loss.device.type == "cpu" and not self._has_looked_for_nan
+        if may_look and not bool(torch.isfinite(loss)):
             self._has_looked_for_nan = True
             self.look_for_nan(f"The loss of step {state.global_step + 1} is {float(loss)}")
         PROGRESS.enter("callbacks")
