@@ -9,7 +9,7 @@ rejected 2]. With `blocks`, a part of it has the same samples' rows of each bloc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -118,15 +118,6 @@ def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
 
 def _chosen(rows: list[int], value: Any) -> Any:
     return value[rows] if isinstance(value, torch.Tensor) else type(value)(value[row] for row in rows)
-
-
-def join_rows(parts: Sequence[torch.Tensor], dim: int, blocks: int = 1) -> torch.Tensor:
-    """The tensor of a whole batch from those of its parts, along the dimension of the rows: undoes `slice_rows`."""
-    if blocks == 1:
-        return torch.cat(list(parts), dim=dim)
-    return torch.cat(
-        [block for of_block in zip(*(p.chunk(blocks, dim) for p in parts), strict=True) for block in of_block], dim=dim
-    )
 
 
 def _cut(value: Any, rows: int, part: Callable[[Any], Any]) -> Any:

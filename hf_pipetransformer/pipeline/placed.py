@@ -66,8 +66,9 @@ class SequenceSlicing(Protocol):
 class PlacedPipeline:
     """One process's part in running a plan. Building it is collective over all processes.
 
-    A step is run in one of three ways: by a token schedule if sequences are split, otherwise by a schedule of
-    micro-batches; with a single stage there is no schedule, and a step costs what it costs in the stock Trainer.
+    A step is run in one of four ways: by a token schedule if sequences are split, by the loss if it drives the
+    pipeline (`ServedCalls`), otherwise by a schedule of micro-batches; with a single stage there is no schedule, and a
+    step costs what it costs in the stock Trainer.
 
     Args:
         plan: the same on every process. The parameters that it assigns to this process must be here, with their
@@ -151,6 +152,8 @@ class PlacedPipeline:
         )
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
+        if is_driven:
+            return  # no schedule: the loss's calls are served
         books = shape_books(stage, self.messages)
         if slicing is not None:
             second_group = mesh.second_pipeline_group(plan.pipeline_parallel_size)

@@ -61,23 +61,6 @@ def elements_of_a_row(batch: Mapping[str, Any]) -> int:
     )
 
 
-def is_padded_further(one: Batch, other: Batch) -> bool:
-    """Whether the second batch is the first one with more padding."""
-    is_longer = False
-    if one.keys() != other.keys():
-        return False
-    for name, value in one.items():
-        longer = other[name]
-        if not isinstance(value, torch.Tensor) or not isinstance(longer, torch.Tensor) or value.dim() != longer.dim():
-            continue
-        if any(a > b for a, b in zip(value.shape, longer.shape, strict=True)):
-            return False
-        is_longer |= value.shape != longer.shape
-        if not torch.equal(value, longer[tuple(slice(size) for size in value.shape)]):
-            return False
-    return is_longer
-
-
 def of_different_classes(samples: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Reorder samples so that the first ones have as many different labels as possible."""
     seen: dict[Any, int] = {}

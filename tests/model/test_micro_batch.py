@@ -11,7 +11,6 @@ from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.model import micro_batch
 from hf_pipetransformer.model.micro_batch import (
     batch_rows,
-    join_rows,
     naming_long_rows,
     shape_signature,
     slice_rows,
@@ -196,7 +195,5 @@ def test_rows_in_blocks() -> None:
     first, second = split_batch(batch, 2, blocks=2)
     assert first["x"].tolist() == [0, 1, 4, 5] and first["margin"].tolist() == [0, 1]
     assert second["x"].tolist() == [2, 3, 6, 7] and second["margin"].tolist() == [2, 3]
-    joined = join_rows([first["x"], second["x"]], 0, blocks=2)
-    assert joined.tolist() == batch["x"].tolist()
     with pytest.raises(ValueError, match="has made 9 rows"):
         split_batch({"x": torch.arange(9)}, 2, blocks=2)
