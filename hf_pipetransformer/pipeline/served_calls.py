@@ -175,6 +175,7 @@ class ServedCalls:
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
         self._modes: _Modes | None = None  # what the stages below know
+        self._drops = self._runs_whole = False  # in these modes: whether dropout is active, and calls are not divided
         self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
         self._number = 0
         self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
@@ -243,15 +244,18 @@ class ServedCalls:
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
         keys = {} if name else self._keys_of(args, kwargs)
+        modes = self._changed_modes()
+        if modes is not None:
+            self._drops, self._runs_whole = may_drop(self._model), bool(why_whole(self._stage.stack))
         order = _Forward(
             self._number,
             name,
             self._spans(inputs),
             has_gradients,
             tuple(wanted),
-            int(torch.randint(2**62, ())) if may_drop(self._model) else None,
+            int(torch.randint(2**62, ())) if self._drops else None,
             _autocast_state(self._stage.device.type),
-            self._changed_modes(),
+            modes,
         )
         self._order(order, recursively_apply(self._by_name, {**inputs, **keys}))
         origin = torch.zeros((), device=self._stage.device)
@@ -338,10 +342,9 @@ class ServedCalls:
 
     def _spans(self, inputs: Batch) -> tuple[tuple[int, int], ...]:
         """Rows of each micro-batch of a call; empty if it is not split."""
-        stack = self._stage.stack
         rows = batch_rows(inputs, default=1)
         count = min(self._most_parts, rows)
-        if count < 2 or why_whole(stack):
+        if count < 2 or self._runs_whole:
             return ()
         if self._finds_rows:
             if rows < 3:
