@@ -328,11 +328,17 @@ class PipeTransformerTrainer(Trainer):
     ) -> None:
         stock: Any = super()._maybe_log_save_evaluate
         stock = partial(stock, tr_loss, grad_norm, model, trial, *positional, **keywords)
-        PROGRESS.begin_round(f"is at the end of step {self.state.global_step}")  # the stock method gathers the loss
-        PROGRESS.enter("log")
         if self._pipeline_run is None:
             return stock()
+        self._pipeline_run.arrive()
+        PROGRESS.begin_round(f"is at the end of step {self.state.global_step}")  # the stock method gathers the loss
+        PROGRESS.enter("log")
         self._pipeline_run.preemption.log_save_evaluate(stock)
+
+    def store_flos(self) -> None:
+        if self._pipeline_run is not None:
+            self._pipeline_run.arrive()  # the stock method sums over all processes
+        super().store_flos()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         # all stages of a pipeline see the same samples, so only the last one counts them

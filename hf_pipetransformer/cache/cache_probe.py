@@ -245,7 +245,7 @@ class _Probe:
         if loss_of is not None and self.open:  # 8
             with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
                 whole = loss_of(dict(sample.batch))
-            error = _difference([self._above_all_units(carry, sample, loss_of)], [whole])
+            error = relative_difference([self._above_all_units(carry, sample, loss_of)], [whole])
             self._judge_all(
                 "loss from above",
                 error,
@@ -333,7 +333,7 @@ class _Probe:
 
         def visit(boundary: int, state: torch.Tensor) -> None:
             error = self._error(boundary, state, rows)
-            self._judge(boundary, check, error, _tolerance(state) if tolerance is None else tolerance, reason)
+            self._judge(boundary, check, error, rounding_of(state) if tolerance is None else tolerance, reason)
 
         self._forward(rows, visit, restores)
 
@@ -404,7 +404,7 @@ class _Probe:
         where = "" if first is None else f" in layer {self._stack.units[first - 1].name!r}"
         self._judge_all("padding", max(moved.values()), f"padding reaches real tokens{where}")
         pairs = zip(_results(output, mask, loss_of is None), _results(expected, mask, loss_of is None), strict=True)
-        errors = [_difference([actual], [result]) for actual, result in pairs]
+        errors = [relative_difference([actual], [result]) for actual, result in pairs]
         if loss_of is not None and self.open:
             other_noise = dict(carry)
             for slot in set(self.open.values()):
@@ -412,7 +412,7 @@ class _Probe:
                 tensors[slot.position] = _with_noise(tensors[slot.position], mask, generator)
                 other_noise[slot.stack] = tuple(tensors)
             losses = [[self._above_all_units(values, sample, loss_of)] for values in (carry, other_noise)]
-            errors.append(_difference(*losses))
+            errors.append(relative_difference(*losses))
         self._judge_all("loss", max(errors), "the loss depends on the hidden state of padding")
 
     # ------------------------------------------------------------------------------------ running and judging
@@ -492,7 +492,7 @@ class _Probe:
         if not rows.fits(state):
             return math.inf
         expected = [self._states[boundary][i] for i in rows.indices]
-        return _difference([state[row, span] for row, span in enumerate(rows.spans)], expected)
+        return relative_difference([state[row, span] for row, span in enumerate(rows.spans)], expected)
 
     def _judge(self, boundary: int, check: str, error: float, tolerance: float, reason: str) -> None:
         measured = self.errors.setdefault(boundary, {})
@@ -631,7 +631,7 @@ def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Ten
     return [loss, *of_tokens] if loss is not None and (with_loss or not of_tokens) else of_tokens
 
 
-def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Largest difference, relative to the largest expected value; infinite if shapes differ or a value is NaN."""
     if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
         return math.inf
@@ -641,7 +641,7 @@ def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     return math.inf if math.isnan(error) else error
 
 
-def _tolerance(state: torch.Tensor) -> float:
+def rounding_of(state: torch.Tensor) -> float:
     """The difference that rounding explains if other kernels run, for the dtype of the state or of its computation."""
     device = state.device.type
     dtypes = [state.dtype]

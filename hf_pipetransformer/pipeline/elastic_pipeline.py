@@ -103,6 +103,8 @@ class ElasticPipeline(nn.Module):
         """Splits sequences along their tokens as well; takes effect with the next plan."""
         self.is_driven = False
         """Whether the loss drives the pipeline, if there are several stages; takes effect with the next plan."""
+        self.serves_callbacks = False
+        """Whether some processes may call the model between the steps of a training, from the next plan on."""
         self.cache: ActivationCache | None = None
         self.offloads = device.type != "cpu"
         """Whether the weights of cached layers are offloaded from the device; on the CPU this would save nothing."""
@@ -326,7 +328,14 @@ class ElasticPipeline(nn.Module):
         stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self._loss_of, self.device)
         stage.use_cache(self.cache)
         placed = PlacedPipeline(
-            plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.slicing, self.is_driven
+            plan,
+            stage,
+            self.weights.is_trainable,
+            self.mesh,
+            self._wrap_replicas,
+            self.slicing,
+            self.is_driven,
+            self.serves_callbacks and takes_optimizer,
         )
         self.placed, self.stage = placed, stage
         self.train(self.training)
@@ -579,6 +588,8 @@ class ElasticPipeline(nn.Module):
             )
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_split:
+            if not is_trained and self._current.serves_callbacks:
+                return self.model(*positional, **batch)
             if not is_trained:
                 inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
                 return self.predict(inputs, CalledWith(), lambda rows: self.model(**rows))
@@ -610,6 +621,14 @@ class ElasticPipeline(nn.Module):
         """
         placed = self._current
         return prediction.predict(placed.stage, placed.messages, placed.of_each_stage((batch, called)), head)
+
+    def arrive(self) -> None:
+        """Come to what all processes do next: serve calls that others make in their callbacks before (`CallsApart`).
+
+        Collective over the pipeline.
+        """
+        if self.placed is not None:
+            self.placed.arrive()
 
     @property
     def can_serve(self) -> bool:
@@ -720,20 +739,31 @@ class ElasticPipeline(nn.Module):
         self._optimizer = OptimizerState(
             unwrapped(optimizer), self.stack.table, self.weights, self.mesh, is_elementwise
         )
-        outside = self._optimizer.outside
-        if outside and self.num_stages > 1 and not self.is_driven:
+        self._share_outside()
+        if self.plan is not None and self.plan.shards_optimizer:
+            self._divide_optimizer_state()
+            self._share_updates(self._optimizer)
+            if self.placed is not None:
+                self._divide_weights()
+
+    def adopt_outside(self) -> None:
+        """Train parameters outside of the model that the user has added to the optimizer since it was attached.
+
+        Collective over all processes.
+        """
+        self.optimizer_state.adopt_added()
+        self._share_outside()
+
+    def _share_outside(self) -> None:
+        outside = self.optimizer_state.outside
+        if outside and self.plan is not None and self.num_stages > 1 and not self.is_driven:
             raise ValueError(
                 f"{len(outside)} parameters of the optimizer do not belong to the model (one has shape"
                 f" {tuple(outside[0].shape)}), and processes that freezing makes replicas would not have their values."
                 " Leave loss_reduction out (the loss is then computed on whole batches, by the same processes in each"
                 " step), register them in the model, or set pipeline_parallel_size=1."
             )
-        self._optimizer.share_outside()
-        if self.plan is not None and self.plan.shards_optimizer:
-            self._divide_optimizer_state()
-            self._share_updates(self._optimizer)
-            if self.placed is not None:
-                self._divide_weights()
+        self.optimizer_state.share_outside()
 
     def detach_optimizer(self) -> None:
         """Release the attached optimizer, so that another pipeline of the model can attach it. Not collective."""

@@ -74,7 +74,7 @@ class OptimizerState:
                 " trained; train() has nothing to do otherwise."
             )
         self.outside = [p for p in parameters if id(p) not in self._name_of]
-        """Parameters outside of the model that the optimizer was created for."""
+        """Parameters outside of the model that the optimizer updates: those of a loss, for example."""
         if len(self.outside) == len(parameters):
             raise ValueError(
                 f"The optimizer's {len(parameters)} parameters do not belong to the model (one has shape"
@@ -242,21 +242,11 @@ class OptimizerState:
             for group, parameters in zip(groups, lists, strict=True):
                 group["params"] = parameters
 
-    def refuse_added(self) -> None:
-        """Check that the optimizer updates parameters of the model only.
-
-        Raises:
-            ValueError: if foreign parameters were added to the optimizer after it was attached.
-        """
+    def adopt_added(self) -> None:
+        """Count parameters that were added to the optimizer's groups since it was created as outside of the model."""
         known = {id(p) for p in (*self._table.model.parameters(), *self.outside, self._idle_parameter)}
         known |= {id(part) for _, part in self._parts.values()}
-        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
-        if added:
-            raise ValueError(
-                f"{len(added)} parameters of the optimizer do not belong to the model (one has shape"
-                f" {tuple(added[0].shape)}), so their gradients would not be reduced over the processes. Register"
-                " them in the model, or train in one process."
-            )
+        self.outside += [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
 
     @property
     def _is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..model.micro_batch import Batch
 from ..planning.plan import PipelinePlan
+from .calls_apart import CallsApart
 from .devices import synchronise
 from .divided_weights import DividedWeights
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
@@ -79,6 +80,7 @@ class PlacedPipeline:
         wrap_replicas: creates the DDP wrapper.
         slicing: split sequences along their tokens as well, if there are several stages.
         is_driven: whether the loss drives the pipeline, if there are several stages (`drive`).
+        serves_callbacks: whether calls of the model outside of the steps are served (`arrive`), if they can be.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class PlacedPipeline:
         wrap_replicas: WrapReplicas,
         slicing: SequenceSlicing | None = None,
         is_driven: bool = False,
+        serves_callbacks: bool = False,
     ) -> None:
         groups = mesh.groups(plan.pipeline_parallel_size)
         ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
@@ -142,6 +145,7 @@ class PlacedPipeline:
         self._scheduler: PipelineScheduler | None = None
         self._trials: MicrobatchTrials | None = None
         self._served: ServedCalls | None = None
+        self._apart: CallsApart | None = None
         if groups.pipeline is None:
             return
         if plan.num_virtual_stages == 1:
@@ -150,6 +154,8 @@ class PlacedPipeline:
         self._channels = tuple(
             BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
         )
+        if self._served is not None and serves_callbacks and not plan.divides_weights:
+            self._apart = CallsApart(stage, self.messages, self._served, self.of_each_stage)
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
         if is_driven:
@@ -189,6 +195,8 @@ class PlacedPipeline:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
         if self.divided is not None:
             self.divided.close()
+        if self._apart is not None:
+            self._apart.close()
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.remove()
         if self.wrapped is not None:
@@ -266,6 +274,16 @@ class PlacedPipeline:
             return self._served.drive(batch, code, unread)
         self._served.serve(batch)
         return None
+
+    def arrive(self) -> None:
+        """Serve calls of the model that other processes make outside of the steps. Collective over the pipeline."""
+        if self._apart is not None:
+            self._apart.arrive()
+
+    @property
+    def serves_callbacks(self) -> bool:
+        """Whether any process may call the model outside of the steps, and the others serve it when they `arrive`."""
+        return self._apart is not None
 
     @property
     def can_serve(self) -> bool:

@@ -57,7 +57,7 @@ class _Own:
 
 
 @dataclass(frozen=True)
-class _Modes:
+class Modes:
     """What the user's code may have changed in the model's modules, in the order of `model.modules()`.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Modes:
     adapters: tuple[tuple[bool, Any], ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Modes:
+    def of(cls, model: nn.Module) -> Modes:
         modules = list(model.modules())
         adapters: list[tuple[Any, Any]] = [
             (m._disable_adapters, m._active_adapter) for m in modules if _has_adapters(m)
@@ -111,7 +111,7 @@ class _Forward:
     wanted: tuple[int, ...]
     seed: int | None
     autocast: tuple[bool, torch.dtype]
-    modes: _Modes | None
+    modes: Modes | None
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Backward:
     part: int
     only_inputs: bool
     keeps_graph: bool
-    modes: _Modes | None
+    modes: Modes | None
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,18 @@ class ServedCalls:
         self._stage, self._messages, self._most_parts = stage, messages, most_parts
         self._model, self._runner = stage.stack.model, stage.stack.runner
         self._index = messages.stage_index
-        self._served = _modules_around_all(self._model, [unit.module for unit in stage.stack.units])
-        self._copies = any(map(is_users, self._served.values()))
+        self.modules = _modules_around_all(self._model, [unit.module for unit in stage.stack.units])
+        """The modules whose calls are served, by name."""
+        self.is_driving = False
+        """Whether the user's code runs here, and its calls are served."""
+        self._copies = any(map(is_users, self.modules.values()))
         self._pending: Pending = []
         # on the last stage
         self._batch: Batch = {}
         self._keyed = KeyedInputs({})
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
-        self._modes: _Modes | None = None  # what the stages below know
+        self._modes: Modes | None = None  # what the stages below know
         self._drops = self._runs_whole = False  # in these modes: whether dropout is active, and calls are not divided
         self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
         self._number = 0
@@ -206,6 +209,7 @@ class ServedCalls:
         self._order(_End())
         wait_for(self._pending)
         self._pending, self._batch, self._own = [], {}, {}
+        self._first_call = self._number + 1  # the stages below have no graphs any more
         return result
 
     @contextmanager
@@ -216,9 +220,10 @@ class ServedCalls:
             return lambda *args, **kwargs: self._call(name, forward, args, kwargs)
 
         with ExitStack() as undone:
-            self._runner.is_served = True
-            undone.callback(setattr, self._runner, "is_served", False)
-            for name, module in self._served.items():
+            undone.callback(setattr, self._runner, "is_served", self._runner.is_served)
+            undone.callback(setattr, self, "is_driving", False)
+            self._runner.is_served = self.is_driving = True
+            for name, module in self.modules.items():
                 override = MethodOverride(module, "forward", serving(name, module.forward))
                 undone.callback(override.remove)
             yield
@@ -363,8 +368,8 @@ class ServedCalls:
         called = named_inputs(self._model, args, kwargs)
         return {KEYS_NAME: self._batch[KEYS_NAME]} if self._keyed.are(called, self._unread) else {}
 
-    def _changed_modes(self) -> _Modes | None:
-        modes = _Modes.of(self._model)
+    def _changed_modes(self) -> Modes | None:
+        modes = Modes.of(self._model)
         if modes == self._modes:
             return None
         self._modes = modes
@@ -389,14 +394,15 @@ class ServedCalls:
         PROGRESS.tick()
         if order.call < self._first_call:
             raise ValueError(
-                "backward() reaches a call of the model in an earlier step, whose graph the other pipeline stages no"
-                " longer have. Detach what is kept from step to step, or set pipeline_parallel_size=1."
+                "backward() reaches a call of the model in an earlier step or in a callback, whose graph the other"
+                " pipeline stages no longer have. Detach what is kept from step to step, or set"
+                " pipeline_parallel_size=1."
             )
         self._order(order, list(gradients))
 
-    def modes_of_backward(self) -> _Modes | None:
+    def modes_of_backward(self) -> Modes | None:
         """Called by autograd: modes other than the last forward's; not all stages below may get this order."""
-        modes = _Modes.of(self._model)
+        modes = Modes.of(self._model)
         return None if modes == self._modes else modes
 
     def gradients_of_inputs(self, call: int) -> list[torch.Tensor]:
@@ -419,7 +425,7 @@ class ServedCalls:
             batch: the batch that all stages have.
         """
         tensors = tensors_of(batch)
-        modes = _Modes.of(self._model)  # what the user's code changes ends with it here
+        modes = Modes.of(self._model)  # what the user's code changes ends with it here
         while True:
             order, released, given = self._messages.receive_tree(self._index + 1)
             PROGRESS.tick()
@@ -456,7 +462,7 @@ class ServedCalls:
     def _forward(self, order: _Forward, inputs: Batch) -> None:
         if order.modes is not None:
             order.modes.set(self._model)
-        module = self._served[order.module]
+        module = self.modules[order.module]
         if order.wanted:
             position = itertools.count()
             leaves: list[torch.Tensor] = []
@@ -495,7 +501,7 @@ class ServedCalls:
         held = self._held[order.call, order.part]
         for leaf in held.received:
             leaf.grad = None
-        of_forward = _Modes.of(self._model)
+        of_forward = Modes.of(self._model)
         if order.modes is not None:
             order.modes.set(self._model)
         if order.only_inputs:

@@ -188,6 +188,7 @@ def predict(
     keys = keys if pipeline.cache is not None else None
     with phase("prediction"):
         if pipeline.is_split:
+            pipeline.arrive()
             group = pipeline.last_stages if job.overrides_loss else None
 
             def predict_rows(batch: Batch) -> Prediction:

@@ -102,10 +102,14 @@ class TrainingJob:
     @property
     def overrides_loss(self) -> bool:
         """Whether the user, or another library, computes the loss in a `compute_loss` of their own."""
-        owners = (cls.__module__ for cls in type(self.trainer).__mro__ if "compute_loss" in vars(cls))
+        return self.overrides("compute_loss")
+
+    def overrides(self, method: str) -> bool:
+        """Whether the user, or another library, has a method of the Trainer of their own."""
+        owners = (cls.__module__ for cls in type(self.trainer).__mro__ if method in vars(cls))
         # our own override changes nothing
         owner = next(name for name in owners if not name.startswith("hf_pipetransformer."))
-        return not owner.startswith("transformers.") or "compute_loss" in vars(self.trainer)
+        return not owner.startswith("transformers.") or method in vars(self.trainer)
 
     def called_by_stock(self, batch: Batch) -> CalledWith:
         """How the stock `compute_loss` and `prediction_step` call the model on a batch."""
@@ -138,6 +142,13 @@ class TrainingJob:
             self.args.activation_cache == "auto" and not self.args.full_determinism
         )
         return wanted and self.freeze_callback is not None and not self.args.slices_tokens
+
+    @property
+    def may_cache_front(self) -> bool:
+        """Whether the arguments allow what the user has frozen to be computed once: with one stage, without policy."""
+        args = self.args
+        wanted = args.activation_cache == "on" or (args.activation_cache == "auto" and not args.full_determinism)
+        return wanted and self.freeze_callback is None and not args.uses_pipeline and not args.torch_compile
 
     @property
     def shares_store(self) -> bool:

@@ -41,6 +41,7 @@ from .checkpointing import exporting_state
 from .consistency import check_same_size
 from .cutting import CutModel, time_model
 from .evaluation import refuse_generation_that_does_not_fit
+from .front_cache import FrontCache
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .lazy_model import sparing_memory, warn_of_unsaved
 from .loss import TrainersLoss
@@ -52,6 +53,7 @@ from .run_log import RunLog
 from .samples import SampleCollator
 from .setup import Setup, find_reduction, find_windows, is_driven, may_replicate, say_how_loss_adds_up
 from .steps import Doubt, Steps
+from .training_data import store_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,8 @@ class PipelineRun(TrainerCallback):
         self.generations: Path | None = None
         """The file that names the cache generations being read, for the workers of all loaders."""
         self.cache: AutoCache | None = None
+        self.front: FrontCache | None = None
+        """The cache of what the user has frozen, without a freeze policy and with one stage."""
         self.why_not_cached: str | None = None
         """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
@@ -151,6 +155,8 @@ class PipelineRun(TrainerCallback):
                 finishes(close)  # its writer waits for the device, where a kernel may wait for other processes
             else:
                 close()
+        if self.front is not None:
+            self.front.close(has_failed)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
 
@@ -182,6 +188,7 @@ class PipelineRun(TrainerCallback):
         """
         try:
             yield
+            self.arrive()  # the last callbacks have run
         except RuntimeError as error:
             if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
                 raise
@@ -219,10 +226,19 @@ class PipelineRun(TrainerCallback):
         Raises:
             ValueError: another process does something else.
         """
+        self.arrive()
         if self.watchdog is None or not self.watchdog.has_store:
             return False
         self.watchdog.meet(doing)
         return True
+
+    def arrive(self) -> None:
+        """Serve calls of the model in callbacks of other processes, before this one waits for them elsewhere.
+
+        Collective over the pipeline.
+        """
+        if self._cut is not None:
+            self.pipeline.arrive()
 
     # ------------------------------------------------------------------------------------ before the first step
     def optimize(self, make_optimizer: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -268,7 +284,7 @@ class PipelineRun(TrainerCallback):
                 self._refuse_coupling(self._coupling_of(optimizer))
             self._attach(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
-            pipeline.optimizer_state.refuse_added()
+            pipeline.adopt_outside()
         return pipeline
 
     def place(self) -> ElasticPipeline:
@@ -332,10 +348,16 @@ class PipelineRun(TrainerCallback):
         refuse_generation_that_does_not_fit(job, plan)
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
+        calls = bool(job.users_callbacks) or job.overrides("prediction_step")
+        pipeline.serves_callbacks = any(job.mesh.gather_objects(calls))
         pipeline.offloads = job.device.type != "cpu" and not watches_steps
         if _divides_optimizer(plan):
             self._refuse_coupling(coupling)
-        self._steps = Steps(job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps)
+        if job.may_cache_front:
+            self.front = FrontCache(job, data.dataset, store_file(job), watches_steps)
+        self._steps = Steps(
+            job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps, self.front
+        )
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
@@ -488,6 +510,7 @@ class PipelineRun(TrainerCallback):
         This is the one safe point for a transformation: there are no gradients and no batch is being processed.
         """
         step = self._job.trainer.state.global_step
+        self.arrive()
         PROGRESS.begin_round(f"is in step {step + 1}")
         PROGRESS.enter("adapt", step)
         with self.log.recorder.doing("adapting"):
@@ -580,6 +603,7 @@ class PipelineRun(TrainerCallback):
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
+        self.arrive()
         PROGRESS.begin_round("loads the best model")
         self.preemption.leave_if_asked()  # the steps that follow may also remove the checkpoint of the last weights
         refuse_best_model_that_some_lack(self._job)
@@ -630,6 +654,7 @@ class PipelineRun(TrainerCallback):
         self._show_weights()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.arrive()
         PROGRESS.begin_round("is at the end of train()")
         PROGRESS.enter("end")
         self.preemption.leave_if_asked()

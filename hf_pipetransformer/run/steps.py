@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from enum import Flag, auto
 from functools import partial
@@ -28,6 +29,7 @@ from ..pipeline.mesh import ProcessMesh
 from ..resilience.watchdog import PROGRESS, phase
 from .batches import GlobalBatch, prepared
 from .cache_control import AutoCache
+from .front_cache import FrontCache
 from .job import TrainingJob
 from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
 from .metrics_file import RunRecorder
@@ -115,6 +117,7 @@ class Steps:
         preemption: is notified when all processes know that training must end.
         recorder: is notified of each batch.
         watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
+        front: the cache of what the user has frozen, if there is one.
 
     Attributes:
         batch: the batch of the current optimizer step.
@@ -131,13 +134,14 @@ class Steps:
         preemption: Preemption,
         recorder: RunRecorder,
         watches_steps: bool,
+        front: FrontCache | None = None,
     ) -> None:
         self.batch = GlobalBatch()
         self.doubts = Doubt.NONE
         self._job, self._pipeline, self._setup = job, pipeline, setup
         self._data, self._cache = data, cache
         self._preemption, self._recorder = preemption, recorder
-        self._watches_steps = watches_steps
+        self._watches_steps, self._front = watches_steps, front
         self._loss = TrainersLoss(job)
         self._in_flight: BatchInFlight | None = None
         self._has_looked_for_nan = False
@@ -164,6 +168,7 @@ class Steps:
             The loss of the global batch, the same on every process.
         """
         pipeline, cache, state = self._pipeline, self._cache, self._job.trainer.state
+        pipeline.arrive()
         PROGRESS.begin_round(f"is in step {state.global_step + 1}")
         PROGRESS.enter("step")
         # 1
@@ -181,7 +186,8 @@ class Steps:
         current = self._in_flight = BatchInFlight(
             self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
-        with naming_long_rows(self._job.model, batch):
+        front = nullcontext() if self._front is None else self._front.step(state)
+        with naming_long_rows(self._job.model, batch), front:
             pipeline.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
             if pipeline.is_driven and pipeline.num_stages > 1:

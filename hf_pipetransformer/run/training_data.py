@@ -152,10 +152,11 @@ def generations_file(job: TrainingJob) -> Path | None:
 
     Collective over all processes.
     """
-    return _generations_file(job) if job.may_cache else None
+    return store_file(job) if job.may_cache else None
 
 
-def _generations_file(job: TrainingJob) -> Path:
+def store_file(job: TrainingJob) -> Path:
+    """Return a file of this training in the folder of the store. Collective over all processes."""
     nodes = job.mesh.gather_objects(node_name())
     # all processes use the same file, even if each was given a temporary output_dir of its own
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
@@ -169,7 +170,7 @@ def shared_default_store(job: TrainingJob) -> Iterator[None]:
     One that is there before, kept for a training that was interrupted, stays. Entering is collective over all
     processes; leaving is not, because an error may be of one process alone.
     """
-    current = _generations_file(job) if job.args.activation_cache_dir is None else None
+    current = store_file(job) if job.args.activation_cache_dir is None else None
     is_new = current is not None and not job.mesh.any(current.parent.exists())
     try:
         yield

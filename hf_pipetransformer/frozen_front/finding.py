@@ -1,0 +1,396 @@
+"""Finds the frozen front of a model: the largest frozen modules whose inputs come from the batch alone.
+
+One forward pass is watched as it happens, function by function, without names or families. Of each tensor it is known
+what it was computed from: inputs of the batch (by name), parameters that are trained, random numbers. A module belongs
+to the front if all its parameters are frozen, it is called once, and nothing of what it is given was computed from
+what is trained or drawn. Its output is needed if anything but the front reads it, or if the model returns it:
+
+    pixel_values -> embeddings -> layer 0 ... layer 7 -> projector (trained) -> ...
+                    front         front       front,
+                                              needed
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..cache.content_keys import NOT_OF_STATES
+from ..model.layer_range import MethodOverride
+from ..pipeline.devices import synchronise
+
+TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
+"""What a tensor may come from besides inputs of the batch."""
+NOT_OF_BATCH = frozenset({TRAINED, RANDOM, UNKNOWN})
+
+METADATA = frozenset(
+    {
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "get_device",
+        "grad_fn",
+        "is_complex",
+        "is_contiguous",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "is_leaf",
+        "is_meta",
+        "is_mps",
+        "is_nested",
+        "is_quantized",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "requires_grad",
+        "shape",
+        "size",
+        "stride",
+    }
+)
+"""What may be asked of a tensor without looking at its values. Shapes are compared where they matter (`front`)."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CHEAP = 0.5
+"""A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
+NOTICEABLE = 0.05
+"""Share of the forward pass from which on it is said why a frozen module is not in the front."""
+
+
+Ran = tuple[list[torch.Tensor], list[Any], TreeSpec]
+"""The tensors that a module was called on, the leaves of its output, and the containers in which they were."""
+
+
+@dataclass(frozen=True)
+class FrontModule:
+    """A module of the front.
+
+    Attributes:
+        name: of the module.
+        reads: names of the batch's inputs that it is computed from, directly or by way of other modules.
+        needed: positions of the leaves of its output that must be stored.
+    """
+
+    name: str
+    reads: frozenset[str]
+    needed: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FoundFront:
+    """What one forward pass has shown.
+
+    Attributes:
+        modules: in the order of their calls.
+        seconds: of the modules' calls.
+        share: the same as a share of the whole pass.
+        row_bytes: what must be stored for each row, in bytes.
+        why_not: for other frozen modules, why they are not in the front, if they take a noticeable time.
+        calls: of each module; to be forgotten after use.
+    """
+
+    modules: tuple[FrontModule, ...]
+    seconds: float
+    share: float
+    row_bytes: int
+    why_not: Mapping[str, str]
+    calls: dict[str, Ran]
+
+
+@dataclass
+class _Called:
+    """A call of a frozen module."""
+
+    name: str
+    origins: frozenset[str]
+    inputs: list[torch.Tensor]
+    outputs: list[Any]
+    seconds: float
+    why_not: str | None
+    structure: TreeSpec
+
+
+class _Origins(TorchFunctionMode):
+    """Notes of each tensor what it comes from, and which tensors something other than a frozen module reads."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__()
+        self.is_inside = False
+        self.decided: set[str] = set()  # what the program has looked at the values of
+        self._device = device
+        self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
+        self._read: Any = WeakIdKeyDictionary()
+        for parameter in model.parameters():
+            self._groups[parameter] = {TRAINED} if parameter.requires_grad else set()
+        for buffer in model.buffers():
+            self._groups[buffer] = set()
+        for name, value in inputs.items():
+            for tensor in tensors_in(value):  # models hand on what only their loss needs
+                self.of(tensor, set()).update({name} - NOT_OF_STATES)
+
+    def of(self, tensor: torch.Tensor, default: set[str] | None = None) -> set[str]:
+        base = tensor if tensor._base is None else tensor._base
+        if base not in self._groups:
+            self._groups[base] = {UNKNOWN} if default is None else default
+        return self._groups[base]
+
+    def union(self, tensors: Sequence[torch.Tensor]) -> set[str]:
+        return set().union(*map(self.of, tensors))
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._read
+
+    def note_read(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._read[tensor] = True
+
+    def note_output(self, value: Any, origins: set[str]) -> None:
+        for tensor in tensors_in(value):
+            self.of(tensor, set()).update(origins)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__name__
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if self.is_inside or name in METADATA:
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        before = random_state(self._device)
+        result = func(*args, **kwargs)
+        origins = self.union(given)
+        if any(not torch.equal(a, b) for a, b in zip(before, random_state(self._device), strict=True)):
+            origins.add(RANDOM)
+        self.note_read(given)
+        made = tensors_in(result)
+        changed = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
+        changed += tensors_in(kwargs.get("out"))
+        for tensor in (*made, *changed):
+            self.of(tensor, set()).update(origins)
+        if not made and not changed:
+            self.decided |= origins
+        return result
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """States of torch's generators that a model's functions draw from."""
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _other_randomness() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
+
+
+def frozen_modules(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted."""
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        return {name: model}
+    inside = (frozen_modules(child, f"{name}.{of}".strip(".")) for of, child in model.named_children())
+    return {of: module for found in inside for of, module in found.items()}
+
+
+def find_front(
+    model: nn.Module, inputs: Mapping[str, Any], call: Callable[[], Any], device: torch.device
+) -> tuple[Any, FoundFront]:
+    """Watch one forward pass, and return its output and the front that it has shown, which may be empty.
+
+    Args:
+        model: the model, in the modes of training.
+        inputs: what it is called on, by name.
+        call: runs the forward.
+        device: where it computes.
+    """
+    modules = frozen_modules(model)
+    origins = _Origins(model, inputs, device)
+    calls: list[_Called] = []
+    at_start = _other_randomness()
+
+    def watch(
+        name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        of = origins.union(given)
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
+        why = None if odd is None else f"it is given a {type(odd).__name__}"
+        before, versions = random_state(device), _versions(module)
+        synchronise(device)
+        began = time.perf_counter()
+        output = forward(*args, **kwargs)
+        synchronise(device)
+        seconds = time.perf_counter() - began
+        if any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True)):
+            why = why or "it draws random numbers (for dropout, perhaps)"
+            of.add(RANDOM)
+        if _other_randomness() != at_start:
+            why = why or "random numbers are drawn with Python or NumPy"
+        if _versions(module) != versions:
+            why = why or "it changes its buffers"
+        outputs, structure = tree_flatten(output)
+        odd = next((leaf for leaf in outputs if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
+        if odd is not None:
+            why = why or f"it returns a {type(odd).__name__}"
+        origins.note_output(output, of)
+        calls.append(_Called(name, frozenset(of | origins.decided), given, outputs, seconds, why, structure))
+        return output
+
+    def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if origins.is_inside:
+                return forward(*args, **kwargs)
+            origins.is_inside = True
+            try:
+                return watch(name, module, forward, args, kwargs)
+            finally:
+                origins.is_inside = False
+
+        return run
+
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            override = MethodOverride(module, "forward", watched(name, module, module.forward))
+            stack.callback(override.remove)
+        stack.enter_context(origins)
+        output = call()
+    synchronise(device)
+    seconds = time.perf_counter() - began
+    origins.note_read(tensors_in(output))
+    return output, _chosen(calls, origins, inputs, seconds)
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return [-1 if buffer.is_inference() else buffer._version for buffer in module.buffers()]
+
+
+def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
+    """Choose the front among the frozen modules that were called."""
+    counts = Counter(call.name for call in calls)
+    why_not: dict[str, str] = {}
+    front: dict[str, _Called] = {}
+    for call in calls:
+        why = call.why_not
+        if counts[call.name] > 1:
+            why = "it is called several times in a forward pass"
+        elif why is None and call.origins & NOT_OF_BATCH:
+            why = "what it is given was computed from what is trained, or from random numbers"
+        elif why is None and not call.origins:
+            why = "it does not depend on the batch"
+        elif why is None and _rows_of(call.origins, inputs) is None:
+            why = "the inputs that it is computed from have different numbers of entries"
+        if why is None:
+            front[call.name] = call
+        elif call.seconds > NOTICEABLE * seconds:
+            why_not[call.name] = why
+    while True:
+        needed = _needed(front, calls, origins)
+        odd = next((n for n, leaves in needed.items() if not _has_rows(front[n], leaves, inputs)), None)
+        if odd is not None:
+            call = front.pop(odd)
+            if call.seconds > NOTICEABLE * seconds:
+                why_not[odd] = "what it returns has no entry for each sample"
+            continue
+        useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
+        cheap = _cheap(front, needed, calls, origins, inputs)
+        if not useless and cheap is None:
+            break
+        for name in useless or filter(None, [cheap]):
+            del front[name]
+    spent = sum(call.seconds for call in front.values())
+    return FoundFront(
+        tuple(FrontModule(name, call.origins, needed[name]) for name, call in front.items()),
+        spent,
+        spent / max(seconds, 1e-9),
+        sum(_row_bytes(call, needed[name], inputs) for name, call in front.items()),
+        why_not,
+        {name: (call.inputs, call.outputs, call.structure) for name, call in front.items()},
+    )
+
+
+def _needed(front: Mapping[str, _Called], calls: Sequence[_Called], origins: _Origins) -> dict[str, tuple[int, ...]]:
+    """For each module of the front, which leaves of its output something else reads."""
+    others = {id(tensor) for call in calls if call.name not in front for tensor in call.inputs}
+    return {
+        name: tuple(
+            position
+            for position, leaf in enumerate(call.outputs)
+            if isinstance(leaf, torch.Tensor) and (origins.is_read(leaf) or id(leaf) in others)
+        )
+        for name, call in front.items()
+    }
+
+
+def _feeds(call: _Called, front: Mapping[str, _Called]) -> bool:
+    outputs = {id(leaf) for leaf in call.outputs}
+    return any(id(tensor) in outputs for other in front.values() for tensor in other.inputs)
+
+
+def _cheap(
+    front: Mapping[str, _Called],
+    needed: Mapping[str, tuple[int, ...]],
+    calls: Sequence[_Called],
+    origins: _Origins,
+    inputs: Mapping[str, Any],
+) -> str | None:
+    """The last module that takes less time than what is stored for it is worth, if there is one."""
+
+    def all_bytes(of: Mapping[str, _Called], leaves: Mapping[str, tuple[int, ...]]) -> int:
+        return sum(_row_bytes(call, leaves[name], inputs) for name, call in of.items())
+
+    seconds, size = sum(call.seconds for call in front.values()), all_bytes(front, needed)
+    for name in reversed(list(front)):
+        rest = {other: call for other, call in front.items() if other != name}
+        less = size - all_bytes(rest, _needed(rest, calls, origins))
+        if less > 0 and front[name].seconds / seconds < CHEAP * less / size:
+            return name
+    return None
+
+
+def _rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
+    """Number of entries of the named inputs; None if they have different numbers."""
+    rows = {len(tensor) if tensor.dim() else 1 for name in names for tensor in tensors_in(inputs[name])}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _has_rows(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> bool:
+    rows = _rows_of(call.origins, inputs)
+    return all(call.outputs[leaf].dim() > 0 and len(call.outputs[leaf]) == rows for leaf in leaves)
+
+
+def _row_bytes(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> int:
+    rows = _rows_of(call.origins, inputs) or 1
+    return sum(call.outputs[leaf].nbytes // rows for leaf in leaves)

@@ -1,0 +1,350 @@
+"""Computes the frozen front of a model once for each sample: its outputs are stored, and given back afterwards.
+
+    in a call of the model     its samples are not all in the store     they are
+    a module of the front      runs; what is needed of its output       does not run; returns what was
+                               is stored when the call has ended        stored, in the same containers
+
+A value that is neither needed nor stored cannot be read. What could make a stored value a wrong one is looked at in
+each call: the front's weights, buffers, flags and modes, the shapes that its modules are called on, and how often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..cache.cache_probe import relative_difference, rounding_of
+from ..cache.content_keys import NOT_OF_STATES, RowKey, row_keys
+from ..model.elsewhere import hidden_like
+from ..model.layer_range import MethodOverride
+from ..model.left_as_found import left_as_found
+from ..model.micro_batch import Batch, batch_rows
+from ..pipeline.devices import synchronise
+from ..randomness import global_state_kept
+from .entries import FrontEntries
+from .finding import FoundFront, Ran, random_state, tensors_in
+
+T = TypeVar("T")
+
+NOT_STORED = "the output of {} is not kept, as nothing had read it when the frozen modules were looked for"
+REMEDY = "Set activation_cache='off'"
+
+Shape = tuple[int | None, ...]
+"""Of a tensor; None stands for the number of rows."""
+
+
+class OtherCallsError(Exception):
+    """The front is called in another way than before, so what is stored is of no use in this call."""
+
+
+class _AllRanError(Exception):
+    """Ends a forward pass of which only the front is wanted."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor in the output of a module: a tensor without memory, with one row; and the shape."""
+
+    like: torch.Tensor
+    shape: Shape
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, rows: int) -> _Leaf:
+        return cls(torch.empty((), dtype=tensor.dtype, device=tensor.device), _shape(tensor, rows))
+
+    def sized(self, rows: int) -> tuple[int, ...]:
+        return tuple(rows if size is None else size for size in self.shape)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """How a module is called, and what it returns, for inputs of some shape.
+
+    Attributes:
+        given: shapes of the tensors in its arguments.
+        leaves: of its output: tensors as `_Leaf`, other values as they are.
+        structure: the containers of the leaves.
+    """
+
+    given: tuple[Shape, ...]
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+
+    @classmethod
+    def of(cls, given: list[torch.Tensor], leaves: list[Any], structure: TreeSpec, rows: int) -> _Known:
+        return cls(
+            tuple(_shape(tensor, rows) for tensor in given),
+            tuple(_Leaf.of(leaf, rows) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            structure,
+        )
+
+
+def _shape(tensor: torch.Tensor, rows: int) -> Shape:
+    return tuple(None if not position and size == rows else size for position, size in enumerate(tensor.shape))
+
+
+@dataclass
+class _Call:
+    """A call of the model.
+
+    Attributes:
+        given_back: what is given back, by module and leaf; None if the modules run.
+        known: of each module.
+        rows: number of rows of what each module reads.
+        ran: the modules that have been called; with their outputs, if they ran.
+    """
+
+    given_back: dict[tuple[str, int], torch.Tensor] | None
+    known: Mapping[str, _Known]
+    rows: Mapping[str, int]
+    ran: dict[str, Ran] = field(default_factory=dict)
+    seconds: float = 0.0  # of the modules that ran
+    ends: bool = False  # when all modules have run
+
+
+class FrozenFront:
+    """The front of a model, from the call after the one in which it was found until `close`.
+
+    Args:
+        model: the model.
+        found: its front.
+        entries: what is stored; one store for each set of inputs that modules read.
+        device: where the model computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundFront,
+        entries: Mapping[frozenset[str], FrontEntries],
+        device: torch.device,
+    ) -> None:
+        self.found = found
+        self.seconds_per_row = 0.0
+        """Of the front's modules, in the call that was timed last."""
+        self.share = 0.0
+        """Their share of the model's forward pass in it."""
+        self.reading_seconds = 0.0
+        self.num_read = self.rows_read = self.rows_asked = 0
+        """Number of calls whose samples were read, of their samples, and of all calls' samples."""
+        self._model, self._entries, self._device = model, entries, device
+        self._known: dict[Any, dict[str, _Known]] = {}
+        self._plain: str | None = None  # what the model is called on besides tensors
+        self._call: _Call | None = None
+        self._modules = {module.name: module for module in found.modules}
+        self._overrides = []
+        for name in self._modules:
+            module = model.get_submodule(name)
+            self._overrides.append(MethodOverride(module, "forward", partial(self._forward, name, module.forward)))
+
+    def close(self) -> None:
+        """Let the modules run again."""
+        for override in self._overrides:
+            override.remove()
+        self._overrides = []
+
+    # ------------------------------------------------------------------------------------ calls of the model
+    def run(self, inputs: Batch, forward: Callable[[], T], reads: bool, writes: bool) -> T:
+        """Run a call of the model, in which the front is computed or given back.
+
+        Args:
+            inputs: what the model is called on, by name.
+            forward: runs its forward.
+            reads: whether stored outputs may be given back.
+            writes: whether outputs that are not in the store are stored.
+
+        Raises:
+            OtherCallsError: the front is not called as before, and nothing was given back.
+        """
+        keyed = self._keyed(inputs)
+        if keyed is None:
+            return forward()
+        keys, rows, signature = keyed
+        known = self._known.get(signature, {})
+        self.rows_asked += max(rows.values())
+        given_back = self._read(keys, known, rows) if reads and known else None
+        if given_back is not None:
+            before = random_state(self._device)
+            self._call = _Call(given_back, known, rows)
+            try:
+                output = forward()
+            except OtherCallsError:
+                set_random_state(before, self._device)
+                raise
+            finally:
+                self._call = None
+            self.num_read += 1
+            self.rows_read += max(rows.values())
+            return output
+        self._call = call = _Call(None, known, rows)
+        began = time.perf_counter()
+        try:
+            output = forward()
+        finally:
+            self._call = None
+        synchronise(self._device)
+        self.learn(inputs, call.ran, call.seconds, time.perf_counter() - began, writes)
+        return output
+
+    def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
+        """Take over what the front's modules have returned in a call of the model.
+
+        Args:
+            inputs: what the model was called on.
+            ran: what each of the modules was called on, and has returned.
+            seconds: how long they ran.
+            of_call: how long the model ran.
+            writes: whether to store it.
+        """
+        keyed = self._keyed(inputs)
+        if keyed is None or ran.keys() != self._modules.keys():
+            return
+        keys, rows, signature = keyed
+        self.seconds_per_row, self.share = seconds / max(rows.values()), seconds / of_call
+        known = {n: _Known.of(*call, rows[n]) for n, call in ran.items()}
+        odd = [n for n in known if any(known[n].leaves[k].shape[:1] != (None,) for k in self._modules[n].needed)]
+        if odd:  # there may be one row only, of which shapes do not show it
+            return
+        self._known[signature] = known
+        if writes:
+            for reads, entries in self._entries.items():
+                leaves = [ran[name][1][position] for name, position in self._stored_by(reads)]
+                entries.write([key.digest for key in keys[reads]], leaves)
+
+    def agrees(self, inputs: Batch, calls: Mapping[str, Ran], forward: Callable[[Batch], Any]) -> bool:
+        """Whether half of the samples alone have the same outputs of the front, up to rounding.
+
+        Args:
+            inputs: what the model was called on.
+            calls: as in `learn`.
+            forward: runs the model's forward on a batch.
+        """
+        rows = batch_rows(inputs)
+        half = torch.arange(0, rows, 2)
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            """Every other sample's entries: several images of a sample follow one another."""
+            if not tensor.dim() or len(tensor) % rows:
+                return tensor
+            return tensor.unflatten(0, (rows, -1))[half.to(tensor.device)].flatten(0, 1)
+
+        self._call = call = _Call(None, {}, {}, ends=True)
+        try:
+            with torch.no_grad(), left_as_found(self._model), global_state_kept():
+                forward(recursively_apply(chosen, inputs))
+        except _AllRanError:
+            pass
+        except Exception:  # samples have different numbers of images, perhaps
+            return False
+        finally:
+            self._call = None
+        if call.ran.keys() != self._modules.keys():
+            return False
+        for name, module in self._modules.items():
+            whole, part = calls[name][1], call.ran[name][1]
+            for position in module.needed:
+                expected, found = whole[position], part[position]
+                if relative_difference([found.detach()], [chosen(expected.detach())]) > rounding_of(expected):
+                    return False
+        return True
+
+    # ------------------------------------------------------------------------------------ inside
+    def _keyed(self, inputs: Batch) -> tuple[dict[frozenset[str], list[RowKey]], dict[str, int], Any] | None:
+        """The keys of what is read, the number of its rows for each module, and what outputs' shapes depend on."""
+        keys: dict[frozenset[str], list[RowKey]] = {}
+        plain = {name: value for name, value in inputs.items() if not tensors_in(value)}
+        if self._plain is None:
+            self._plain = repr(plain)
+        if repr(plain) != self._plain:
+            return None
+        for reads in self._entries:
+            if not reads <= inputs.keys():
+                return None
+            read = {name: inputs[name] for name in reads}
+            if any(tensor.requires_grad for tensor in tensors_in(read)):
+                return None
+            found = row_keys({**read, **plain}, NOT_OF_STATES, keeps_padding=True)
+            if not found:
+                return None
+            keys[reads] = found
+        rows = {name: len(keys[module.reads]) for name, module in self._modules.items() if module.reads in keys}
+        for name, module in self._modules.items():  # one that feeds others, and of which nothing is stored
+            if name not in rows:
+                rows[name] = len(tensors_in(inputs[next(iter(module.reads))])[0])
+        of_all = frozenset().union(*(module.reads for module in self._modules.values()))
+        shapes = [(n, [(t.dtype, t.shape[1:]) for t in tensors_in(inputs[n])]) for n in sorted(of_all)]
+        return keys, rows, (repr(shapes), min(rows.values()) == 1)
+
+    def _stored_by(self, reads: frozenset[str]) -> list[tuple[str, int]]:
+        """The leaves that one entry has, by module and position."""
+        return [
+            (module.name, position)
+            for module in self.found.modules
+            if module.reads == reads
+            for position in module.needed
+        ]
+
+    def _read(
+        self, keys: Mapping[frozenset[str], Sequence[RowKey]], known: Mapping[str, _Known], rows: Mapping[str, int]
+    ) -> dict[tuple[str, int], torch.Tensor] | None:
+        began = time.perf_counter()
+        given_back: dict[tuple[str, int], torch.Tensor] = {}
+        for reads, entries in self._entries.items():
+            stored = self._stored_by(reads)
+            leaves = [known[name].leaves[position] for name, position in stored]
+            shapes = [(leaf.like.dtype, leaf.sized(len(keys[reads]))) for leaf in leaves]
+            found = entries.read([key.digest for key in keys[reads]], shapes, self._device)
+            if found is None:
+                return None
+            given_back |= dict(zip(stored, found, strict=True))
+        self.reading_seconds += time.perf_counter() - began
+        return given_back
+
+    def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call is None:
+            return forward(*args, **kwargs)
+        if name in call.ran:
+            raise OtherCallsError(f"{name} is called several times in a forward pass")
+        if call.given_back is None:
+            synchronise(self._device)
+            began = time.perf_counter()
+            output = forward(*args, **kwargs)
+            synchronise(self._device)
+            call.seconds += time.perf_counter() - began
+            # the leaves, as the model may write into a container afterwards
+            call.ran[name] = tensors_in((args, kwargs)), *tree_flatten(output)
+            if call.ends and call.ran.keys() == self._modules.keys():
+                raise _AllRanError
+            return output
+        known, rows = call.known[name], call.rows[name]
+        given = tensors_in((args, kwargs))
+        call.ran[name] = given, [], known.structure
+        if tuple(_shape(tensor, rows) for tensor in given) != known.given or any(t.requires_grad for t in given):
+            raise OtherCallsError(f"{name} is called on something else than before")
+        return tree_unflatten(
+            [self._leaf(name, position, leaf, call) for position, leaf in enumerate(known.leaves)], known.structure
+        )
+
+    def _leaf(self, name: str, position: int, leaf: Any, call: _Call) -> Any:
+        assert call.given_back is not None
+        if not isinstance(leaf, _Leaf):
+            return leaf
+        if (name, position) in call.given_back:
+            return call.given_back[name, position]
+        return hidden_like(leaf.like.expand(leaf.sized(call.rows[name])), NOT_STORED.format(name), REMEDY)
+
+
+def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Set the states that `random_state` has returned."""
+    torch.default_generator.set_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -1,0 +1,233 @@
+"""What is frozen by the user, and fed by the batch alone, is computed in the first epoch and read in the others.
+
+For models that run in one stage and have no freeze policy. When a step calls the model:
+
+    1st call                          the front is looked for, in this call, and tried on half of the samples
+    2nd                               how much of the time it takes decides whether it is stored; a line says so
+    others of the first epoch         what the front returns is stored
+    of later epochs                   it is read, unless reading turns out to take longer
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import nn
+from transformers import TrainerState
+
+from ..cache.activation_store import ActivationStore
+from ..cache.content_keys import named_inputs
+from ..cache.sharing import open_store
+from ..frozen_front.entries import FrontEntries
+from ..frozen_front.finding import FoundFront, find_front
+from ..frozen_front.front import FrozenFront, OtherCallsError
+from ..frozen_front.weights import FrontWeights
+from ..model.layer_range import MethodOverride
+from ..model.micro_batch import Batch
+from ..planning.plan import MIB
+from .cache_setup import UNKNOWN_SIZE, describe_model
+from .job import TrainingJob
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.05
+"""Share of the forward pass from which on a front is stored with `activation_cache="auto"`."""
+SHARE_OF_DISK = 0.25
+"""Of the free disk that is used at most, if the user has given no limit."""
+READS_TO_JUDGE = 5
+"""Number of calls after whose reading it is decided whether reading takes longer than computing."""
+LEAST_CAPACITY = 4096
+
+
+class FrontCache:
+    """Watches the calls of the model in a training's steps, from its creation until `close`.
+
+    Args:
+        job: the training job.
+        dataset: the training data.
+        generations: a file in the folder of the store.
+        watches_steps: whether the user's callbacks run between the steps.
+    """
+
+    def __init__(self, job: TrainingJob, dataset: Any, generations: Path, watches_steps: bool) -> None:
+        self._job, self._dataset, self._watches_steps = job, dataset, watches_steps
+        self._model: nn.Module = job.model
+        self._folder = generations.parent
+        self._store: ActivationStore = open_store(generations.parent, user=generations.stem)
+        self._reads = self._writes = self._is_in_step = False
+        self._flags: list[bool] | None = None  # those for which the front was looked for
+        self._front: FrozenFront | None = None
+        self._weights: FrontWeights | None = None
+        self._entries: dict[frozenset[str], FrontEntries] = {}
+        self._existed = False  # what is stored, before this training began to store
+        self._is_decided = False
+        self._epoch = -1
+        forward = job.model.forward
+        self._override = MethodOverride(job.model, "forward", partial(self._forward, forward))
+
+    def close(self, has_failed: bool) -> None:
+        """Let the model run as it is, and remove what no other training can read."""
+        self._drop()
+        self._override.remove()
+        if not has_failed and not self._job.shares_store and self._job.trainer.is_local_process_zero():
+            self._store.remove()  # a process that still reads computes what it does not find
+
+    @contextmanager
+    def step(self, state: TrainerState) -> Iterator[None]:
+        """Inside, in a step, the model's calls are looked at.
+
+        Args:
+            state: the trainer's.
+        """
+        epoch = math.floor((state.epoch or 0.0) + 1e-6)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._reads = self._front is not None
+        self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
+    # ------------------------------------------------------------------------------------ calls of the model
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_in_step or not self._model.training:
+            return forward(*args, **kwargs)
+        self._is_in_step = False  # the model may call itself
+        try:
+            return self._run(forward, args, kwargs)
+        finally:
+            self._is_in_step = True
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = dict(named_inputs(self._model, args, kwargs))
+        flags = [parameter.requires_grad for parameter in self._model.parameters()]
+        run = partial(forward, *args, **kwargs)
+        if flags != self._flags:
+            self._drop()
+            self._flags = flags
+            return self._look_for_front(inputs, run, forward) if self._writes and not all(flags) else run()
+        if self._front is None or self._weights is None:
+            return run()
+        changed = self._weights.what_changed()
+        if changed is not None:
+            self._turn_off(changed)
+            return run()
+        try:
+            output = self._front.run(inputs, run, self._reads and self._is_decided, self._writes)
+        except OtherCallsError as error:
+            self._turn_off(str(error))
+            return run()
+        if not self._is_decided and self._front.share:
+            self._decide()
+        elif self._front.num_read == READS_TO_JUDGE:
+            self._judge()
+        return output
+
+    def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
+        device = self._job.device
+        output, found = find_front(self._model, inputs, run, device)
+        for name, why in found.why_not.items():
+            self._say(f"{name} is frozen, but computed in each epoch: {why}.")
+        if not any(module.needed for module in found.modules):
+            return output
+        modules = [self._model.get_submodule(module.name) for module in found.modules]
+        self._weights = FrontWeights(modules, self._watches_steps)
+        self._entries = self._opened(found)
+        self._existed = all(entries.exists for entries in self._entries.values())
+        self._reads = self._existed
+        self._front = front = FrozenFront(self._model, found, self._entries, device)
+        if front.agrees(inputs, found.calls, lambda batch: forward(**batch)):
+            front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self._writes)
+            front.share = 0.0  # the search takes time itself
+        else:
+            self._turn_off("what it returns for a sample depends on the other samples")
+        found.calls.clear()
+        return output
+
+    def _opened(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
+        assert self._weights is not None
+        job, size = self._job, len(self._dataset) if isinstance(self._dataset, Sized) else UNKNOWN_SIZE
+        limit = job.args.activation_cache_max_gib
+        self._store.limit(limit)
+        about = f"{describe_model(self._model, job.mixed_precision)} {self._weights.digest()}"
+        opened = {}
+        for reads in {module.reads for module in found.modules if module.needed}:
+            stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]
+            content = f"{about} {sorted(reads)} {stored} {[m.name for m in found.modules]}"
+            name = xxhash.xxh3_128_hexdigest(content.encode())
+            capacity = max(2 * size, LEAST_CAPACITY)
+            opened[reads] = FrontEntries(self._store, len(found.modules), name, job.mesh.rank, capacity)
+        return opened
+
+    # ------------------------------------------------------------------------------------ decisions
+    def _decide(self) -> None:
+        """Decide whether the front is worth storing, and say so."""
+        front = self._front
+        assert front is not None
+        self._is_decided = True
+        names = _described(self._model, front.found)
+        if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
+            self._drop()
+            return
+        size = len(self._dataset) if isinstance(self._dataset, Sized) else None
+        needed = None if size is None else front.found.row_bytes * size
+        usable = self._store.usable_bytes()
+        limit = self._job.args.activation_cache_max_gib
+        most = limit * 2**30 if limit is not None else SHARE_OF_DISK * usable if usable is not None else None
+        share = f"{names}, {front.share:.0%} of the forward pass, is frozen"
+        if needed is not None and most is not None and needed > most:
+            self._turn_off(
+                f"an epoch takes {needed / MIB:,.0f} MiB, and {most / MIB:,.0f} MiB may be used (a quarter of the free"
+                " disk, or activation_cache_max_gib)"
+            )
+            return
+        of_epoch = "" if needed is None else f" ({needed / MIB:,.1f} MiB)"
+        since = "was stored by another training" if self._existed else "is stored in this epoch and read in others"
+        self._say(f"{share}: its output {since}{of_epoch}, in {self._folder}.")
+
+    def _judge(self) -> None:
+        front = self._front
+        assert front is not None
+        reading = front.reading_seconds / max(front.rows_read, 1)
+        if self._job.args.activation_cache == "auto" and reading > front.seconds_per_row:
+            self._turn_off(
+                f"reading a sample takes {1e3 * reading:.3g} ms, but computing it only"
+                f" {1e3 * front.seconds_per_row:.3g} ms (measured; activation_cache='on' reads nevertheless)"
+            )
+
+    def _turn_off(self, why: str) -> None:
+        assert self._front is not None
+        logger.warning("The output of %s is not cached: %s.", _described(self._model, self._front.found), why)
+        self._drop()
+
+    def _drop(self) -> None:
+        front = self._front
+        if front is not None:
+            front.close()
+            if self._is_decided:
+                self._say(
+                    f"The output of {_described(self._model, front.found)} was read for {front.rows_read} of"
+                    f" {front.rows_asked} samples."
+                )
+        for entries in self._entries.values():
+            entries.close()
+        self._front, self._weights, self._entries, self._is_decided = None, None, {}, False
+
+    def _say(self, text: str) -> None:
+        if self._job.trainer.is_world_process_zero():
+            logger.info("%s", text)
+
+
+def _described(model: nn.Module, found: FoundFront) -> str:
+    """The outermost modules with the front's in them, in words."""
+    names = [module.name for module in found.modules]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

@@ -1,0 +1,155 @@
+"""The model called in a callback, on some processes only, while it is split: the others serve the call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from selection import slow
+from training_data import PadCollator, TrainingData
+from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerTrainer
+
+EVENTS = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_substep_end",
+    "on_step_end",
+    "on_log",
+    "on_evaluate",
+    "on_prediction_step",
+    "on_save",
+    "on_epoch_end",
+    "on_train_end",
+)
+RUN = Run(samples=64, per_device=4, accumulation=2, epochs=2, options={"eval_strategy": "epoch"})
+CALLERS = {"rank 0": (0,), "the last rank": (1,), "all": (0, 1), "all, on other numbers of calls": (0, 1, 1)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1F1B": {},
+    "frozen": {"freeze_policy": "schedule", "freeze_schedule": {1: 1}},
+    "driven": {},
+}
+
+
+class Calls(TrainerCallback):
+    """Calls the model on the processes in `callers`, at each event, as often as they are named."""
+
+    def __init__(self, rank: int, callers: tuple[int, ...], events: tuple[str, ...] = EVENTS) -> None:
+        self.found: dict[tuple[str, int], list[torch.Tensor]] = {}  # by event and step
+        self._number = callers.count(rank)
+        self._rows = PadCollator(RUN.kind)([TrainingData(RUN.kind, 5, seed=7)[row] for row in range(5)])
+        for event in events:
+            setattr(self, event, partial(self._call, event))
+
+    def _call(self, event: str, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        key = event, state.global_step
+        if key in self.found or not self._number:
+            return
+        self.found[key] = []
+        was_training = model.training
+        for _ in range(self._number):
+            model.eval()
+            with torch.no_grad():
+                output = model(**self._rows)
+                pooled = model.bert(input_ids=self._rows["input_ids"], return_dict=False)[1]
+            model.train(was_training)
+            self.found[key].append(torch.cat([output.logits.flatten(), output.loss[None], pooled.flatten()]))
+
+
+class OwnLoss:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def train(rank: int, world_size: int, folder: str, stages: int, callers: tuple[int, ...], layout: str) -> Any:
+    run = replace(RUN, trainer=OwnLoss if layout == "driven" else None).with_options(**LAYOUTS[layout])
+    run = replace(run, per_device=run.per_device * WORLD // world_size)
+    trainer = pipeline_trainer(run, stages, f"{folder}/{world_size}", save_strategy="epoch")
+    callback = Calls(rank, callers)
+    trainer.add_callback(callback)
+    return outcome_of(trainer), callback.found
+
+
+@pytest.mark.parametrize("layout", ["1F1B", *slow("frozen", "driven")])
+@pytest.mark.parametrize("callers", ["rank 0", "all, on other numbers of calls", *slow("the last rank", "all")])
+def test_a_call_equals_one_process(layout: str, callers: str, tmp_path: Path) -> None:
+    ((expected, outputs),) = run_ranks(train, 1, str(tmp_path), 1, (0,), layout)
+    found = run_ranks(train, 2, str(tmp_path), 2, CALLERS[callers], layout)
+    assert_same_training([outcome for outcome, _ in found], expected)
+    for rank, (_, theirs) in enumerate(found):
+        number = CALLERS[callers].count(rank)
+        assert not number or theirs.keys() >= outputs.keys()
+        for key in theirs.keys() & outputs.keys():  # layouts are logged as well
+            assert len(theirs[key]) == number
+            for output in theirs[key]:
+                torch.testing.assert_close(output, outputs[key][0], atol=1e-5, rtol=1e-4)
+
+
+def train_in_pairs(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
+    run = Run(samples=32, per_device=2, accumulation=1, epochs=1)
+    trainer = pipeline_trainer(run, 2, f"{folder}/pairs")
+    callback = Calls(rank, (0,), ("on_step_end",))
+    trainer.add_callback(callback)
+    trainer.train()
+    return callback.found
+
+
+@pytest.mark.slow
+def test_the_first_of_several_pipelines(tmp_path: Path) -> None:
+    found = run_ranks(train_in_pairs, 4, str(tmp_path))
+    assert len(found[0]) == 4 and all(not theirs for theirs in found[1:])
+
+
+class Backward(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero:
+            model(**PadCollator(RUN.kind)([TrainingData(RUN.kind, 1)[0]])).loss.backward()
+
+
+def backward(rank: int, world_size: int, folder: str) -> None:
+    trainer = pipeline_trainer(Run(samples=16, per_device=2, accumulation=1, epochs=1), 2, folder)
+    trainer.add_callback(Backward())
+    trainer.train()
+
+
+@pytest.mark.slow
+def test_a_backward_is_refused(tmp_path: Path) -> None:
+    error = run_ranks_expecting_error(backward, 2, str(tmp_path))[0]
+    assert type(error) is ValueError and "in an earlier step or in a callback" in str(error)
+
+
+class OwnPrediction:
+    """A `prediction_step` that calls the model on its own."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            outputs = model(**inputs)
+            again = self.model.bert(inputs["input_ids"], attention_mask=inputs["attention_mask"])  # type: ignore[attr-defined]
+        return outputs.loss + again.pooler_output.mean(), outputs.logits, inputs["labels"]
+
+
+def predict(rank: int, world_size: int, folder: str, stages: int) -> dict[str, float]:
+    run = Run(samples=16, per_device=8 // world_size, accumulation=1, epochs=1, trainer=OwnPrediction)
+    run = run.with_options(eval_strategy="steps", eval_steps=1)
+    trainer: PipeTransformerTrainer = pipeline_trainer(run, stages, f"{folder}/{stages}")
+    trainer.eval_dataset = TrainingData(RUN.kind, 12)  # as many batches on each process, and none repeated
+    return outcome_of(trainer).metrics
+
+
+@pytest.mark.slow
+def test_a_prediction_step_of_the_users(tmp_path: Path) -> None:
+    expected = run_ranks(predict, 1, str(tmp_path), 1)[0]
+    found = run_ranks(predict, 2, str(tmp_path), 2)
+    assert found[0]["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
