@@ -101,8 +101,9 @@ def layers_at_once(rank: int, world_size: int, checkpoints: bool) -> list[int]:
     seen: list[int] = []
 
     def look(*_: Any) -> None:
-        here = sum(all(p.is_contiguous() for p in layer.parameters()) for layer in layers)  # a placeholder is not
-        gradients = sum(any(p.grad is not None for p in layer.parameters()) for layer in layers)
+        with torch._C.DisableTorchFunctionSubclass():  # what is not here cannot be read
+            here = sum(all(p.is_contiguous() for p in layer.parameters()) for layer in layers)  # a placeholder is not
+            gradients = sum(any(p.grad is not None for p in layer.parameters()) for layer in layers)
         seen.append(max(here, gradients))
 
     class Watch(TrainerCallback):
@@ -124,13 +125,13 @@ def test_at_most_two_layers_are_here(checkpoints: bool) -> None:
 
 
 class Evaluated(TrainerCallback):
-    """Notes the weights that a callback sees between the steps."""
+    """Counts the weights that a callback can read between the steps."""
 
     def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.seen: list[int] = []
 
     def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-        self.seen.append(torch.cat([p.detach().reshape(-1)[:1] for p in model.parameters()]))
+        self.seen.append(sum(not getattr(p, "is_elsewhere", False) for p in model.parameters()))
 
 
 def evaluates(rank: int, world_size: int, stages: int, folder: str) -> tuple[Outcome, bool]:
@@ -145,7 +146,7 @@ def evaluates(rank: int, world_size: int, stages: int, folder: str) -> tuple[Out
     watch = Evaluated()
     trainer.add_callback(watch)
     outcome = outcome_of(trainer)
-    return outcome, all(bool(seen.isnan().all()) for seen in watch.seen)
+    return outcome, not any(watch.seen)
 
 
 @pytest.mark.parametrize("stages", few([1, 2], 1))
@@ -181,7 +182,7 @@ def test_a_model_without_layers_gathers_all_weights() -> None:
 
 # ------------------------------------------------------------------------------------------ what the planner knows
 class DrawsNumbers:
-    """Its loss is random, so layers may be skipped at random."""
+    """Its loss is random; its layers are not."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
         loss = super().compute_loss(model, inputs, **keywords)  # type: ignore[misc]
@@ -200,7 +201,7 @@ KNOWN = {
     "bert": (Run(epochs=1), True),
     "llama-tied": (Run("causal-lm", epochs=1), True),
     "albert": (Run(model="albert", epochs=1), False),
-    "draws-numbers": (Run(epochs=1, trainer=DrawsNumbers), False),
+    "draws-numbers": (Run(epochs=1, trainer=DrawsNumbers), True),
     "calls-twice": (Run(epochs=1, trainer=CallsTwice), False),
 }
 
@@ -252,13 +253,13 @@ def auto_with(rank: int, world_size: int, trainer: type | None) -> str:
     return chosen[-1]
 
 
-@pytest.mark.parametrize(("trainer", "sharding"), [(None, "full"), (DrawsNumbers, "optimizer")])
+@pytest.mark.parametrize(("trainer", "sharding"), [(None, "full"), (DrawsNumbers, "full"), (CallsTwice, "optimizer")])
 def test_auto_knows_it_too(trainer: type | None, sharding: str) -> None:
     assert run_ranks(auto_with, WORLD, trainer) == [sharding] * WORLD
 
 
 def calling_twice(rank: int, world_size: int, stages: int) -> Outcome:
-    run = Run(trainer=CallsTwice)
+    run = Run(trainer=CallsTwice, accumulation=1)  # the stock Trainer adds up accumulated losses of this kind
     return outcome_of(pipeline_trainer(run, stages, replica_sharding="full") if stages else reference_trainer(run))
 
 

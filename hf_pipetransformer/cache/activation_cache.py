@@ -370,7 +370,7 @@ class ActivationCache:
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
         inputs = runner.batch_of(named_inputs(module, args, kwargs))
-        if runner.takes_batch and self._has_what_loss_changes(inputs):
+        if runner.takes_batch and self.is_called_otherwise(inputs):
             return
         keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
         if keys is None or self._spans_of(keys) is None:
@@ -386,8 +386,11 @@ class ActivationCache:
         counts.hits, counts.older_hits, counts.layers_skipped, counts.load_seconds = before
         runner.begin_elsewhere(0, None, self.observer(inputs, keys, 0, stop))
 
-    def _has_what_loss_changes(self, called: Mapping[str, Any]) -> bool:
-        """Whether the model is not called as the loss calls it: predictions without labels compute no loss."""
+    def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
+        """Whether the model is not called as the loss calls it: predictions without labels compute no loss.
+
+        Keys do not cover what the loss keeps back.
+        """
         runner = self._stack.runner
         kept_back = runner.called.kept_back - NOT_IN_KEYS
         added = runner.called.added.keys() - NOT_OF_STATES
@@ -420,7 +423,7 @@ class ActivationCache:
             return
         self._awaited = None
         called = named_inputs(module, args, kwargs)
-        if self._has_what_loss_changes(called):
+        if self.is_called_otherwise(called):
             return
         if not awaited.inputs.are(called, self._ignored, runner.called.added):
             self.met_other_inputs = True

@@ -71,6 +71,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
         ):
             model.train()
             before = _state_of(model)
+            batch = _as_the_loss_does(stack, batch)
             seed_all(0)
             with runner.to_the_end(0, None, note):
                 whole = _called(stack, batch)
@@ -122,8 +123,24 @@ def _behind_all(stack: LayerStack, batch: dict[str, Any], final: Carry) -> dict[
         return None
 
 
-def _called(stack: LayerStack, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    arguments = {**stack.runner.called.added, **stack.runner.arguments(batch)}
+def _as_the_loss_does(stack: LayerStack, batch: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which to call the model: with the settings that the loss adds, if the model runs with them.
+
+    It does not if the loss adds tensors as well, which are not known here.
+    """
+    arguments = stack.runner.arguments(batch)
+    with_settings = {**stack.runner.called.added, **arguments}
+    if with_settings.keys() == arguments.keys():
+        return arguments
+    try:
+        with stack.runner.to_the_end(0, None):
+            stack.model(**with_settings)
+    except Exception:  # whatever the model raises
+        return arguments
+    return with_settings
+
+
+def _called(stack: LayerStack, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in output_tensors(stack.model(**arguments)).items()}
 
 

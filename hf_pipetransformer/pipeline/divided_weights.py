@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import all_reduce, reduce  # by name, as in `updated_shards`
 
+from ..model.elsewhere import hide, show
 from ..model.nested import tensors_of
 from ..model.placeholders import is_wrapper, placeholder
 from ..resilience.watchdog import phase
@@ -39,6 +40,11 @@ from .autocast_copies import AutocastCopies, Saved, View
 from .shards import Span
 from .state import WeightState
 from .updated_shards import Arriving, Row, UpdatedShards, in_messages
+
+DIVIDED = (
+    "Read or change weights before or after train(), call trainer.save_model() or trainer.evaluate() on all processes,"
+    " or set replica_sharding='optimizer'"
+)
 
 
 class Layer(NamedTuple):
@@ -355,7 +361,9 @@ class DividedWeights:
         name = self._name_at.get(place)
         if name is None or tensor.dtype != self._table[name].dtype:
             return self._copies.save(tensor)
-        if self._table[name].untyped_storage().data_ptr() != place:  # a forward has put other values there
+        with torch._C.DisableTorchFunctionSubclass():  # it may be hidden again
+            has_moved = self._table[name].untyped_storage().data_ptr() != place
+        if has_moved:  # a forward has put other values there
             return tensor
         return View.of(name, tensor)
 
@@ -385,6 +393,7 @@ class DividedWeights:
             if name in self._spans:
                 start, stop = self._spans[name]
                 value.view(-1)[start:stop] = self.parts[name].detach().view(-1)
+            show(parameter)
             parameter.data = value
             if bundle is not self._bundles[0]:
                 self._name_at[value.untyped_storage().data_ptr()] = name
@@ -404,6 +413,7 @@ class DividedWeights:
                 self.parts[name].detach().view(-1).copy_(parameter.detach().reshape(-1)[start:stop])
             self._name_at.pop(parameter.untyped_storage().data_ptr(), None)
             parameter.data = self._nothing[name]
+            hide(parameter, f"{name} is divided among the replicas of its stage (replica_sharding='full')", DIVIDED)
         self._copies.forget(bundle.names)
         bundle.is_here, bundle.arriving = False, None
 

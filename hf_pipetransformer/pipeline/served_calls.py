@@ -363,9 +363,10 @@ class ServedCalls:
 
     def _keys_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """The cache keys of a call of the model on the batch's own inputs; those of other inputs are not known."""
-        if KEYS_NAME not in self._batch:
-            return {}
+        cache = self._stage.cache
         called = named_inputs(self._model, args, kwargs)
+        if KEYS_NAME not in self._batch or cache is None or cache.is_called_otherwise(called):
+            return {}
         return {KEYS_NAME: self._batch[KEYS_NAME]} if self._keyed.are(called, self._unread) else {}
 
     def _changed_modes(self) -> Modes | None:

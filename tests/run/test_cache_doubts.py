@@ -221,8 +221,9 @@ def scaler(step: int, event: str = "on_step_end", factor: float = 1.5) -> Traine
     def scale(_: Any, args: Any, state: Any, control: Any, model: Any, **__: Any) -> None:
         if state.global_step == step:
             for name, parameter in model.named_parameters():
-                if "layer.0." in name or "layers.0." in name:
-                    parameter.data = parameter.data * factor  # also where a stage has none
+                is_first = "layer.0." in name or "layers.0." in name
+                if is_first and not getattr(parameter, "is_elsewhere", False):
+                    parameter.data = parameter.data * factor
 
     callback: TrainerCallback = type("Scaler", (TrainerCallback,), {event: scale})()
     return callback
