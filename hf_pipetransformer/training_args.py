@@ -209,8 +209,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     Args:
         activation_cache (`str`, *optional*, defaults to `"auto"`):
-            Whether to store the frozen layers' outputs for each sample and to read them in the next epochs instead of
-            computing them again: `"auto"` (only if it is measured to be faster), `"on"` or `"off"`. Outputs from the
+            Whether to store the outputs of frozen layers, and of what else is frozen in a model of one stage, for
+            each sample, and to read them in the next epochs instead of computing them again: `"auto"` (only if it is measured to be faster), `"on"` or `"off"`. Outputs from the
             cache equal computed ones up to rounding, so with `"auto"` two runs of the same command may differ by
             rounding if their measurements decide differently; `"on"` and `"off"` repeat bit for bit. If the output of
             a model's frozen layers for a sample depends on the rest of the batch, the model is trained without

@@ -281,6 +281,12 @@ def adapters_have_a_state() -> bool:
     return layer._disable_adapters is False and layer._active_adapter == "default"
 
 
+def knows_what_it_is_a_view_of() -> bool:
+    tensor = torch.zeros(2, 2)
+    with torch.no_grad():
+        return tensor[0]._base is tensor and tensor.view(4)[1:]._base is tensor and tensor._base is None
+
+
 GUARDS: dict[str, Callable[[], Any]] = {
     "_loss_function": lambda: (
         "self._loss_function = " in inspect.getsource(transformers.PreTrainedModel.loss_function.fset)
@@ -298,6 +304,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
     "_forward_pre_hooks": lambda: len(module_with_all()._forward_pre_hooks) == 1,
     "_version": counts_writes,
+    "_base": knows_what_it_is_a_view_of,
     "_backward_hooks": lists_gradient_hooks,
     "_post_accumulate_grad_hooks": lists_gradient_hooks,
     "_foreach_norm": lambda: torch._foreach_norm([torch.ones(4)])[0] == 2,

@@ -254,7 +254,7 @@ def find_front(
         synchronise(device)
         seconds = time.perf_counter() - began
         if any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True)):
-            why = why or "it draws random numbers (for dropout, perhaps)"
+            why = why or "it draws random numbers (set its dropout rates to 0 to have it cached)"
             of.add(RANDOM)
         if _other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"

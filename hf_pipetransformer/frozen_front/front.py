@@ -45,6 +45,10 @@ class OtherCallsError(Exception):
     """The front is called in another way than before, so what is stored is of no use in this call."""
 
 
+class _NewCallError(Exception):
+    """A module of the front is called on tensors of other shapes than before, or on another number of them."""
+
+
 class _AllRanError(Exception):
     """Ends a forward pass of which only the front is wanted."""
 
@@ -69,22 +73,26 @@ class _Known:
     """How a module is called, and what it returns, for inputs of some shape.
 
     Attributes:
-        given: shapes of the tensors in its arguments.
+        given: shapes of the tensors in its arguments, in each way in which it has been called.
         leaves: of its output: tensors as `_Leaf`, other values as they are.
         structure: the containers of the leaves.
     """
 
-    given: tuple[Shape, ...]
+    given: set[tuple[Shape, ...]]
     leaves: tuple[Any, ...]
     structure: TreeSpec
 
     @classmethod
     def of(cls, given: list[torch.Tensor], leaves: list[Any], structure: TreeSpec, rows: int) -> _Known:
         return cls(
-            tuple(_shape(tensor, rows) for tensor in given),
+            {_shapes(given, rows)},
             tuple(_Leaf.of(leaf, rows) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
             structure,
         )
+
+
+def _shapes(tensors: Sequence[torch.Tensor], rows: int) -> tuple[Shape, ...]:
+    return tuple(_shape(tensor, rows) for tensor in tensors)
 
 
 def _shape(tensor: torch.Tensor, rows: int) -> Shape:
@@ -133,6 +141,8 @@ class FrozenFront:
         self.share = 0.0
         """Their share of the model's forward pass in it."""
         self.reading_seconds = 0.0
+        self.trouble: str | None = None
+        """Why what is stored is of no use any more."""
         self.num_read = self.rows_read = self.rows_asked = 0
         """Number of calls whose samples were read, of their samples, and of all calls' samples."""
         self._model, self._entries, self._device = model, entries, device
@@ -176,14 +186,16 @@ class FrozenFront:
             self._call = _Call(given_back, known, rows)
             try:
                 output = forward()
+                self.num_read += 1
+                self.rows_read += max(rows.values())
+                return output
             except OtherCallsError:
                 set_random_state(before, self._device)
                 raise
+            except _NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
+                set_random_state(before, self._device)
             finally:
                 self._call = None
-            self.num_read += 1
-            self.rows_read += max(rows.values())
-            return output
         self._call = call = _Call(None, known, rows)
         began = time.perf_counter()
         try:
@@ -191,7 +203,10 @@ class FrozenFront:
         finally:
             self._call = None
         synchronise(self._device)
-        self.learn(inputs, call.ran, call.seconds, time.perf_counter() - began, writes)
+        if given_back is None:
+            self.learn(inputs, call.ran, call.seconds, time.perf_counter() - began, writes)
+        else:
+            self._compare(call, given_back)
         return output
 
     def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
@@ -209,7 +224,7 @@ class FrozenFront:
             return
         keys, rows, signature = keyed
         self.seconds_per_row, self.share = seconds / max(rows.values()), seconds / of_call
-        known = {n: _Known.of(*call, rows[n]) for n, call in ran.items()}
+        known = {name: _Known.of(*call, rows[name]) for name, call in ran.items()}
         odd = [n for n in known if any(known[n].leaves[k].shape[:1] != (None,) for k in self._modules[n].needed)]
         if odd:  # there may be one row only, of which shapes do not show it
             return
@@ -257,6 +272,16 @@ class FrozenFront:
         return True
 
     # ------------------------------------------------------------------------------------ inside
+    def _compare(self, call: _Call, given_back: Mapping[tuple[str, int], torch.Tensor]) -> None:
+        """Compare what modules return, which are called in a new way, with what is stored of the samples."""
+        for (name, position), stored in given_back.items():
+            computed = call.ran[name][1][position].detach() if name in call.ran else None
+            if computed is None or relative_difference([computed], [stored]) > rounding_of(stored):
+                self.trouble = f"{name} is called on something else than before"
+                return
+        for name, (given, *_) in call.ran.items():
+            call.known[name].given.add(_shapes(given, call.rows[name]))
+
     def _keyed(self, inputs: Batch) -> tuple[dict[frozenset[str], list[RowKey]], dict[str, int], Any] | None:
         """The keys of what is read, the number of its rows for each module, and what outputs' shapes depend on."""
         keys: dict[frozenset[str], list[RowKey]] = {}
@@ -328,8 +353,10 @@ class FrozenFront:
         known, rows = call.known[name], call.rows[name]
         given = tensors_in((args, kwargs))
         call.ran[name] = given, [], known.structure
-        if tuple(_shape(tensor, rows) for tensor in given) != known.given or any(t.requires_grad for t in given):
-            raise OtherCallsError(f"{name} is called on something else than before")
+        if any(tensor.requires_grad for tensor in given):
+            raise OtherCallsError(f"{name} is called on something that is trained")
+        if _shapes(given, rows) not in known.given:
+            raise _NewCallError
         return tree_unflatten(
             [self._leaf(name, position, leaf, call) for position, leaf in enumerate(known.leaves)], known.structure
         )

@@ -126,7 +126,9 @@ class FrontCache:
         except OtherCallsError as error:
             self._turn_off(str(error))
             return run()
-        if not self._is_decided and self._front.share:
+        if self._front.trouble is not None:
+            self._turn_off(self._front.trouble)
+        elif not self._is_decided and self._front.share:
             self._decide()
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()

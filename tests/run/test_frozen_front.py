@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import run_ranks
 from selection import few, slow
 from torch import nn
 from transformers import (
@@ -475,6 +476,19 @@ def test_options(options: dict[str, Any], tmp_path: Path, said: pytest.LogCaptur
     found = Trained(tmp_path / "ours", lower_layers, **options)
     found.assert_same(expected)
     assert (rows_read(said) > 0) == ("num_train_epochs" not in options)
+
+
+def two_processes(rank: int, world_size: int, folder: str, cache: str) -> dict[str, torch.Tensor]:
+    trained = Trained(Path(folder) / cache, llava, activation_cache=cache, per_device_train_batch_size=BATCH // 2)
+    return trained.weights
+
+
+@pytest.mark.slow
+def test_replicas_read_what_each_has_stored(tmp_path: Path) -> None:
+    wanted = run_ranks(two_processes, 2, str(tmp_path), "off")[0]
+    for found in run_ranks(two_processes, 2, str(tmp_path), "on"):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.slow
