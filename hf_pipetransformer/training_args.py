@@ -210,11 +210,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     Args:
         activation_cache (`str`, *optional*, defaults to `"auto"`):
             Whether to store the outputs of frozen layers, and of what else is frozen in a model of one stage, for
-            each sample, and to read them in the next epochs instead of computing them again: `"auto"` (only if it is measured to be faster), `"on"` or `"off"`. Outputs from the
-            cache equal computed ones up to rounding, so with `"auto"` two runs of the same command may differ by
-            rounding if their measurements decide differently; `"on"` and `"off"` repeat bit for bit. If the output of
-            a model's frozen layers for a sample depends on the rest of the batch, the model is trained without
-            the cache, and the reason is logged.
+            each sample, and to read them in the next epochs instead of computing them again: `"auto"` (only if it is
+            measured to be faster), `"on"` or `"off"`. Outputs from the cache equal computed ones up to rounding, so
+            with `"auto"` two runs of the same command may differ by rounding if their measurements decide
+            differently; `"on"` and `"off"` repeat bit for bit. If the output of a model's frozen layers for a sample
+            depends on the rest of the batch, the model is trained without the cache, and the reason is logged.
         activation_cache_dir (`str`, *optional*):
             Directory in which the cache creates its own, `_hf_pipetransformer_cache`; nothing else in it is touched.
             It should be on a local disk, and the cache should preferably fit into the page cache. Without
