@@ -127,6 +127,7 @@ class _Called:
     seconds: float
     why_not: str | None
     structure: TreeSpec
+    versions: list[int]  # of the outputs, when the module returned them
 
 
 class _Origins(TorchFunctionMode):
@@ -201,6 +202,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def versions_of(leaves: Sequence[Any]) -> list[int]:
+    """Numbers of writes into tensors."""
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
 def random_state(device: torch.device) -> list[torch.Tensor]:
     """States of torch's generators that a model's functions draw from."""
     states = [torch.default_generator.get_state()]
@@ -217,6 +223,8 @@ def _other_randomness() -> tuple[Any, ...]:
 def frozen_modules(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted."""
     parameters = list(model.parameters())
+    if isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
+        return {}
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         return {name: model}
     inside = (frozen_modules(child, f"{name}.{of}".strip(".")) for of, child in model.named_children())
@@ -265,7 +273,11 @@ def find_front(
         if odd is not None:
             why = why or f"it returns a {type(odd).__name__}"
         origins.note_output(output, of)
-        calls.append(_Called(name, frozenset(of | origins.decided), given, outputs, seconds, why, structure))
+        calls.append(
+            _Called(
+                name, frozenset(of | origins.decided), given, outputs, seconds, why, structure, versions_of(outputs)
+            )
+        )
         return output
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,7 +306,7 @@ def find_front(
 
 
 def _versions(module: nn.Module) -> list[int]:
-    return [-1 if buffer.is_inference() else buffer._version for buffer in module.buffers()]
+    return versions_of(list(module.buffers()))
 
 
 def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
@@ -306,6 +318,8 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
         why = call.why_not
         if counts[call.name] > 1:
             why = "it is called several times in a forward pass"
+        elif versions_of(call.outputs) != call.versions:
+            why = "the model writes into what it returns"
         elif why is None and call.origins & NOT_OF_BATCH:
             why = "what it is given was computed from what is trained, or from random numbers"
         elif why is None and not call.origins:

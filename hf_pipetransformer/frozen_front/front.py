@@ -30,7 +30,7 @@ from ..model.micro_batch import Batch, batch_rows
 from ..pipeline.devices import synchronise
 from ..randomness import global_state_kept
 from .entries import FrontEntries
-from .finding import FoundFront, Ran, random_state, tensors_in
+from .finding import FoundFront, Ran, random_state, tensors_in, versions_of
 
 T = TypeVar("T")
 
@@ -115,6 +115,7 @@ class _Call:
     rows: Mapping[str, int]
     ran: dict[str, Ran] = field(default_factory=dict)
     seconds: float = 0.0  # of the modules that ran
+    versions: dict[str, list[int]] = field(default_factory=dict)  # of the outputs, when they were returned
     ends: bool = False  # when all modules have run
 
 
@@ -147,7 +148,9 @@ class FrozenFront:
         """Number of calls whose samples were read, of their samples, and of all calls' samples."""
         self._model, self._entries, self._device = model, entries, device
         self._known: dict[Any, dict[str, _Known]] = {}
-        self._plain: str | None = None  # what the model is called on besides tensors
+        self._around: str | None = (
+            None  # what the model is called on besides tensors, on which names, and in which mode
+        )
         self._call: _Call | None = None
         self._modules = {module.name: module for module in found.modules}
         self._overrides = []
@@ -203,7 +206,9 @@ class FrozenFront:
         finally:
             self._call = None
         synchronise(self._device)
-        if given_back is None:
+        if any(versions_of(call.ran[name][1]) != versions for name, versions in call.versions.items()):
+            self.trouble = "the model writes into it"
+        elif given_back is None:
             self.learn(inputs, call.ran, call.seconds, time.perf_counter() - began, writes)
         else:
             self._compare(call, given_back)
@@ -286,9 +291,11 @@ class FrozenFront:
         """The keys of what is read, the number of its rows for each module, and what outputs' shapes depend on."""
         keys: dict[frozenset[str], list[RowKey]] = {}
         plain = {name: value for name, value in inputs.items() if not tensors_in(value)}
-        if self._plain is None:
-            self._plain = repr(plain)
-        if repr(plain) != self._plain:
+        device = self._device.type
+        around = plain, sorted(inputs), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        if self._around is None:
+            self._around = repr(around)
+        if repr(around) != self._around:
             return None
         for reads in self._entries:
             if not reads <= inputs.keys():
@@ -346,7 +353,9 @@ class FrozenFront:
             synchronise(self._device)
             call.seconds += time.perf_counter() - began
             # the leaves, as the model may write into a container afterwards
-            call.ran[name] = tensors_in((args, kwargs)), *tree_flatten(output)
+            leaves, structure = tree_flatten(output)
+            call.ran[name] = tensors_in((args, kwargs)), leaves, structure
+            call.versions[name] = versions_of(leaves)
             if call.ends and call.ran.keys() == self._modules.keys():
                 raise _AllRanError
             return output

@@ -26,8 +26,8 @@ from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import named_inputs
 from ..cache.sharing import open_store
 from ..frozen_front.entries import FrontEntries
-from ..frozen_front.finding import FoundFront, find_front
-from ..frozen_front.front import FrozenFront, OtherCallsError
+from ..frozen_front.finding import FoundFront, find_front, random_state
+from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.weights import FrontWeights
 from ..model.layer_range import MethodOverride
 from ..model.micro_batch import Batch
@@ -126,8 +126,9 @@ class FrontCache:
         except OtherCallsError as error:
             self._turn_off(str(error))
             return run()
-        if self._front.trouble is not None:
-            self._turn_off(self._front.trouble)
+        failure = next((entries.failure for entries in self._entries.values() if entries.failure is not None), None)
+        if self._front.trouble is not None or (failure is not None and not self._existed):
+            self._turn_off(self._front.trouble or f"it cannot be stored ({failure})")
         elif not self._is_decided and self._front.share:
             self._decide()
         elif self._front.num_read == READS_TO_JUDGE:
@@ -136,7 +137,13 @@ class FrontCache:
 
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
         device = self._job.device
-        output, found = find_front(self._model, inputs, run, device)
+        before = random_state(device)
+        try:
+            output, found = find_front(self._model, inputs, run, device)
+        except Exception:  # of a model that does not run while it is watched
+            logger.debug("Frozen modules could not be looked for.", exc_info=True)
+            set_random_state(before, device)
+            return run()
         for name, why in found.why_not.items():
             self._say(f"{name} is frozen, but computed in each epoch: {why}.")
         if not any(module.needed for module in found.modules):

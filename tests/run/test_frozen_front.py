@@ -440,6 +440,57 @@ def test_what_losses_do(mixin: type, read: int | None, tmp_path: Path, said: pyt
     assert read is None or rows_read(said) == read
 
 
+class WritesIntoIt(nn.Module):
+    """Writes into what a frozen part has returned, and reads a number that a step has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 2)
+        self.first.requires_grad_(False)
+        self.second.requires_grad_(False)
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        hidden = self.first(values)
+        hidden += 1
+        other = self.second(values * self.head.bias.detach()[0])  # of what is trained
+        logits = self.head(hidden + other)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def writes_into_it() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return WritesIntoIt(), {"values": noise(SAMPLES, SIZE), "labels": words(SAMPLES, 1)[:, 0] % 2}
+
+
+class DrawsBefore(WritesIntoIt):
+    """What a frozen part is given contains noise."""
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        return super().forward(values + torch.randn_like(values), labels)
+
+
+def draws_before() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return DrawsBefore(), writes_into_it()[1]
+
+
+class LooksAtOthers(WritesIntoIt):
+    """What a frozen part is given of a sample depends on the other samples."""
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        logits = self.head(self.first(values - values.mean(0)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def looks_at_others() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return LooksAtOthers(), writes_into_it()[1]
+
+
+@pytest.mark.parametrize("build", [writes_into_it, *slow(draws_before, looks_at_others)])
+def test_models_of_which_nothing_may_be_read(build: Any, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    expected = Trained(tmp_path / "stock", build, is_ours=False)
+    Trained(tmp_path / "ours", build).assert_same(expected)
+    assert rows_read(said) == 0
+
+
 def with_dropout() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     _, columns = head_on_bert()
     torch.manual_seed(1)
