@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache.content_keys import NOT_OF_STATES
 from ..model.layer_range import MethodOverride
+from ..model.training_check import LIBRARIES
 from ..pipeline.devices import synchronise
 
 TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
@@ -76,8 +77,8 @@ NOTICEABLE = 0.05
 """Share of the forward pass from which on it is said why a frozen module is not in the front."""
 
 
-Ran = tuple[list[torch.Tensor], list[Any], TreeSpec]
-"""The tensors that a module was called on, the leaves of its output, and the containers in which they were."""
+Ran = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
+"""The tensors that a module was called on, its other arguments, the leaves of its output, and their containers."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,12 @@ class _Called:
     name: str
     origins: frozenset[str]
     inputs: list[torch.Tensor]
+    others: str  # arguments that are no tensors
     outputs: list[Any]
     seconds: float
     why_not: str | None
     structure: TreeSpec
-    versions: list[int]  # of the outputs, when the module returned them
+    versions: list[int]  # of inputs and outputs, when the module returned
 
 
 class _Origins(TorchFunctionMode):
@@ -135,7 +137,7 @@ class _Origins(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
-        self.is_inside = False
+        self.is_inside = self.is_paused = False  # in a frozen module; in this one
         self.decided: set[str] = set()  # what the program has looked at the values of
         self._device = device
         self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
@@ -164,10 +166,6 @@ class _Origins(TorchFunctionMode):
         for tensor in tensors:
             self._read[tensor] = True
 
-    def note_output(self, value: Any, origins: set[str]) -> None:
-        for tensor in tensors_in(value):
-            self.of(tensor, set()).update(origins)
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -179,15 +177,20 @@ class _Origins(TorchFunctionMode):
         name = func.__name__
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
-        if self.is_inside or name in METADATA:
+        if self.is_paused or name in METADATA:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         before = random_state(self._device)
         result = func(*args, **kwargs)
         origins = self.union(given)
+        if kwargs.get("generator") is not None:
+            origins.add(RANDOM)
+        if name == "from_numpy":
+            origins.add(UNKNOWN)
         if any(not torch.equal(a, b) for a, b in zip(before, random_state(self._device), strict=True)):
             origins.add(RANDOM)
-        self.note_read(given)
+        if not self.is_inside:
+            self.note_read(given)
         made = tensors_in(result)
         changed = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
         changed += tensors_in(kwargs.get("out"))
@@ -200,6 +203,14 @@ class _Origins(TorchFunctionMode):
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], str]:
+    """The tensors among a module's arguments, and the others in words, without those that only a loss needs."""
+    given = args, {name: value for name, value in kwargs.items() if name not in NOT_OF_STATES}
+    leaves, structure = tree_flatten(given)
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], f"{others} in {structure}"
 
 
 def versions_of(leaves: Sequence[Any]) -> list[int]:
@@ -251,44 +262,47 @@ def find_front(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given, others = arguments_of(args, kwargs)
         of = origins.union(given)
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
         why = None if odd is None else f"it is given a {type(odd).__name__}"
-        before, versions = random_state(device), _versions(module)
+        if why is None and (name_of_hook := _users_hook(module)) is not None:
+            why = f"it has a hook inside ({name_of_hook})"
+        before, versions, kept = random_state(device), [*_versions(module), *versions_of(given)], _kept_by(module)
         synchronise(device)
+        origins.is_paused = False
         began = time.perf_counter()
         output = forward(*args, **kwargs)
         synchronise(device)
         seconds = time.perf_counter() - began
+        origins.is_paused = True
         if any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True)):
             why = why or "it draws random numbers (set its dropout rates to 0 to have it cached)"
             of.add(RANDOM)
         if _other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
-        if _versions(module) != versions:
-            why = why or "it changes its buffers"
+        if [*_versions(module), *versions_of(given)] != versions:
+            why = why or "it changes its buffers, or what it is given"
+        if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
+            why = why or "it keeps something of what it computes"
         outputs, structure = tree_flatten(output)
-        odd = next((leaf for leaf in outputs if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
+        odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
         if odd is not None:
             why = why or f"it returns a {type(odd).__name__}"
-        origins.note_output(output, of)
-        calls.append(
-            _Called(
-                name, frozenset(of | origins.decided), given, outputs, seconds, why, structure, versions_of(outputs)
-            )
-        )
+        of |= origins.union(tensors_in(output)) | origins.decided
+        versions = versions_of([*given, *outputs])
+        calls.append(_Called(name, frozenset(of), given, others, outputs, seconds, why, structure, versions))
         return output
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if origins.is_inside:
                 return forward(*args, **kwargs)
-            origins.is_inside = True
+            origins.is_inside = origins.is_paused = True
             try:
                 return watch(name, module, forward, args, kwargs)
             finally:
-                origins.is_inside = False
+                origins.is_inside = origins.is_paused = False
 
         return run
 
@@ -305,6 +319,25 @@ def find_front(
     return output, _chosen(calls, origins, inputs, seconds)
 
 
+def _users_hook(module: nn.Module) -> str | None:
+    """A hook on a part of a module that is not of a known library: it may do anything when the part runs."""
+    for part in module.modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if part is not module else ()
+        for hook in hooks:
+            if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(LIBRARIES):
+                return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    return None
+
+
+def _kept_by(module: nn.Module) -> list[dict[str, int]]:
+    """The identities of what the parts of a module have as attributes, without switches (such as "hooks are set")."""
+    left_out = ("_modules", "_buffers", "forward")
+    return [
+        {name: id(value) for name, value in vars(part).items() if name not in left_out and type(value) is not bool}
+        for part in module.modules()
+    ]
+
+
 def _versions(module: nn.Module) -> list[int]:
     return versions_of(list(module.buffers()))
 
@@ -318,7 +351,7 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
         why = call.why_not
         if counts[call.name] > 1:
             why = "it is called several times in a forward pass"
-        elif versions_of(call.outputs) != call.versions:
+        elif versions_of([*call.inputs, *call.outputs]) != call.versions:
             why = "the model writes into what it returns"
         elif why is None and call.origins & NOT_OF_BATCH:
             why = "what it is given was computed from what is trained, or from random numbers"
@@ -336,7 +369,7 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
         if odd is not None:
             call = front.pop(odd)
             if call.seconds > NOTICEABLE * seconds:
-                why_not[odd] = "what it returns has no entry for each sample"
+                why_not[odd] = "what it returns has no entry for each sample, or is not contiguous"
             continue
         useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
         cheap = _cheap(front, needed, calls, origins, inputs)
@@ -351,7 +384,7 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
         spent / max(seconds, 1e-9),
         sum(_row_bytes(call, needed[name], inputs) for name, call in front.items()),
         why_not,
-        {name: (call.inputs, call.outputs, call.structure) for name, call in front.items()},
+        {name: (call.inputs, call.others, call.outputs, call.structure) for name, call in front.items()},
     )
 
 
@@ -402,7 +435,11 @@ def _rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
 
 def _has_rows(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> bool:
     rows = _rows_of(call.origins, inputs)
-    return all(call.outputs[leaf].dim() > 0 and len(call.outputs[leaf]) == rows for leaf in leaves)
+    return all(_is_stored_as_it_is(call.outputs[leaf]) and len(call.outputs[leaf]) == rows for leaf in leaves)
+
+
+def _is_stored_as_it_is(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.numel() > 0 and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _row_bytes(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> int:

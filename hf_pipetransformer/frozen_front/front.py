@@ -11,12 +11,13 @@ each call: the front's weights, buffers, flags and modes, the shapes that its mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -28,14 +29,18 @@ from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
 from ..pipeline.devices import synchronise
-from ..randomness import global_state_kept
+from ..randomness import generators_kept, global_state_kept
 from .entries import FrontEntries
-from .finding import FoundFront, Ran, random_state, tensors_in, versions_of
+from .finding import FoundFront, Ran, arguments_of, random_state, tensors_in, versions_of
 
 T = TypeVar("T")
 
-NOT_STORED = "the output of {} is not kept, as nothing had read it when the frozen modules were looked for"
+NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 REMEDY = "Set activation_cache='off'"
+
+ARGUMENTS = -1
+"""In place of the position of a leaf: a digest of what the module was called on."""
+DIGEST_BYTES = 16
 
 Shape = tuple[int | None, ...]
 """Of a tensor; None stands for the number of rows."""
@@ -73,19 +78,19 @@ class _Known:
     """How a module is called, and what it returns, for inputs of some shape.
 
     Attributes:
-        given: shapes of the tensors in its arguments, in each way in which it has been called.
+        given: shapes of the tensors in its arguments, and its other arguments, in each way in which it was called.
         leaves: of its output: tensors as `_Leaf`, other values as they are.
         structure: the containers of the leaves.
     """
 
-    given: set[tuple[Shape, ...]]
+    given: set[tuple[tuple[Shape, ...], str]]
     leaves: tuple[Any, ...]
     structure: TreeSpec
 
     @classmethod
-    def of(cls, given: list[torch.Tensor], leaves: list[Any], structure: TreeSpec, rows: int) -> _Known:
+    def of(cls, given: list[torch.Tensor], others: str, leaves: list[Any], structure: TreeSpec, rows: int) -> _Known:
         return cls(
-            {_shapes(given, rows)},
+            {(_shapes(given, rows), others)},
             tuple(_Leaf.of(leaf, rows) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
             structure,
         )
@@ -115,7 +120,7 @@ class _Call:
     rows: Mapping[str, int]
     ran: dict[str, Ran] = field(default_factory=dict)
     seconds: float = 0.0  # of the modules that ran
-    versions: dict[str, list[int]] = field(default_factory=dict)  # of the outputs, when they were returned
+    versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
     ends: bool = False  # when all modules have run
 
 
@@ -144,13 +149,13 @@ class FrozenFront:
         self.reading_seconds = 0.0
         self.trouble: str | None = None
         """Why what is stored is of no use any more."""
-        self.num_read = self.rows_read = self.rows_asked = 0
-        """Number of calls whose samples were read, of their samples, and of all calls' samples."""
+        self.is_verified = False
+        """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
+        self.num_asked = self.num_read = self.rows_read = self.rows_asked = 0
+        """Number of calls that were looked up, that were read, of their samples, and of all calls' samples."""
         self._model, self._entries, self._device = model, entries, device
         self._known: dict[Any, dict[str, _Known]] = {}
-        self._around: str | None = (
-            None  # what the model is called on besides tensors, on which names, and in which mode
-        )
+        self._around: str | None = None  # what it is called on besides tensors, on which names, and autocast
         self._call: _Call | None = None
         self._modules = {module.name: module for module in found.modules}
         self._overrides = []
@@ -184,7 +189,8 @@ class FrozenFront:
         known = self._known.get(signature, {})
         self.rows_asked += max(rows.values())
         given_back = self._read(keys, known, rows) if reads and known else None
-        if given_back is not None:
+        self.num_asked += reads
+        if given_back is not None and self.is_verified:
             before = random_state(self._device)
             self._call = _Call(given_back, known, rows)
             try:
@@ -195,6 +201,11 @@ class FrozenFront:
             except OtherCallsError:
                 set_random_state(before, self._device)
                 raise
+            except ValueError as error:
+                if NOT_KEPT not in str(error):
+                    raise
+                set_random_state(before, self._device)
+                raise OtherCallsError("something reads more of it than before") from error
             except _NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
                 set_random_state(before, self._device)
             finally:
@@ -206,12 +217,15 @@ class FrozenFront:
         finally:
             self._call = None
         synchronise(self._device)
-        if any(versions_of(call.ran[name][1]) != versions for name, versions in call.versions.items()):
+        seconds = time.perf_counter() - began
+        of_now = {name: versions_of([*given, *leaves]) for name, (given, _, leaves, _) in call.ran.items()}
+        if of_now != call.versions:
             self.trouble = "the model writes into it"
         elif given_back is None:
-            self.learn(inputs, call.ran, call.seconds, time.perf_counter() - began, writes)
+            self.learn(inputs, call.ran, call.seconds, seconds, writes)
         else:
             self._compare(call, given_back)
+            self.is_verified = True
         return output
 
     def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
@@ -235,8 +249,12 @@ class FrozenFront:
             return
         self._known[signature] = known
         if writes:
+            of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
             for reads, entries in self._entries.items():
-                leaves = [ran[name][1][position] for name, position in self._stored_by(reads)]
+                leaves = [
+                    ran[name][2][position] if position != ARGUMENTS else _digests(ran[name][0], of_front, rows[name])
+                    for name, position in self._stored_by(reads)
+                ]
                 entries.write([key.digest for key in keys[reads]], leaves)
 
     def agrees(self, inputs: Batch, calls: Mapping[str, Ran], forward: Callable[[Batch], Any]) -> bool:
@@ -258,7 +276,7 @@ class FrozenFront:
 
         self._call = call = _Call(None, {}, {}, ends=True)
         try:
-            with torch.no_grad(), left_as_found(self._model), global_state_kept():
+            with torch.no_grad(), left_as_found(self._model), global_state_kept(), generators_kept(self._model):
                 forward(recursively_apply(chosen, inputs))
         except _AllRanError:
             pass
@@ -269,7 +287,7 @@ class FrozenFront:
         if call.ran.keys() != self._modules.keys():
             return False
         for name, module in self._modules.items():
-            whole, part = calls[name][1], call.ran[name][1]
+            whole, part = calls[name][2], call.ran[name][2]
             for position in module.needed:
                 expected, found = whole[position], part[position]
                 if relative_difference([found.detach()], [chosen(expected.detach())]) > rounding_of(expected):
@@ -280,19 +298,23 @@ class FrozenFront:
     def _compare(self, call: _Call, given_back: Mapping[tuple[str, int], torch.Tensor]) -> None:
         """Compare what modules return, which are called in a new way, with what is stored of the samples."""
         for (name, position), stored in given_back.items():
-            computed = call.ran[name][1][position].detach() if name in call.ran else None
+            if position == ARGUMENTS:
+                continue
+            computed = call.ran[name][2][position].detach() if name in call.ran else None
             if computed is None or relative_difference([computed], [stored]) > rounding_of(stored):
                 self.trouble = f"{name} is called on something else than before"
                 return
-        for name, (given, *_) in call.ran.items():
-            call.known[name].given.add(_shapes(given, call.rows[name]))
+        for name, (given, others, *_) in call.ran.items():
+            call.known[name].given.add((_shapes(given, call.rows[name]), others))
 
     def _keyed(self, inputs: Batch) -> tuple[dict[frozenset[str], list[RowKey]], dict[str, int], Any] | None:
         """The keys of what is read, the number of its rows for each module, and what outputs' shapes depend on."""
         keys: dict[frozenset[str], list[RowKey]] = {}
         plain = {name: value for name, value in inputs.items() if not tensors_in(value)}
         device = self._device.type
-        around = plain, sorted(inputs), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        plain = {name: value for name, value in plain.items() if name not in NOT_OF_STATES}
+        names = sorted(inputs.keys() - NOT_OF_STATES)
+        around = plain, names, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if self._around is None:
             self._around = repr(around)
         if repr(around) != self._around:
@@ -321,7 +343,7 @@ class FrozenFront:
             (module.name, position)
             for module in self.found.modules
             if module.reads == reads
-            for position in module.needed
+            for position in (*module.needed, ARGUMENTS)
         ]
 
     def _read(
@@ -331,8 +353,12 @@ class FrozenFront:
         given_back: dict[tuple[str, int], torch.Tensor] = {}
         for reads, entries in self._entries.items():
             stored = self._stored_by(reads)
-            leaves = [known[name].leaves[position] for name, position in stored]
-            shapes = [(leaf.like.dtype, leaf.sized(len(keys[reads]))) for leaf in leaves]
+            shapes = [
+                (torch.uint8, (len(keys[reads]), DIGEST_BYTES))
+                if position == ARGUMENTS
+                else (known[name].leaves[position].like.dtype, known[name].leaves[position].sized(len(keys[reads])))
+                for name, position in stored
+            ]
             found = entries.read([key.digest for key in keys[reads]], shapes, self._device)
             if found is None:
                 return None
@@ -354,21 +380,25 @@ class FrozenFront:
             call.seconds += time.perf_counter() - began
             # the leaves, as the model may write into a container afterwards
             leaves, structure = tree_flatten(output)
-            call.ran[name] = tensors_in((args, kwargs)), leaves, structure
-            call.versions[name] = versions_of(leaves)
+            given, others = arguments_of(args, kwargs)
+            call.ran[name] = given, others, leaves, structure
+            call.versions[name] = versions_of([*given, *leaves])
             if call.ends and call.ran.keys() == self._modules.keys():
                 raise _AllRanError
             return output
         known, rows = call.known[name], call.rows[name]
-        given = tensors_in((args, kwargs))
-        call.ran[name] = given, [], known.structure
+        given, others = arguments_of(args, kwargs)
+        leaves = [self._leaf(name, position, leaf, call) for position, leaf in enumerate(known.leaves)]
+        of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
+        call.ran[name] = given, others, leaves, known.structure
         if any(tensor.requires_grad for tensor in given):
             raise OtherCallsError(f"{name} is called on something that is trained")
-        if _shapes(given, rows) not in known.given:
+        if (_shapes(given, rows), others) not in known.given:
             raise _NewCallError
-        return tree_unflatten(
-            [self._leaf(name, position, leaf, call) for position, leaf in enumerate(known.leaves)], known.structure
-        )
+        stored = call.given_back.get((name, ARGUMENTS))
+        if stored is not None and not torch.equal(stored.cpu(), _digests(given, of_front, rows)):
+            raise _NewCallError
+        return tree_unflatten(leaves, known.structure)
 
     def _leaf(self, name: str, position: int, leaf: Any, call: _Call) -> Any:
         assert call.given_back is not None
@@ -376,7 +406,27 @@ class FrozenFront:
             return leaf
         if (name, position) in call.given_back:
             return call.given_back[name, position]
-        return hidden_like(leaf.like.expand(leaf.sized(call.rows[name])), NOT_STORED.format(name), REMEDY)
+        return hidden_like(leaf.like.expand(leaf.sized(call.rows[name])), f"the output of {name} {NOT_KEPT}", REMEDY)
+
+
+def _digests(given: Sequence[torch.Tensor], of_front: Collection[int], rows: int) -> torch.Tensor:
+    """For each row, a digest of what a module is called on, without what comes from the front itself.
+
+    Masks of truth values are left out: a model may pass none where a batch has no padding.
+
+    Returns:
+        `[rows, DIGEST_BYTES]`, uint8, on the CPU.
+    """
+    digests = [xxhash.xxh3_128() for _ in range(rows)]
+    for tensor in given:
+        if id(tensor) in of_front or tensor.dtype is torch.bool or not tensor.numel():
+            continue
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        parts = values.reshape(rows, -1) if tensor.dim() and len(tensor) == rows else [values] * rows
+        for digest, part in zip(digests, parts, strict=True):
+            digest.update(part.data)
+    content = bytearray(b"".join(digest.digest() for digest in digests))
+    return torch.frombuffer(content, dtype=torch.uint8).view(rows, DIGEST_BYTES)
 
 
 def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:

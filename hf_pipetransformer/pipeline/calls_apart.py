@@ -61,6 +61,7 @@ class CallsApart:
     ) -> None:
         self._messages, self._served, self._of_each_stage = messages, served, of_each_stage
         self._is_last = held.has_last_unit
+        self._has_failed = False
         self._model, self._runner = held.stack.model, held.stack.runner
         self._runner.is_served = True
         self._overrides = [
@@ -86,12 +87,22 @@ class CallsApart:
         return self._serve_all(_Call(module, args, kwargs, torch.is_grad_enabled(), Modes.of(self._model)))
 
     def _is_asked(self, by_me: bool) -> bool:
-        """Whether some process asks for a call; much cheaper than calls. Collective over the pipeline."""
+        """Whether some process asks for a call; much cheaper than calls. Collective over the pipeline.
+
+        Raises:
+            ValueError: an earlier call has failed, and the user's code has caught the error.
+        """
+        if self._has_failed:
+            raise ValueError(
+                "A call of the model in a callback has failed, and the other pipeline stages wait in it. Let the error"
+                " end the training, or set pipeline_parallel_size=1."
+            )
         return bool(self._messages.largest(torch.tensor([int(by_me)])))
 
     def _serve_all(self, mine: _Call | None) -> Any:
         """Run what the processes ask for, one after the other; returns this one's result."""
         results: list[Any] = []
+        self._has_failed = True
         with phase("call in a callback"):
             for call in self._of_each_stage(mine):
                 if call is None:
@@ -102,7 +113,9 @@ class CallsApart:
                     if mine is not None and len(results) == self._messages.stage_index:
                         call = mine  # as it was made: what requires a gradient has not been sent
                     results.append(self._served.drive({}, partial(self._run, call)))
-            return self._messages.scatter(results)
+            mine_back = self._messages.scatter(results)
+        self._has_failed = False
+        return mine_back
 
     def _run(self, call: _Call) -> Any:
         """Run a call on the last stage. `forward` alone: hooks run where the call was made."""

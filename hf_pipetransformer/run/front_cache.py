@@ -26,7 +26,7 @@ from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import named_inputs
 from ..cache.sharing import open_store
 from ..frozen_front.entries import FrontEntries
-from ..frozen_front.finding import FoundFront, find_front, random_state
+from ..frozen_front.finding import FoundFront, find_front, frozen_modules, random_state
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.weights import FrontWeights
 from ..model.layer_range import MethodOverride
@@ -43,6 +43,10 @@ SHARE_OF_DISK = 0.25
 """Of the free disk that is used at most, if the user has given no limit."""
 READS_TO_JUDGE = 5
 """Number of calls after whose reading it is decided whether reading takes longer than computing."""
+CALLS_TO_MISS = 16
+"""Number of calls of which nothing was found, after which the inputs are taken to change from epoch to epoch."""
+MOST_SEARCHES = 5
+"""Number of times that the front is looked for: with each change of `requires_grad`."""
 LEAST_CAPACITY = 4096
 
 
@@ -53,11 +57,10 @@ class FrontCache:
         job: the training job.
         dataset: the training data.
         generations: a file in the folder of the store.
-        watches_steps: whether the user's callbacks run between the steps.
     """
 
-    def __init__(self, job: TrainingJob, dataset: Any, generations: Path, watches_steps: bool) -> None:
-        self._job, self._dataset, self._watches_steps = job, dataset, watches_steps
+    def __init__(self, job: TrainingJob, dataset: Any, generations: Path) -> None:
+        self._job, self._dataset = job, dataset
         self._model: nn.Module = job.model
         self._folder = generations.parent
         self._store: ActivationStore = open_store(generations.parent, user=generations.stem)
@@ -69,13 +72,20 @@ class FrontCache:
         self._existed = False  # what is stored, before this training began to store
         self._is_decided = False
         self._epoch = -1
+        self._num_searches = 0
         forward = job.model.forward
-        self._override = MethodOverride(job.model, "forward", partial(self._forward, forward))
+        self._override: MethodOverride | None = MethodOverride(job.model, "forward", partial(self._forward, forward))
+
+    def release(self) -> None:
+        """Let the model run as it is."""
+        self._drop()
+        if self._override is not None:
+            self._override.remove()
+            self._override = None
 
     def close(self, has_failed: bool) -> None:
         """Let the model run as it is, and remove what no other training can read."""
-        self._drop()
-        self._override.remove()
+        self.release()
         if not has_failed and not self._job.shares_store and self._job.trainer.is_local_process_zero():
             self._store.remove()  # a process that still reads computes what it does not find
 
@@ -90,6 +100,8 @@ class FrontCache:
         if epoch != self._epoch:
             self._epoch = epoch
             self._reads = self._front is not None
+            if self._front is not None:
+                self._front.is_verified = False
         self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
         self._is_in_step = True
         try:
@@ -114,7 +126,8 @@ class FrontCache:
         if flags != self._flags:
             self._drop()
             self._flags = flags
-            return self._look_for_front(inputs, run, forward) if self._writes and not all(flags) else run()
+            is_useful = self._writes and not all(flags) and self._num_searches < MOST_SEARCHES
+            return self._look_for_front(inputs, run, forward) if is_useful else run()
         if self._front is None or self._weights is None:
             return run()
         changed = self._weights.what_changed()
@@ -133,11 +146,14 @@ class FrontCache:
             self._decide()
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()
+        elif self._front.num_asked == CALLS_TO_MISS and not self._front.num_read:
+            self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
         return output
 
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
         device = self._job.device
-        before = random_state(device)
+        self._num_searches += 1
+        before, everything = random_state(device), FrontWeights(list(frozen_modules(self._model).values()))
         try:
             output, found = find_front(self._model, inputs, run, device)
         except Exception:  # of a model that does not run while it is watched
@@ -146,10 +162,10 @@ class FrontCache:
             return run()
         for name, why in found.why_not.items():
             self._say(f"{name} is frozen, but computed in each epoch: {why}.")
-        if not any(module.needed for module in found.modules):
+        if not any(module.needed for module in found.modules) or everything.have_values_changed():
             return output
         modules = [self._model.get_submodule(module.name) for module in found.modules]
-        self._weights = FrontWeights(modules, self._watches_steps)
+        self._weights = FrontWeights(modules)
         self._entries = self._opened(found)
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
@@ -165,8 +181,9 @@ class FrontCache:
     def _opened(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
         assert self._weights is not None
         job, size = self._job, len(self._dataset) if isinstance(self._dataset, Sized) else UNKNOWN_SIZE
+        usable = self._store.usable_bytes()
         limit = job.args.activation_cache_max_gib
-        self._store.limit(limit)
+        self._store.limit(limit if limit is not None or usable is None else SHARE_OF_DISK * usable / 2**30)
         about = f"{describe_model(self._model, job.mixed_precision)} {self._weights.digest()}"
         opened = {}
         for reads in {module.reads for module in found.modules if module.needed}:
@@ -214,11 +231,12 @@ class FrontCache:
             )
 
     def _turn_off(self, why: str) -> None:
+        """Store and read nothing more of this front; what may be wrong, or is of no use, is deleted."""
         assert self._front is not None
         logger.warning("The output of %s is not cached: %s.", _described(self._model, self._front.found), why)
-        self._drop()
+        self._drop(deletes=True)
 
-    def _drop(self) -> None:
+    def _drop(self, deletes: bool = False) -> None:
         front = self._front
         if front is not None:
             front.close()
@@ -228,7 +246,7 @@ class FrontCache:
                     f" {front.rows_asked} samples."
                 )
         for entries in self._entries.values():
-            entries.close()
+            entries.close(deletes)
         self._front, self._weights, self._entries, self._is_decided = None, None, {}, False
 
     def _say(self, text: str) -> None:

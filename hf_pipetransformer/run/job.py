@@ -148,7 +148,8 @@ class TrainingJob:
         """Whether the arguments allow what the user has frozen to be computed once: with one stage, without policy."""
         args = self.args
         wanted = args.activation_cache == "on" or (args.activation_cache == "auto" and not args.full_determinism)
-        return wanted and self.freeze_callback is None and not args.uses_pipeline and not args.torch_compile
+        is_whole = not args.uses_pipeline and args.replica_sharding in ("none", "optimizer") and not args.torch_compile
+        return wanted and self.freeze_callback is None and is_whole
 
     @property
     def shares_store(self) -> bool:

@@ -89,7 +89,7 @@ class PipelineRun(TrainerCallback):
         self, job: TrainingJob, find_units: FindUnits, checkpoint: Path | None, ignored_keys: list[str] | None
     ) -> None:
         self.preemption = Preemption(job, ignored_keys)
-        self.log = RunLog(job)
+        self.log = RunLog(job, self.arrive)
         self.latest_loader: NumberedLoader | None = None
         """The training loader that was made last; the loop's own may be a user's wrapper around it."""
         self.data: TrainingBatches | None = None
@@ -285,6 +285,9 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
             pipeline.adopt_outside()
+            if pipeline.serves_callbacks:  # before a step: the stages that serve must not be ahead of those that call
+                step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.arrive())
+                self._entered.callback(step.remove)
         return pipeline
 
     def place(self) -> ElasticPipeline:
@@ -354,7 +357,7 @@ class PipelineRun(TrainerCallback):
         if _divides_optimizer(plan):
             self._refuse_coupling(coupling)
         if job.may_cache_front:
-            self.front = FrontCache(job, data.dataset, store_file(job), watches_steps)
+            self.front = FrontCache(job, data.dataset, store_file(job))
         self._steps = Steps(
             job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps, self.front
         )
@@ -662,6 +665,8 @@ class PipelineRun(TrainerCallback):
         if self._steps is not None and self.pipeline.is_placed and self.pipeline.num_stages > 1:
             self._steps.look_for_nan("Training has ended")
         self.log.end(self.cache)
+        if self.front is not None:
+            self.front.release()  # before what else has replaced the layers' forward
         if self.cache is not None:
             self.cache.close(has_ended=False)  # removes nothing: others may write until make_whole()
         if self._cut is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -66,9 +66,11 @@ class RunLog:
 
     Args:
         job: the training job.
+        arrive: `PipelineRun.arrive`.
     """
 
-    def __init__(self, job: TrainingJob) -> None:
+    def __init__(self, job: TrainingJob, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
         self.recorder = RunRecorder(job.args)
         self._job = job
         self._num_shapes = 0  # number of shapes logged under the plan in force
@@ -167,7 +169,7 @@ class RunLog:
         if self._owes_layout:
             self._owes_layout = False
             assert self._plan is not None
-            self._job.trainer.log(self._numbers_of(self._plan))
+            self._log(self._numbers_of(self._plan))
 
     def _record(self, event: str, plan: PipelinePlan, **measured: Any) -> dict[str, float]:
         """Write an event, and the usage under the layout before it. Collective over all processes.
@@ -192,13 +194,18 @@ class RunLog:
         layout = events_file.layout_of(plan)
         return {key: value for key, value in layout.items() if isinstance(value, int)}
 
+    def _log(self, numbers: dict[str, float]) -> None:
+        """Log metrics, on all processes. The user's `on_log` may call the model, before what follows is collective."""
+        self._job.trainer.log(numbers)
+        self._arrive()
+
     def cached(self, plan: PipelinePlan) -> None:
         """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
         numbers = self._record("cache", plan)
         step = self._job.trainer.state.global_step
         if self._job.trainer.is_world_process_zero():
             logger.info("Step %d: %s; nothing moves.", step, describe_frozen(plan))
-        self._job.trainer.log({**self._numbers_of(plan), **numbers})
+        self._log({**self._numbers_of(plan), **numbers})
 
     def transformed(self, change: Transformation, freezable: FreezableLayers | None) -> None:
         """Write a transformation to the log, the run's file and the metrics. Collective over all processes."""
@@ -219,7 +226,7 @@ class RunLog:
         self._num_changes += 1
         measured = self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
         numbers = self._numbers_of(change.after)
-        self._job.trainer.log({**numbers, **measured, "transform_seconds": total, "transform_bytes": moved})
+        self._log({**numbers, **measured, "transform_seconds": total, "transform_bytes": moved})
 
     def sliced(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
         """Log and record how a batch of a new shape is split, for the first shapes. Only the main process writes."""
@@ -232,7 +239,7 @@ class RunLog:
 
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended, as metrics."""
-        self._job.trainer.log(self._cache_metrics(report))
+        self._log(self._cache_metrics(report))
 
     def end(self, cache: AutoCache | None) -> None:
         """Record what is only known after the last step. Collective over all processes."""

@@ -42,6 +42,8 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
 SIZE, SAMPLES, BATCH, EPOCHS = 16, 14, 4, 3
+READ = SAMPLES - BATCH
+"""In an epoch: what is stored of the first batch is compared with what is computed."""
 IMAGE = 50
 """Token that stands for a part of an image."""
 
@@ -331,7 +333,7 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path, said: pytest.LogCap
     expected = Trained(tmp_path / "stock", MODELS[name], is_ours=False)
     found = Trained(tmp_path / "ours", MODELS[name])
     found.assert_same(expected)
-    assert rows_read(said) == (EPOCHS - 1) * SAMPLES * (2 if name.startswith("two") else 1)
+    assert rows_read(said) == (EPOCHS - 1) * READ * (2 if name.startswith("two") else 1)
     assert "is stored in this epoch" in said.text
     assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name], "removed at the end"
 
@@ -383,8 +385,8 @@ HOSTILE: dict[str, tuple[Any, Callable[[], TrainerCallback], int]] = {
     "weights change uncounted": (head_on_bert, lambda: Acts(scale_uncounted), 0),
     "weights are replaced": (head_on_bert, lambda: Acts(replace), 0),
     "weights change in each step": (head_on_bert, lambda: Acts(scale_uncounted, each_step=True), 0),
-    "a layer thaws": (head_on_bert, lambda: Acts(thaw, epoch=2), SAMPLES),
-    "a layer freezes": (not_frozen, lambda: Acts(freeze), SAMPLES),
+    "a layer thaws": (head_on_bert, lambda: Acts(thaw, epoch=2), READ),
+    "a layer freezes": (not_frozen, lambda: Acts(freeze), READ),
 }
 
 
@@ -432,7 +434,9 @@ class Noisy:
         return {**inputs, "input_ids": ids}
 
 
-@pytest.mark.parametrize(("mixin", "read"), [(CallsTwice, 4 * SAMPLES), *slow((CallsWithout, None), (Noisy, 0))])
+@pytest.mark.parametrize(
+    ("mixin", "read"), [(CallsTwice, 4 * SAMPLES - 2 * BATCH), *slow((CallsWithout, None), (Noisy, 0))]
+)
 def test_what_losses_do(mixin: type, read: int | None, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     expected = Trained(tmp_path / "stock", head_on_bert, mixin=mixin, is_ours=False)
     found = Trained(tmp_path / "ours", head_on_bert, mixin=mixin)
@@ -484,7 +488,91 @@ def looks_at_others() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return LooksAtOthers(), writes_into_it()[1]
 
 
-@pytest.mark.parametrize("build", [writes_into_it, *slow(draws_before, looks_at_others)])
+class Trains(WritesIntoIt):
+    """An adapter in a hook inside of a frozen part."""
+
+    def __init__(self, by_hook: bool = True) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)).requires_grad_(False)
+        if by_hook:
+            self.frozen[0].register_forward_hook(lambda module, args, output: output + self.head(output)[:, :1])
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        logits = self.head(self.frozen(values))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Follows(Trains):
+    """A teacher that follows the head, where PyTorch does not count it."""
+
+    def __init__(self) -> None:
+        super().__init__(by_hook=False)
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        self.frozen[1].bias.data.mul_(0.9).add_(0.1 * self.head.bias.detach()[0])
+        return super().forward(values, labels)
+
+
+class Anneals(Trains):
+    """Python state that no tensor shows: of an argument, of an attribute inside, and of what a part returns."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(by_hook=False)
+        self.how, self.calls = how, 0
+        self.part = Scales()
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        factor = 1 + self.calls // 4 / 10
+        if self.how == "inside":
+            self.part.factor = factor
+        given = values * factor if self.how == "tensor" else values
+        scaled, largest = self.part(given, factor) if self.how == "argument" else self.part(given)
+        logits = self.head(scaled / (largest if self.how == "returned" else 1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.linear = 1.0, nn.Linear(SIZE, SIZE).requires_grad_(False)
+
+    def forward(self, values: torch.Tensor, by: float = 1.0) -> tuple[torch.Tensor, float]:
+        scaled = self.linear(values * by) * self.factor
+        return scaled, float(scaled.abs().max())
+
+
+class ScalesAlone(Scales):
+    def forward(self, values: torch.Tensor, by: float = 1.0) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(values, by)[0], None
+
+
+def anneals(how: str) -> Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]:
+    def build() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        model = Anneals(how)
+        if how != "returned":
+            model.part = ScalesAlone()
+        model.frozen.requires_grad_(True)
+        return model, writes_into_it()[1]
+
+    return build
+
+
+@pytest.mark.parametrize("how", ["tensor", *slow("argument", "inside", "returned")])
+def test_state_that_no_input_shows(how: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    expected = Trained(tmp_path / "stock", anneals(how), is_ours=False)
+    Trained(tmp_path / "ours", anneals(how)).assert_same(expected)
+
+
+def trains() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Trains(), writes_into_it()[1]
+
+
+def follows() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Follows(), writes_into_it()[1]
+
+
+@pytest.mark.parametrize("build", [writes_into_it, *slow(draws_before, looks_at_others, trains, follows)])
 def test_models_of_which_nothing_may_be_read(build: Any, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     expected = Trained(tmp_path / "stock", build, is_ours=False)
     Trained(tmp_path / "ours", build).assert_same(expected)
@@ -548,5 +636,6 @@ def test_another_training_reads_what_one_has_stored(tmp_path: Path, said: pytest
     for number in range(2):
         folder = tmp_path / f"ours-{number}"
         Trained(folder, head_on_bert, activation_cache_dir=str(tmp_path / "store")).assert_same(expected)
-    assert rows_read(said) == (2 * EPOCHS - 1) * SAMPLES - 2 * BATCH, "the first calls show what it is, and is worth"
+    in_first = READ - 2 * BATCH  # the first calls show what it is, and is worth
+    assert rows_read(said) == 2 * (EPOCHS - 1) * READ + in_first
     assert "was stored by another training" in said.text
