@@ -257,8 +257,9 @@ def held_bytes(rank: int, world_size: int, stages: int, sharding: str) -> dict[s
             self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any
         ) -> None:
             held = {p for group in optimizer.param_groups for p in group["params"]} | set(model.parameters())
-            seen["weights"] = storage_bytes([p.detach() for p in held])
-            seen["gradients"] = storage_bytes([p.grad for p in held if p.grad is not None])
+            with torch._C.DisableTorchFunctionSubclass():  # what the replicas divide cannot be read
+                seen["weights"] = storage_bytes([p.detach() for p in held])
+                seen["gradients"] = storage_bytes([p.grad for p in held if p.grad is not None])
 
         def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
             tensors = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]

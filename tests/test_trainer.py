@@ -605,27 +605,26 @@ def save_while_spread(rank: int, world_size: int) -> list[str]:
 
     class Misuse(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            for call in (lambda: model.save_pretrained("half"), lambda: model(**batch)):
+            for call in (lambda: model.save_pretrained("half"), lambda: model.generate(**batch)):
                 try:
                     call()
                 except ValueError as error:
                     messages.append(str(error))
             control.should_training_stop = True
 
-    run = Run()
-    batch = PadCollator(run.kind)([run.data(2)[0]])
-    batch.pop("idx", None)
+    run = Run("causal-lm")
+    batch = {"input_ids": torch.tensor([run.data(2)[0]["input_ids"]])}
     trainer = pipeline_trainer(run, 4)
     trainer.add_callback(Misuse())
     trainer.train()
     return messages
 
 
-def test_a_spread_model_is_never_saved_or_called_by_mistake() -> None:
+def test_a_spread_model_is_never_saved_by_mistake_and_does_not_generate() -> None:
     for messages in run_ranks(save_while_spread, WORLD):
         assert len(messages) == 2
         assert "trainer.save_model()" in messages[0]
-        assert "evaluate() or predict()" in messages[1]
+        assert "predict_with_generate" in messages[1]
 
 
 def trainer_state(rank: int, world_size: int, folder: str) -> Any:
