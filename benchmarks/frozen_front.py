@@ -46,7 +46,7 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
-WIDTH, LAYERS, SAMPLES, BATCH, EPOCHS = 256, 8, 64, 8, 4
+WIDTH, LAYERS, SAMPLES, BATCH, EPOCHS = 256, 8, 256, 8, 3
 IMAGE = {"image_size": 32, "patch_size": 8}
 DEEP: dict[str, Any] = {
     "hidden_size": WIDTH,
