@@ -32,7 +32,7 @@ from ..frozen_front.weights import FrontWeights
 from ..model.layer_range import MethodOverride
 from ..model.micro_batch import Batch
 from ..planning.plan import MIB
-from .cache_setup import UNKNOWN_SIZE, describe_model
+from .cache_setup import LEAST_CAPACITY, UNKNOWN_SIZE, describe_model
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,13 @@ logger = logging.getLogger(__name__)
 LEAST_SHARE = 0.05
 """Share of the forward pass from which on a front is stored with `activation_cache="auto"`."""
 SHARE_OF_DISK = 0.25
-"""Of the free disk that is used at most, if the user has given no limit."""
+"""Of the disk's usable space that is taken at most, if the user has given no limit."""
 READS_TO_JUDGE = 5
 """Number of calls after whose reading it is decided whether reading takes longer than computing."""
 CALLS_TO_MISS = 16
 """Number of calls of which nothing was found, after which the inputs are taken to change from epoch to epoch."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
-LEAST_CAPACITY = 4096
 
 
 class FrontCache:
