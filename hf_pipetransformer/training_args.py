@@ -225,6 +225,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         activation_cache_max_gib (`float`, *optional*):
             Maximum size of the cache on each node, in GiB. Independently of this limit, the cache never uses more
             than 80% of the disk's free space. Samples that do not fit are recomputed.
+        eval_frozen_modules (`bool`, *optional*, defaults to `False`):
+            Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
+            dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training
+            mode, where dropout makes their outputs random, so that nothing of them can be stored. Layers that a
+            `freeze_policy` has frozen always run in evaluation mode.
 
     > Parameters that control the handling of failed processes
 
@@ -331,6 +336,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="auto", metadata={"help": "How to keep them.", "choices": list(CACHE_DTYPES)}
     )
     activation_cache_max_gib: float | None = field(default=None, metadata={"help": "Size limit on each node."})
+    eval_frozen_modules: bool = field(
+        default=False, metadata={"help": "Run modules that are frozen in evaluation mode, without dropout."}
+    )
 
     watchdog_timeout: float = field(
         default=30.0, metadata={"help": "Seconds after which a process that hangs ends the job; 0: never."}
@@ -540,6 +548,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                     f"{name}={getattr(self, name)!r} is not supported. Set it to one of"
                     f" {', '.join(map(repr, values))}."
                 )
+        if not isinstance(self.eval_frozen_modules, bool):
+            raise ValueError(f"eval_frozen_modules={self.eval_frozen_modules!r} is invalid. Set it to True or False.")
         limit = self.activation_cache_max_gib
         if limit is not None and not (_is_number(limit) and limit > 0):
             raise ValueError(

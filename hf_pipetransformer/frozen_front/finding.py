@@ -274,7 +274,7 @@ def find_front(
         seconds = time.perf_counter() - began
         origins.is_paused = True
         if any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True)):
-            why = why or "it draws random numbers (set its dropout rates to 0 to have it cached)"
+            why = why or "it draws random numbers (eval_frozen_modules=True runs it without dropout, and has it cached)"
             of.add(RANDOM)
         if _other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
@@ -354,8 +354,8 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
             why = "what it is given was computed from what is trained, or from random numbers"
         elif why is None and not call.origins:
             why = "it does not depend on the batch"
-        elif why is None and _rows_of(call.origins, inputs) is None:
-            why = "the inputs that it is computed from have different numbers of entries"
+        elif why is None and rows_of(call.origins, inputs) is None:
+            why = "the inputs that it is computed from have different numbers of entries (flat patches, for example)"
         if why is None:
             front[call.name] = call
         elif call.seconds > NOTICEABLE * seconds:
@@ -424,15 +424,17 @@ def _cheap(
     return None
 
 
-def _rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
+def rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
     """Number of entries of the named inputs; None if they have different numbers."""
     rows = {len(tensor) if tensor.dim() else 1 for name in names for tensor in tensors_in(inputs[name])}
     return rows.pop() if len(rows) == 1 else None
 
 
 def _has_rows(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> bool:
-    rows = _rows_of(call.origins, inputs)
-    return all(_is_stored_as_it_is(call.outputs[leaf]) and len(call.outputs[leaf]) == rows for leaf in leaves)
+    rows = rows_of(call.origins, inputs)
+    return rows is not None and all(
+        _is_stored_as_it_is(call.outputs[leaf]) and len(call.outputs[leaf]) % rows == 0 for leaf in leaves
+    )
 
 
 def _is_stored_as_it_is(tensor: torch.Tensor) -> bool:
@@ -440,5 +442,5 @@ def _is_stored_as_it_is(tensor: torch.Tensor) -> bool:
 
 
 def _row_bytes(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> int:
-    rows = _rows_of(call.origins, inputs) or 1
+    rows = rows_of(call.origins, inputs) or 1
     return sum(call.outputs[leaf].nbytes // rows for leaf in leaves)

@@ -1,8 +1,8 @@
 """Computes the frozen front of a model once for each sample: its outputs are stored, and given back afterwards.
 
-    in a call of the model     its samples are not all in the store     they are
-    a module of the front      runs; what is needed of its output       does not run; returns what was
-                               is stored when the call has ended        stored, in the same containers
+    in a call of the model     none of its samples is in the store      some are, or all
+    a module of the front      runs; what is needed of its output       runs on the others only; returns what
+                               is stored when the call has ended        was stored, in the same containers
 
 A value that is neither needed nor stored cannot be read. What could make a stored value a wrong one is looked at in
 each call: the front's weights, buffers, flags and modes, the shapes that its modules are called on, and how often.
@@ -11,39 +11,47 @@ each call: the front's weights, buffers, flags and modes, the shapes that its mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from ..cache.cache_probe import relative_difference, rounding_of
-from ..cache.content_keys import NOT_OF_STATES, RowKey, row_keys
+from ..cache.cache_probe import SAME, relative_difference, rounding_of
+from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS
 from ..model.elsewhere import hidden_like
 from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
 from ..pipeline.devices import synchronise
 from ..randomness import generators_kept, global_state_kept
-from .entries import FrontEntries
-from .finding import FoundFront, Ran, arguments_of, random_state, tensors_in, versions_of
+from .entries import TOKENS, FrontEntries, Leaf
+from .finding import FoundFront, Ran, arguments_of, random_state, rows_of, tensors_in, versions_of
+from .rows import (
+    DIGEST_BYTES,
+    ArgumentDigests,
+    Tokens,
+    is_of_rows,
+    keys_of,
+    leaves_of,
+    tokens_of,
+    with_less_columns,
+)
 
 T = TypeVar("T")
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 REMEDY = "Set activation_cache='off'"
 
-ARGUMENTS = -1
-"""In place of the position of a leaf: a digest of what the module was called on."""
-DIGEST_BYTES = 16
+LOUD = 2.0
+"""Amplitude of the noise in place of padding, relative to the largest value."""
 
 Shape = tuple[int | None, ...]
-"""Of a tensor; None stands for the number of rows."""
+"""Of a tensor; None stands for the number of rows, and `TOKENS` for the width of the batch."""
 
 
 class OtherCallsError(Exception):
@@ -60,17 +68,25 @@ class _AllRanError(Exception):
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor in the output of a module: a tensor without memory, with one row; and the shape."""
+    """A tensor in the output of a module: its device, and what one row of it is; or all, if it is not of rows."""
 
-    like: torch.Tensor
-    shape: Shape
+    device: torch.device
+    row: Leaf
+    is_of_rows: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int) -> _Leaf:
-        return cls(torch.empty((), dtype=tensor.dtype, device=tensor.device), _shape(tensor, rows))
+    def of(cls, tensor: torch.Tensor, rows: int, wide: Collection[int]) -> _Leaf:
+        shape = [TOKENS if dim in wide else size for dim, size in enumerate(tensor.shape)]
+        is_of_rows = tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % rows == 0
+        if is_of_rows:
+            shape[0] //= rows
+        return cls(tensor.device, Leaf(tensor.dtype, tuple(shape)), is_of_rows)
 
-    def sized(self, rows: int) -> tuple[int, ...]:
-        return tuple(rows if size is None else size for size in self.shape)
+    def hidden(self, rows: int, width: int, text: str) -> torch.Tensor:
+        shape = list(self.row.sized(width))
+        if self.is_of_rows:
+            shape[0] *= rows
+        return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
 
 
 @dataclass(frozen=True)
@@ -87,21 +103,43 @@ class _Known:
     leaves: tuple[Any, ...]
     structure: TreeSpec
 
-    @classmethod
-    def of(cls, given: list[torch.Tensor], others: str, leaves: list[Any], structure: TreeSpec, rows: int) -> _Known:
-        return cls(
-            {(_shapes(given, rows), others)},
-            tuple(_Leaf.of(leaf, rows) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
-            structure,
-        )
+    @property
+    def times(self) -> int:
+        """Number of entries for each row in what it returns."""
+        first = next((leaf for leaf in self.leaves if isinstance(leaf, _Leaf)), None)
+        return first.row.shape[0] if first is not None and first.is_of_rows else 1
 
 
-def _shapes(tensors: Sequence[torch.Tensor], rows: int) -> tuple[Shape, ...]:
-    return tuple(_shape(tensor, rows) for tensor in tensors)
+@dataclass(frozen=True)
+class _Batch:
+    """What is known of the inputs of a call.
 
+    Attributes:
+        keys: of the samples, for each set of inputs that modules of the front read.
+        rows: number of rows of what each module reads.
+        tokens: which columns belong to the samples, if padding is not stored.
+        signature: what the shapes of the front's outputs depend on.
+    """
 
-def _shape(tensor: torch.Tensor, rows: int) -> Shape:
-    return tuple(None if not position and size == rows else size for position, size in enumerate(tensor.shape))
+    keys: Mapping[frozenset[str], Sequence[bytes]]
+    rows: Mapping[str, int]
+    tokens: Tokens | None
+    signature: Any
+
+    @property
+    def width(self) -> int:
+        return 0 if self.tokens is None else self.tokens.width
+
+    def way_of(self, name: str, given: Sequence[torch.Tensor], others: str) -> tuple[tuple[Shape, ...], str]:
+        """In which way a module is called: shapes without the number of rows and the width, and other arguments."""
+        return tuple(tuple(self._sizes(tensor.shape, self.rows[name])) for tensor in given), others
+
+    def _sizes(self, shape: Sequence[int], rows: int) -> Iterator[int | None]:
+        for position, size in enumerate(shape):
+            if not position and size == rows:
+                yield None
+            else:
+                yield TOKENS if self.tokens is not None and size == self.tokens.width else size
 
 
 @dataclass
@@ -109,16 +147,23 @@ class _Call:
     """A call of the model.
 
     Attributes:
-        given_back: what is given back, by module and leaf; None if the modules run.
-        known: of each module.
-        rows: number of rows of what each module reads.
+        batch: what is known of its inputs; None in a trial.
+        known: of each module, if something is given back.
+        given_back: what is given back, by module and leaf; None if all modules run on all samples.
+        digests: of the arguments, when what is given back was computed, for each module.
+        missing: rows that are computed, and not given back.
         ran: the modules that have been called; with their outputs, if they ran.
+        computed: for the missing rows only, what a tensor in an output stands for, by its identity.
     """
 
-    given_back: dict[tuple[str, int], torch.Tensor] | None
-    known: Mapping[str, _Known]
-    rows: Mapping[str, int]
+    batch: _Batch | None = None
+    known: Mapping[str, _Known] = field(default_factory=dict)
+    given_back: dict[tuple[str, int], torch.Tensor] | None = None
+    digests: dict[str, torch.Tensor] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
     ran: dict[str, Ran] = field(default_factory=dict)
+    computed: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: ArgumentDigests | None = None  # in this call
     seconds: float = 0.0  # of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
     ends: bool = False  # when all modules have run
@@ -154,6 +199,9 @@ class FrozenFront:
         self.num_asked = self.num_read = self.rows_read = self.rows_asked = 0
         """Number of calls that were looked up, that were read, of their samples, and of all calls' samples."""
         self._model, self._entries, self._device = model, entries, device
+        self.cuts_padding = False
+        """Whether samples are stored without their padding."""
+        self._wide: dict[tuple[str, int], tuple[int, ...]] = {}  # dimensions of leaves that are as wide as the batch
         self._known: dict[Any, dict[str, _Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, and autocast
         self._call: _Call | None = None
@@ -182,21 +230,21 @@ class FrozenFront:
         Raises:
             OtherCallsError: the front is not called as before, and nothing was given back.
         """
-        keyed = self._keyed(inputs)
-        if keyed is None:
+        batch = self._described(inputs)
+        if batch is None:
             return forward()
-        keys, rows, signature = keyed
-        known = self._known.get(signature, {})
-        self.rows_asked += max(rows.values())
-        given_back = self._read(keys, known, rows) if reads and known else None
+        self.rows_asked += max(batch.rows.values())
+        found = self._read(batch) if reads else None
         self.num_asked += reads
-        if given_back is not None and self.is_verified:
+        if found is not None and self.is_verified:
             before = random_state(self._device)
-            self._call = _Call(given_back, known, rows)
+            self._call = found
             try:
                 output = forward()
                 self.num_read += 1
-                self.rows_read += max(rows.values())
+                self.rows_read += max(batch.rows.values()) - len(found.missing)
+                if found.missing and writes:
+                    self._write(found)
                 return output
             except OtherCallsError:
                 set_random_state(before, self._device)
@@ -210,7 +258,7 @@ class FrozenFront:
                 set_random_state(before, self._device)
             finally:
                 self._call = None
-        self._call = call = _Call(None, known, rows)
+        self._call = call = _Call(batch)
         began = time.perf_counter()
         try:
             output = forward()
@@ -221,11 +269,13 @@ class FrozenFront:
         of_now = {name: versions_of([*given, *leaves]) for name, (given, _, leaves, _) in call.ran.items()}
         if of_now != call.versions:
             self.trouble = "the model writes into it"
-        elif given_back is None:
+        elif found is None:
             self.learn(inputs, call.ran, call.seconds, seconds, writes)
         else:
-            self._compare(call, given_back)
+            self._compare(call, found)
             self.is_verified = True
+            if found.missing and writes and self.trouble is None:
+                self._write(_Call(batch, found.known, ran=call.ran))
         return output
 
     def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
@@ -238,133 +288,239 @@ class FrozenFront:
             of_call: how long the model ran.
             writes: whether to store it.
         """
-        keyed = self._keyed(inputs)
-        if keyed is None or ran.keys() != self._modules.keys():
+        batch = self._described(inputs)
+        if batch is None or ran.keys() != self._modules.keys():
             return
-        keys, rows, signature = keyed
-        self.seconds_per_row, self.share = seconds / max(rows.values()), seconds / of_call
-        known = {name: _Known.of(*call, rows[name]) for name, call in ran.items()}
-        odd = [n for n in known if any(known[n].leaves[k].shape[:1] != (None,) for k in self._modules[n].needed)]
-        if odd:  # there may be one row only, of which shapes do not show it
-            return
-        self._known[signature] = known
+        self.seconds_per_row, self.share = seconds / max(batch.rows.values()), seconds / of_call
+        known = self._known_by(batch, ran)
+        for name, module in self._modules.items():
+            if not all(known[name].leaves[position].is_of_rows for position in module.needed):
+                return
+        if batch.signature not in self._known:
+            self._known[batch.signature] = known
+        else:
+            for name, of_module in known.items():
+                self._known[batch.signature][name].given.update(of_module.given)
         if writes:
-            of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
-            for reads, entries in self._entries.items():
-                leaves = [
-                    ran[name][2][position] if position != ARGUMENTS else _digests(ran[name][0], of_front, rows[name])
-                    for name, position in self._stored_by(reads)
-                ]
-                entries.write([key.digest for key in keys[reads]], leaves)
+            self._write(_Call(batch, known, ran=dict(ran)))
 
-    def agrees(self, inputs: Batch, calls: Mapping[str, Ran], forward: Callable[[Batch], Any]) -> bool:
+    def is_of_samples(
+        self, inputs: Batch, calls: Mapping[str, Ran], forward: Callable[[Batch], Any], only_loss: bool
+    ) -> bool:
         """Whether half of the samples alone have the same outputs of the front, up to rounding.
+
+        It finds out as well whether padding may be left out (`cuts_padding`), in about two forward passes.
 
         Args:
             inputs: what the model was called on.
-            calls: as in `learn`.
+            calls: what the modules were called on, and have returned.
             forward: runs the model's forward on a batch.
+            only_loss: whether only the loss is taken from what the model returns.
         """
-        rows = batch_rows(inputs)
-        half = torch.arange(0, rows, 2)
+        tokens = tokens_of(inputs)
+        if tokens is not None and tokens.width > 1 and self._may_cut_padding(inputs, tokens, forward, only_loss):
+            self.cuts_padding = True
+            return True
+        part, _ = self._tried(_Call(ends=True), partial(forward, _half(inputs)))
+        return part.keys() == self._modules.keys() and all(
+            self._is_same(part[name][2][position], _half_of(calls[name][2][position], batch_rows(inputs)))
+            for name, module in self._modules.items()
+            for position in module.needed
+        )
 
-        def chosen(tensor: torch.Tensor) -> torch.Tensor:
-            """Every other sample's entries: several images of a sample follow one another."""
-            if not tensor.dim() or len(tensor) % rows:
-                return tensor
-            return tensor.unflatten(0, (rows, -1))[half.to(tensor.device)].flatten(0, 1)
+    def _may_cut_padding(
+        self, inputs: Batch, tokens: Tokens, forward: Callable[[Batch], Any], only_loss: bool
+    ) -> bool:
+        """Whether outputs hold whatever the padded length, and nothing that follows reads what is in the padding.
 
-        self._call = call = _Call(None, {}, {}, ends=True)
+        The last columns are made padding, and removed, of half of the samples. Then the rest of the model runs on the
+        outputs, with noise in place of padding.
+        """
+        rows, columns = batch_rows(inputs), max(1, tokens.width // 4)
+        own = tokens.cut(columns)
+        batch = with_less_columns(inputs, columns, removes=False)
+        ran, output = self._tried(_Call(), partial(forward, batch))
+        less, _ = self._tried(_Call(ends=True), partial(forward, _half(with_less_columns(batch, columns, True))))
+        if not ran.keys() == less.keys() == self._modules.keys() or len(tokens.lengths) != rows:
+            return False
+        wide: dict[tuple[str, int], tuple[int, ...]] = {}
+        for name, module in self._modules.items():
+            for position, (whole, part) in enumerate(zip(ran[name][2], less[name][2], strict=False)):
+                if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+                    continue
+                if whole.dim() != part.dim():
+                    return False
+                dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
+                wide[name, position] = dims
+                if any((whole.shape[d], part.shape[d]) != (own.width, own.width - columns) for d in dims):
+                    return False
+                if position in module.needed:
+                    half = _half_of(whole, rows)
+                    half = half[:, :-columns] if dims == (1,) else half
+                    lengths = own.lengths[::2]
+                    if dims not in ((), (1,)) or not self._is_same(
+                        *(_cleared(tensor, lengths) if dims else tensor for tensor in (part, half))
+                    ):
+                        return False
+        self._wide = wide
+        made = self._described(batch, own)
+        if made is None:
+            return False
+        needed = {(n, p): ran[n][2][p] for n, module in self._modules.items() for p in module.needed}
+        noisy = {leaf: _with_noise(value, own.lengths) if wide[leaf] else value for leaf, value in needed.items()}
+        given = _Call(made, self._known_by(made, ran), noisy)
+        again, other = self._tried(given, partial(forward, batch))
+        return again.keys() == ran.keys() and _are_outputs_same(output, other, own, only_loss)
+
+    def _tried(self, call: _Call, forward: Callable[[], Any]) -> tuple[dict[str, Ran], Any]:
+        """What the modules have returned in a call that leaves the model as it was, and what the model has."""
+        self._call, output = call, None
         try:
             with torch.no_grad(), left_as_found(self._model), global_state_kept(), generators_kept(self._model):
-                forward(recursively_apply(chosen, inputs))
+                output = forward()
         except _AllRanError:
             pass
         except Exception:  # samples have different numbers of images, perhaps
-            return False
+            return {}, None
         finally:
             self._call = None
-        if call.ran.keys() != self._modules.keys():
-            return False
-        for name, module in self._modules.items():
-            whole, part = calls[name][2], call.ran[name][2]
-            for position in module.needed:
-                expected, found = whole[position], part[position]
-                if relative_difference([found.detach()], [chosen(expected.detach())]) > rounding_of(expected):
-                    return False
-        return True
+        return call.ran, output
 
     # ------------------------------------------------------------------------------------ inside
-    def _compare(self, call: _Call, given_back: Mapping[tuple[str, int], torch.Tensor]) -> None:
+    @staticmethod
+    def _is_same(computed: torch.Tensor, expected: torch.Tensor) -> bool:
+        return relative_difference([computed.detach()], [expected.detach()]) <= rounding_of(expected)
+
+    def _compare(self, call: _Call, found: _Call) -> None:
         """Compare what modules return, which are called in a new way, with what is stored of the samples."""
-        for (name, position), stored in given_back.items():
-            if position == ARGUMENTS:
-                continue
-            computed = call.ran[name][2][position].detach() if name in call.ran else None
-            if computed is None or relative_difference([computed], [stored]) > rounding_of(stored):
+        assert call.batch is not None and found.given_back is not None
+        tokens = call.batch.tokens
+        for (name, position), stored in found.given_back.items():
+            if name not in call.ran:
+                self.trouble = f"{name} is not called in each forward pass"
+                return
+            rows = call.batch.rows[name]
+            there = torch.tensor(sorted(set(range(rows)) - set(found.missing)), device=stored.device)
+            pair = [call.ran[name][2][position].detach(), stored]
+            if pair[0].shape != stored.shape:
+                self.trouble = f"{name} returns something else than before"
+                return
+            if self._wide.get((name, position)) and tokens is not None:
+                pair = [_cleared(tensor, tokens.lengths) for tensor in pair]
+            computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
+            if not self._is_same(computed, expected):
                 self.trouble = f"{name} is called on something else than before"
                 return
         for name, (given, others, *_) in call.ran.items():
-            call.known[name].given.add((_shapes(given, call.rows[name]), others))
+            found.known[name].given.add(call.batch.way_of(name, given, others))
 
-    def _keyed(self, inputs: Batch) -> tuple[dict[frozenset[str], list[RowKey]], dict[str, int], Any] | None:
-        """The keys of what is read, the number of its rows for each module, and what outputs' shapes depend on."""
-        keys: dict[frozenset[str], list[RowKey]] = {}
+    def _described(self, inputs: Batch, tokens: Tokens | None = None) -> _Batch | None:
+        """What is known of a batch; None if nothing is stored of it, or read.
+
+        Args:
+            inputs: what the model is called on.
+            tokens: in a trial, which columns belong to the samples.
+        """
         plain = {name: value for name, value in inputs.items() if not tensors_in(value)}
         device = self._device.type
         plain = {name: value for name, value in plain.items() if name not in NOT_OF_STATES}
         names = sorted(inputs.keys() - NOT_OF_STATES)
-        around = plain, names, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        if self._around is None:
-            self._around = repr(around)
-        if repr(around) != self._around:
+        around = repr((plain, names, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        self._around = self._around or around
+        if around != self._around:
             return None
+        if self.cuts_padding:
+            tokens = tokens_of(inputs)
+            if tokens is None:
+                return None
+        rows: dict[str, int] = {}
+        for name, module in self._modules.items():
+            of_module = rows_of(module.reads, inputs) if module.reads <= inputs.keys() else None
+            if not of_module or (tokens is not None and of_module != len(tokens.lengths)):
+                return None
+            rows[name] = of_module
+        keys = {}
         for reads in self._entries:
-            if not reads <= inputs.keys():
-                return None
+            of_reads = next(rows[name] for name, module in self._modules.items() if module.reads == reads)
             read = {name: inputs[name] for name in reads}
-            if any(tensor.requires_grad for tensor in tensors_in(read)):
-                return None
-            found = row_keys({**read, **plain}, NOT_OF_STATES, keeps_padding=True)
-            if not found:
-                return None
-            keys[reads] = found
-        rows = {name: len(keys[module.reads]) for name, module in self._modules.items() if module.reads in keys}
-        for name, module in self._modules.items():  # one that feeds others, and of which nothing is stored
-            if name not in rows:
-                rows[name] = len(tensors_in(inputs[next(iter(module.reads))])[0])
-        of_all = frozenset().union(*(module.reads for module in self._modules.values()))
-        shapes = [(n, [(t.dtype, t.shape[1:]) for t in tensors_in(inputs[n])]) for n in sorted(of_all)]
-        return keys, rows, (repr(shapes), min(rows.values()) == 1)
-
-    def _stored_by(self, reads: frozenset[str]) -> list[tuple[str, int]]:
-        """The leaves that one entry has, by module and position."""
-        return [
-            (module.name, position)
-            for module in self.found.modules
-            if module.reads == reads
-            for position in (*module.needed, ARGUMENTS)
-        ]
-
-    def _read(
-        self, keys: Mapping[frozenset[str], Sequence[RowKey]], known: Mapping[str, _Known], rows: Mapping[str, int]
-    ) -> dict[tuple[str, int], torch.Tensor] | None:
-        began = time.perf_counter()
-        given_back: dict[tuple[str, int], torch.Tensor] = {}
-        for reads, entries in self._entries.items():
-            stored = self._stored_by(reads)
-            shapes = [
-                (torch.uint8, (len(keys[reads]), DIGEST_BYTES))
-                if position == ARGUMENTS
-                else (known[name].leaves[position].like.dtype, known[name].leaves[position].sized(len(keys[reads])))
-                for name, position in stored
-            ]
-            found = entries.read([key.digest for key in keys[reads]], shapes, self._device)
+            found = keys_of(read, of_reads, tokens, f"{plain} {self.cuts_padding}")
             if found is None:
                 return None
-            given_back |= dict(zip(stored, found, strict=True))
+            keys[reads] = found
+        of_all = frozenset().union(*(module.reads for module in self._modules.values()))
+        leaves = [leaf for name in sorted(of_all) for leaf in leaves_of(inputs[name], name)]
+        shapes = [(n, t.dtype, _without_width(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
+        return _Batch(keys, rows, tokens, (repr(shapes), min(rows.values()) == 1))
+
+    def _known_by(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, _Known]:
+        return {
+            name: _Known(
+                {batch.way_of(name, given, others)},
+                tuple(
+                    _Leaf.of(leaf, batch.rows[name], self._wide.get((name, position), ()))
+                    if isinstance(leaf, torch.Tensor)
+                    else leaf
+                    for position, leaf in enumerate(leaves)
+                ),
+                structure,
+            )
+            for name, (given, others, leaves, structure) in ran.items()
+        }
+
+    def _stored_by(self, reads: frozenset[str]) -> list[tuple[str, int]]:
+        """The leaves that one entry has, by module and position, before the digests of all modules' arguments."""
+        return [(m.name, position) for m in self.found.modules if m.reads == reads for position in m.needed]
+
+    def _names_by(self, reads: frozenset[str]) -> list[str]:
+        return [module.name for module in self.found.modules if module.reads == reads]
+
+    def _layout(self, reads: frozenset[str], known: Mapping[str, _Known]) -> list[Leaf]:
+        digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self._names_by(reads))))
+        return [*(known[name].leaves[position].row for name, position in self._stored_by(reads)), digests]
+
+    def _read(self, batch: _Batch) -> _Call | None:
+        """What is stored of a batch, as the call in which it is given back; None if it is nothing."""
+        known = self._known.get(batch.signature)
+        if known is None:
+            return None
+        began = time.perf_counter()
+        call = _Call(batch, known, {})
+        assert call.given_back is not None
+        missing: set[int] = set()
+        for reads, entries in self._entries.items():
+            rows, tensors = entries.read(batch.keys[reads], self._layout(reads, known), batch.tokens, self._device)
+            if not tensors:
+                return None
+            missing.update(rows)
+            *leaves, digests = tensors
+            call.given_back |= dict(zip(self._stored_by(reads), leaves, strict=True))
+            call.digests |= dict(zip(self._names_by(reads), digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
+        numbers = set(batch.rows.values())
+        if missing and (len(numbers) > 1 or len(missing) == max(numbers)):
+            return None
+        call.missing = sorted(missing)
         self.reading_seconds += time.perf_counter() - began
-        return given_back
+        return call
+
+    def _write(self, call: _Call) -> None:
+        """Store what the modules have returned in a call; of one in which something was given back, the rest."""
+        batch = call.batch
+        assert batch is not None
+        chosen = call.missing or None
+        of_front = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves}
+        for reads, entries in self._entries.items():
+            leaves = [call.ran[name][2][position] for name, position in self._stored_by(reads)]
+            rows = len(batch.keys[reads])
+            made = ArgumentDigests(rows, batch.tokens)
+            names = self._names_by(reads)
+            digests = [made.of(call.ran[name][0], of_front, call.known[name].times) for name in names]
+            tensors = [*(leaf.detach() for leaf in leaves), torch.cat(digests, 1)]
+            keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
+            if chosen is not None:
+                index = torch.tensor(chosen)
+                tensors = [t.unflatten(0, (rows, -1))[index.to(t.device)].flatten(0, 1) for t in tensors]
+                keys, lengths = [keys[row] for row in chosen], lengths and [lengths[row] for row in chosen]
+            entries.write(keys, tensors, self._layout(reads, call.known), lengths)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -372,61 +528,133 @@ class FrozenFront:
             return forward(*args, **kwargs)
         if name in call.ran:
             raise OtherCallsError(f"{name} is called several times in a forward pass")
-        if call.given_back is None:
-            synchronise(self._device)
-            began = time.perf_counter()
-            output = forward(*args, **kwargs)
-            synchronise(self._device)
-            call.seconds += time.perf_counter() - began
-            # the leaves, as the model may write into a container afterwards
-            leaves, structure = tree_flatten(output)
-            given, others = arguments_of(args, kwargs)
-            call.ran[name] = given, others, leaves, structure
-            call.versions[name] = versions_of([*given, *leaves])
-            if call.ends and call.ran.keys() == self._modules.keys():
-                raise _AllRanError
-            return output
-        known, rows = call.known[name], call.rows[name]
+        if call.given_back is not None:
+            return self._given_back(name, forward, args, kwargs, call)
+        synchronise(self._device)
+        began = time.perf_counter()
+        output = forward(*args, **kwargs)
+        synchronise(self._device)
+        call.seconds += time.perf_counter() - began
+        # the leaves, as the model may write into a container afterwards
+        leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
-        leaves = [self._leaf(name, position, leaf, call) for position, leaf in enumerate(known.leaves)]
-        of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
-        call.ran[name] = given, others, leaves, known.structure
+        call.ran[name] = given, others, leaves, structure
+        call.versions[name] = versions_of([*given, *leaves])
+        if call.ends and call.ran.keys() == self._modules.keys():
+            raise _AllRanError
+        return output
+
+    def _given_back(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: _Call
+    ) -> Any:
+        """What a module would return: what is stored, and what it returns for the samples of which nothing is."""
+        assert call.batch is not None and call.given_back is not None
+        known, rows = call.known[name], call.batch.rows[name]
+        given, others = arguments_of(args, kwargs)
         if any(tensor.requires_grad for tensor in given):
             raise OtherCallsError(f"{name} is called on something that is trained")
-        if (_shapes(given, rows), others) not in known.given:
+        if call.batch.way_of(name, given, others) not in known.given:
             raise _NewCallError
-        stored = call.given_back.get((name, ARGUMENTS))
-        if stored is not None and not torch.equal(stored.cpu(), _digests(given, of_front, rows)):
-            raise _NewCallError
+        if name in call.digests:
+            of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
+            if call.made is None:
+                call.made = ArgumentDigests(rows, call.batch.tokens)
+            now, there = call.made.of(given, of_front, known.times), torch.ones(rows, dtype=torch.bool)
+            there[call.missing] = False
+            if not torch.equal(now[there], call.digests[name][there]):
+                raise _NewCallError
+        computed = self._of_missing(known, rows, forward, args, kwargs, call) if call.missing else None
+        leaves = []
+        for position, leaf in enumerate(known.leaves):
+            if isinstance(leaf, _Leaf):
+                stored = call.given_back.get((name, position))
+                text = f"the output of {name} {NOT_KEPT}"
+                value = stored if stored is not None else leaf.hidden(rows, call.batch.width, text)
+                if computed is not None:
+                    if stored is not None:
+                        into = stored.unflatten(0, (rows, -1))
+                        into[call.missing] = computed[position].unflatten(0, (len(call.missing), -1)).to(into.dtype)
+                    call.computed[id(value)] = computed[position]
+                leaves.append(value)
+            else:
+                leaves.append(leaf)
+        call.ran[name] = given, others, leaves, known.structure
         return tree_unflatten(leaves, known.structure)
 
-    def _leaf(self, name: str, position: int, leaf: Any, call: _Call) -> Any:
-        assert call.given_back is not None
-        if not isinstance(leaf, _Leaf):
-            return leaf
-        if (name, position) in call.given_back:
-            return call.given_back[name, position]
-        return hidden_like(leaf.like.expand(leaf.sized(call.rows[name])), f"the output of {name} {NOT_KEPT}", REMEDY)
+    def _of_missing(
+        self,
+        known: _Known,
+        rows: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: _Call,
+    ) -> list[Any]:
+        """The leaves of what a module returns for the samples of which nothing is stored."""
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in call.computed:
+                return call.computed[id(tensor)]
+            if not is_of_rows(tensor, rows, known.times):
+                return tensor
+            return tensor.unflatten(0, (rows, -1))[call.missing].flatten(0, 1)
+
+        args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
+        with torch.no_grad():
+            leaves, structure = tree_flatten(forward(*args, **kwargs))
+        if structure != known.structure:
+            raise _NewCallError
+        return leaves
 
 
-def _digests(given: Sequence[torch.Tensor], of_front: Collection[int], rows: int) -> torch.Tensor:
-    """For each row, a digest of what a module is called on, without what comes from the front itself.
+def _half(inputs: Batch) -> Batch:
+    rows = batch_rows(inputs)
+    half: Batch = recursively_apply(lambda tensor: _half_of(tensor, rows), inputs)
+    return half
 
-    Masks of truth values are left out: a model may pass none where a batch has no padding.
 
-    Returns:
-        `[rows, DIGEST_BYTES]`, uint8, on the CPU.
-    """
-    digests = [xxhash.xxh3_128() for _ in range(rows)]
-    for tensor in given:
-        if id(tensor) in of_front or tensor.dtype is torch.bool or not tensor.numel():
+def _half_of(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Every other sample's entries: several images of a sample follow one another."""
+    if not tensor.dim() or len(tensor) % rows:
+        return tensor
+    return tensor.unflatten(0, (rows, -1))[::2].flatten(0, 1)
+
+
+def _cleared(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The same with 0 as padding."""
+    cleared = tensor.detach().clone()
+    for row, length in zip(cleared.unflatten(0, (len(lengths), -1)), lengths, strict=True):
+        row[:, length:] = 0
+    return cleared
+
+
+def _with_noise(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The same with noise as padding, if there are fractions in it."""
+    noisy = tensor.detach().clone()
+    if noisy.is_floating_point():
+        noise = LOUD * noisy.abs().max() * torch.randn_like(noisy)
+        for row, (into, length) in enumerate(zip(noisy.unflatten(0, (len(lengths), -1)), lengths, strict=True)):
+            into[:, length:] = noise.unflatten(0, (len(lengths), -1))[row][:, length:]
+    return noisy
+
+
+def _are_outputs_same(output: Any, other: Any, tokens: Tokens, only_loss: bool) -> bool:
+    """Whether a model returns the same; of columns of padding only if something but the loss is taken from them."""
+    pairs = [tree_flatten(value)[0] for value in (output, other)]
+    for one, two in zip(*pairs, strict=False):
+        if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
             continue
-        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        parts = values.reshape(rows, -1) if tensor.dim() and len(tensor) == rows else [values] * rows
-        for digest, part in zip(digests, parts, strict=True):
-            digest.update(part.data)
-    content = bytearray(b"".join(digest.digest() for digest in digests))
-    return torch.frombuffer(content, dtype=torch.uint8).view(rows, DIGEST_BYTES)
+        if only_loss and one.shape[:2] == (len(tokens.lengths), tokens.width):
+            one, two = (_cleared(tensor, tokens.lengths) for tensor in (one, two))
+        if one.numel() and relative_difference([one], [two]) > SAME:
+            return False
+    return len(pairs[0]) == len(pairs[1])
+
+
+def _without_width(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> tuple[int, ...]:
+    shape = tuple(tensor.shape[1:])
+    is_wide = tokens is not None and name in TOKEN_INPUTS and shape[:1] == (tokens.width,)
+    return (TOKENS, *shape[1:]) if is_wide else shape
 
 
 def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:

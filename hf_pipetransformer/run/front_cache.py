@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from accelerate.utils import recursively_apply
 from torch import nn
 from transformers import TrainerState
 
@@ -119,7 +120,7 @@ class FrontCache:
             self._is_in_step = True
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = dict(named_inputs(self._model, args, kwargs))
+        inputs: Batch = recursively_apply(lambda tensor: tensor, dict(named_inputs(self._model, args, kwargs)))
         flags = [parameter.requires_grad for parameter in self._model.parameters()]
         run = partial(forward, *args, **kwargs)
         if flags != self._flags:
@@ -169,7 +170,8 @@ class FrontCache:
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
         self._front = front = FrozenFront(self._model, found, self._entries, device)
-        if front.agrees(inputs, found.calls, lambda batch: forward(**batch)):
+        only_loss = not self._job.overrides_loss and self._job.trainer.compute_loss_func is None
+        if front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self._writes)
             front.share = 0.0  # the search takes time itself
         else:
@@ -209,13 +211,12 @@ class FrontCache:
         limit = self._job.args.activation_cache_max_gib
         most = limit * 2**30 if limit is not None else SHARE_OF_DISK * usable if usable is not None else None
         share = f"{names}, {front.share:.0%} of the forward pass, is frozen"
-        if needed is not None and most is not None and needed > most:
-            self._turn_off(
-                f"an epoch takes {needed / MIB:,.0f} MiB, and {most / MIB:,.0f} MiB may be used (a quarter of the free"
-                " disk, or activation_cache_max_gib)"
-            )
-            return
         of_epoch = "" if needed is None else f" ({needed / MIB:,.1f} MiB)"
+        if needed is not None and most is not None and needed > most:
+            of_epoch = (
+                f", for a part of the samples: an epoch takes {needed / MIB:,.1f} MiB, of which {most / MIB:,.1f} MiB"
+                f" may be used ({'a quarter of the free disk' if limit is None else 'activation_cache_max_gib'})"
+            )
         since = "was stored by another training" if self._existed else "is stored in this epoch and read in others"
         self._say(f"{share}: its output {since}{of_epoch}, in {self._folder}.")
 

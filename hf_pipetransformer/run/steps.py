@@ -23,6 +23,7 @@ from torch import nn
 from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
+from ..frozen_front.finding import frozen_modules
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
@@ -255,6 +256,9 @@ class Steps:
     def _switch_to_training(self) -> None:
         trainer = self._job.trainer
         self._pipeline.train()
+        if self._job.args.eval_frozen_modules:
+            for module in frozen_modules(self._job.model).values():
+                module.eval()
         switch = getattr(trainer.optimizer, "train", None)  # schedule-free optimizers have one
         if callable(switch):
             switch()

@@ -267,6 +267,24 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {**batch, "return_loss": True} if "labels" not in batch else batch
 
 
+def cut(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Pads to the longest of the batch, as most collators do."""
+    batch = collate(rows)
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {
+        name: value[:, :longest] if value.dim() > 1 and value.shape[1] == 10 else value
+        for name, value in batch.items()
+    }
+
+
+def cut_left(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    batch = cut(rows)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    for name in ("input_ids", "attention_mask"):
+        batch[name] = torch.stack([row.roll(-n) for row, n in zip(batch[name], lengths, strict=True)])
+    return batch
+
+
 class Trained:
     """A training with the stock Trainer, or with ours, and what the log says of its cache."""
 
@@ -277,6 +295,7 @@ class Trained:
         callbacks: tuple[TrainerCallback, ...] = (),
         mixin: type = object,
         is_ours: bool = True,
+        collator: Callable[[list[dict[str, torch.Tensor]]], dict[str, Any]] = collate,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -304,7 +323,7 @@ class Trained:
             arguments(**{**given, **options}),
             train_dataset=rows,
             eval_dataset=rows[:5],
-            data_collator=collate,
+            data_collator=collator,
             callbacks=[*callbacks],
         )
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
@@ -336,6 +355,66 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path, said: pytest.LogCap
     assert rows_read(said) == (EPOCHS - 1) * READ * (2 if name.startswith("two") else 1)
     assert "is stored in this epoch" in said.text
     assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name], "removed at the end"
+
+
+class ReadsPadding(nn.Module):
+    """What follows the frozen part reads the padding, or does not; so do losses outside of the model."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.bert, self.head = how, bert().bert.requires_grad_(False), nn.Linear(SIZE, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        states = self.bert(input_ids, attention_mask=attention_mask)[0]
+        mask = attention_mask[..., None]
+        if self.how == "mean":
+            pooled = (states * mask).sum(1) / mask.sum(1)
+        elif self.how == "tokens":
+            scores = self.head(states)
+            kept = torch.where(attention_mask.bool(), labels[:, None], -100)
+            return {"loss": nn.functional.cross_entropy(scores.transpose(1, 2), kept), "logits": scores}
+        else:
+            pooled = states.amax(1) if self.how == "largest" else states.mean(1)
+        scores = self.head(pooled)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def reads_padding(how: str) -> Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]:
+    return lambda: (ReadsPadding(how), head_on_bert()[1])
+
+
+class LossOutside:
+    """A loss that reads what the model returns, in the padding too."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"] + outputs["logits"].mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    ("build", "collator", "mixin", "is_read"),
+    [
+        (head_on_bert, cut, object, True),
+        *slow(
+            (lower_layers, cut, object, True),
+            (t5, cut, object, True),
+            (reads_padding("mean"), cut, object, True),
+            (reads_padding("tokens"), cut, object, True),
+            (reads_padding("tokens"), cut, LossOutside, None),
+            (reads_padding("largest"), cut, object, None),
+            (reads_padding("plain"), cut, object, None),
+            (head_on_bert, cut_left, object, None),
+        ),
+    ],
+)
+def test_padding_to_the_longest_of_a_batch(
+    build: Any, collator: Any, mixin: type, is_read: bool | None, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    expected = Trained(tmp_path / "stock", build, mixin=mixin, is_ours=False, collator=collator)
+    found = Trained(tmp_path / "ours", build, mixin=mixin, collator=collator)
+    found.assert_same(expected)
+    assert (rows_read(said) == (EPOCHS - 1) * READ) is (is_read is True)
 
 
 class Acts(TrainerCallback):
@@ -593,6 +672,68 @@ def test_dropout_in_what_is_frozen_is_the_stock_trainers(tmp_path: Path, said: p
     found.assert_same(expected)
     assert rows_read(said) == 0
     assert "bert is frozen, but computed in each epoch: it draws random numbers" in said.text
+
+
+def test_dropout_is_left_out_on_demand(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    computed = Trained(tmp_path / "off", with_dropout, eval_frozen_modules=True, activation_cache="off")
+    found = Trained(tmp_path / "ours", with_dropout, eval_frozen_modules=True)
+    found.assert_same(computed)
+    assert rows_read(said) == (EPOCHS - 1) * READ
+
+
+def test_a_part_of_the_samples_is_stored_if_space_is_short(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    expected = Trained(tmp_path / "stock", lower_layers, is_ours=False)
+    found = Trained(tmp_path / "ours", lower_layers, activation_cache_max_gib=6000 / 2**30)
+    found.assert_same(expected)
+    assert "for a part of the samples" in said.text
+    assert 0 < rows_read(said) < (EPOCHS - 1) * READ
+
+
+def idefics_like() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Several images for each sample, which the model puts one behind the other."""
+    model, columns = llava()
+    return SeveralImages(model), {**columns, "images": noise(SAMPLES, 2, 3, 16, 16)}
+
+
+class SeveralImages(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.head = model.model.vision_tower, nn.Linear(SIZE, 2)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        hidden = self.tower(images.flatten(0, 1))[0].mean(1)
+        scores = self.head(hidden.unflatten(0, (len(images), -1)).sum(1))
+        return {"loss": nn.functional.cross_entropy(scores, labels[:, 0] % 2), "logits": scores}
+
+
+def two_inputs() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """As DETR: what is frozen reads an image and its mask."""
+    columns = {"pixel_values": noise(SAMPLES, 3, 16, 16), "pixel_mask": words(SAMPLES, 256).view(-1, 16, 16) % 2}
+    return TwoInputs(), {**columns, "labels": words(SAMPLES, 1)[:, 0] % 2}
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Conv2d(3, SIZE, 4).requires_grad_(False), nn.Linear(SIZE, 2)
+
+    def forward(self, pixel_values: torch.Tensor, pixel_mask: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        scores = self.head(self.backbone(pixel_values * pixel_mask[:, None]).mean((2, 3)))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "space"), [(idefics_like, 2**30), (idefics_like, 5_000), (two_inputs, 2**30), (two_inputs, 80_000)]
+)
+def test_rows_of_several_inputs_and_outputs(
+    build: Any, space: int, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    expected = Trained(tmp_path / "stock", build, is_ours=False)
+    found = Trained(tmp_path / "ours", build, activation_cache_max_gib=space / 2**30)
+    found.assert_same(expected)
+    read = rows_read(said)
+    assert read == (EPOCHS - 1) * READ if space == 2**30 else 0 < read < (EPOCHS - 1) * READ
 
 
 @pytest.mark.slow

@@ -1,0 +1,201 @@
+"""What of a batch, and of the tensors that are computed from it, belongs to which sample.
+
+inputs [rows, width, ...]     a sample's own: the first `lengths[row]` columns, where there is a mask for it
+arguments, outputs            `times` entries for each row: several images, or choices, of one sample
+keys, digests                 16 bytes for each row, of its own values only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ..cache.content_keys import NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of
+
+MASK = "attention_mask"
+DIGEST_BYTES = 16
+IGNORED_LABEL = -100
+"""The label that cross entropy ignores."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which columns of `width` are a sample's own: the first `lengths[row]`; behind them is padding."""
+
+    lengths: tuple[int, ...]
+    width: int
+
+    def cut(self, columns: int) -> Tokens:
+        return Tokens(tuple(min(length, self.width - columns) for length in self.lengths), self.width)
+
+
+def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in mappings and lists, each with the name of the innermost mapping's entry."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from leaves_of(value[key], str(key))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from leaves_of(entry, name)
+    else:
+        yield name, value
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
+    """The samples' own tokens; None if padding cannot be told apart, or is not on the right."""
+    leaves = [(name, value) for name, value in leaves_of(inputs) if isinstance(value, torch.Tensor)]
+    masks = [value for name, value in leaves if name == MASK]
+    if len(masks) != 1 or masks[0].dim() != 2:
+        return None
+    shape = masks[0].shape
+    known = TOKEN_INPUTS | NOT_IN_KEYS
+    if any(value.shape[:2] == shape and name not in known for name, value in leaves):
+        return None  # it may have as many features as there are tokens
+    spans = spans_of({MASK: masks[0]})
+    if spans is None or any(span.start for span in spans):
+        return None
+    return Tokens(tuple(span.stop for span in spans), shape[1])
+
+
+def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
+    """The batch in which the last columns are padding, or removed."""
+    shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: changed(key, entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(changed(name, entry) for entry in value)
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
+            return value
+        if removes and name in TOKEN_INPUTS:
+            return value[:, :-columns].contiguous()
+        if name == MASK or (name in NOT_IN_KEYS and not value.is_floating_point()):
+            value = value.clone()
+            value[:, -columns:] = 0 if name == MASK else IGNORED_LABEL
+        return value
+
+    return {name: changed(name, value) for name, value in inputs.items()}
+
+
+def keys_of(read: Mapping[str, Any], rows: int, tokens: Tokens | None, others: str) -> list[bytes] | None:
+    """A key for each row of the inputs that a front reads: of names, types, shapes, values, and of the mask.
+
+    Args:
+        read: the inputs; each has an entry for each row.
+        rows: their number.
+        tokens: which columns belong to a sample, if padding is left out.
+        others: what else the front depends on, in words.
+
+    Returns:
+        None if an input is nothing that can be looked at.
+    """
+    leaves = [(name, leaf) for name, leaf in leaves_of(read) if name not in NOT_OF_STATES]
+    tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    plain = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if any(tensor.layout is not torch.strided or tensor.requires_grad for _, tensor in tensors):
+        return None
+
+    def columns_of(name: str, tensor: torch.Tensor) -> Tokens | None:
+        is_wide = tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)
+        return tokens if is_wide else None
+
+    parts = [(name, tensor, columns_of(name, tensor)) for name, tensor in tensors]
+    described = [(n, t.dtype, t.shape[1:] if own is None else t.shape[2:]) for n, t, own in parts]
+    content = xxhash.xxh3_128(repr((plain, described, others)).encode())
+    digests = [content.copy() for _ in range(rows)]
+    for _, tensor, own in parts:
+        _add(digests, tensor, () if own is None else (1,), own)
+    for row, digest in enumerate(digests):
+        if tokens is not None:
+            digest.update(b"%d" % tokens.lengths[row])
+    return [digest.digest() for digest in digests]
+
+
+class ArgumentDigests:
+    """For each row, digests of what modules are called on: in one call of the model.
+
+    Args:
+        of_front: identities of tensors that come from the front itself, and are left out.
+        rows: number of rows.
+        tokens: which columns belong to a sample, if padding is left out.
+    """
+
+    def __init__(self, rows: int, tokens: Tokens | None) -> None:
+        self._rows, self._tokens = rows, tokens
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, list[bytes]]] = {}  # layers are called on the same mask
+
+    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], times: int) -> torch.Tensor:
+        """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
+
+        A model may pass no mask where a batch has no padding.
+
+        Args:
+            given: the tensors among the arguments.
+            of_front: identities of tensors that are left out.
+            times: the number of entries for each row of what the module returns.
+
+        Returns:
+            `[rows, DIGEST_BYTES]`, uint8, on the CPU.
+        """
+        found = [
+            self._of_one(tensor, times)
+            for tensor in given
+            if id(tensor) not in of_front and tensor.dtype is not torch.bool and tensor.numel()
+        ]
+        rows = [xxhash.xxh3_128(b"".join(digests[row] for digests in found)) for row in range(self._rows)]
+        content = bytearray(b"".join(row.digest() for row in rows))
+        return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
+
+    def _of_one(self, tensor: torch.Tensor, times: int) -> list[bytes]:
+        known = self._known.get((id(tensor), times))
+        if known is None:
+            digests = [xxhash.xxh3_128() for _ in range(self._rows)]
+            width = None if self._tokens is None else self._tokens.width
+            wide = [dim for dim, size in enumerate(tensor.shape) if size == width]
+            _add(digests, tensor, wide, self._tokens, times)
+            known = self._known[id(tensor), times] = tensor, [digest.digest() for digest in digests]
+        return known[1]
+
+
+def is_of_rows(tensor: torch.Tensor, rows: int, times: int) -> bool:
+    """Whether a tensor has entries for each row: one, or as many as what is computed from it."""
+    return tensor.dim() > 0 and len(tensor) in (rows, times * rows)
+
+
+def _add(
+    digests: Sequence[Any], tensor: torch.Tensor, wide: Sequence[int], tokens: Tokens | None, times: int = 1
+) -> None:
+    """Add to each row's digest its part of a tensor, or the whole tensor, if it is not of rows.
+
+    Args:
+        digests: one for each row.
+        tensor: the tensor.
+        wide: dimensions that are as wide as the batch, of which a row's own tokens count.
+        tokens: which these are.
+        times: as for `is_of_rows`.
+    """
+    rows = len(digests)
+    values = tensor.detach().cpu()
+    is_split = is_of_rows(values, rows, times)
+    parts = values.unflatten(0, (rows, -1)) if is_split else values
+    wide = [dim for dim in wide if dim or not is_split]
+    if not wide and not is_split:
+        content = _bytes_of(values)
+        for digest in digests:
+            digest.update(content)
+        return
+    for row, digest in enumerate(digests):
+        part = parts[row] if is_split else parts
+        for dim in wide:
+            assert tokens is not None
+            part = part.narrow(dim, 0, tokens.lengths[row])
+        digest.update(_bytes_of(part))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
