@@ -37,6 +37,7 @@ from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
 from .activation_store import ActivationStore, GenerationWriter, StoreFull
 from .content_keys import (
+    MASK,
     NOT_IN_KEYS,
     NOT_OF_STATES,
     KeyedInputs,
@@ -236,7 +237,7 @@ class ActivationCache:
         """
         if not keys or self._spans_of(keys) is None or not self._reading.generations:
             return 0.0, 0.0
-        found = self._reading.find(keys, tokens, self._stack.num_units)
+        found = self._reading.find(keys, None if MASK in self._ignored else tokens, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
         return (len(here[0]) / len(keys), found.seconds / len(here[0])) if here else (0.0, 0.0)
 
@@ -249,7 +250,7 @@ class ActivationCache:
             stop: the first unit that does not belong to this stage.
         """
         if self._spans_of(keys) is not None:
-            self._reading.read_ahead(keys, tokens, stop)
+            self._reading.read_ahead(keys, None if MASK in self._ignored else tokens, stop)
 
     def fetch(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
         """Look up the samples' states for a pass that ends before unit `stop`. Call `watch` next.
@@ -299,7 +300,7 @@ class ActivationCache:
         self.counts.rows += len(keys)
         if self._spans_of(keys) is None:
             return {}
-        found = self._reading.find(keys, padded_length(batch), stop)
+        found = self._reading.find(keys, padded_length(batch, self._ignored), stop)
         self.counts.damaged += found.damaged
         if found.states:
             self.counts.load_seconds += found.seconds
@@ -325,9 +326,13 @@ class ActivationCache:
 
     def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
         """The state, with placeholders for the tensors that are not read above the boundary."""
-        slot = self._slots[boundary]
-        outputs = len(self._stack.runner.floating_outputs(slot.stack))
-        return {slot.stack: tuple(state if p == slot.position else state.new_zeros(1) for p in range(outputs))}
+        slot, runner = self._slots[boundary], self._stack.runner
+        carry = {
+            stack: tuple(state.new_zeros(1) for _ in runner.floating_outputs(stack))
+            for stack in {unit.stack for unit in self._stack.units[:boundary]}
+        }
+        before, after = carry[slot.stack][: slot.position], carry[slot.stack][slot.position + 1 :]
+        return {**carry, slot.stack: (*before, state, *after)}
 
     # ------------------------------------------------------------------------------------ a pass started by the user
     def watch(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> None:
@@ -457,7 +462,7 @@ class ActivationCache:
             self.counts.dropped += len(keys)
             return
         copied = self._copies.to_host(state, self._storage_dtype or state.dtype)
-        layout = EntryFormat.of(copied.tensor, state.dtype, has_mask=padded_length(batch) is not None)
+        layout = EntryFormat.of(copied.tensor, state.dtype, has_mask=padded_length(batch, self._ignored) is not None)
         digests = [key.digest for key in keys]
         self._writer.put(_Entries(self._reading.generations[0], digests, copied, spans, layout, self.counts))
 

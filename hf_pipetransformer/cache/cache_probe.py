@@ -43,7 +43,7 @@ from ..model.micro_batch import Batch
 from ..model.nested import on_device, tensors_of
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
-from .content_keys import NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, content_keys, sequences_per_sample, spans_of
+from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, content_keys, sequences_per_sample, spans_of
 
 SAME = 1e-6
 """Relative to the largest value. If the same kernels run on the same shapes, the results must be identical."""
@@ -96,6 +96,7 @@ def probe_boundaries(
     ignored: Collection[str] = NOT_IN_KEYS,
     loss_of: LossOf | None = None,
     keeps_padding: bool = False,
+    unread: Collection[str] = (),
 ) -> tuple[CacheVerdict, ...]:
     """Check every number of frozen units on a complete model, and leave the model as it was.
 
@@ -112,11 +113,12 @@ def probe_boundaries(
         loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
         keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
             same padding in each batch.
+        unread: names of further inputs that are not part of a key, as is known of the units that will be cached.
 
     Returns:
         A verdict for each number of frozen units from 1 to all of them.
     """
-    probe = _Probe(stack, samples, collate, ignored, keeps_padding)
+    probe = _Probe(stack, samples, collate, ignored, keeps_padding, unread)
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one at a time")
     else:
@@ -192,6 +194,7 @@ class _Probe:
         collate: Collator,
         ignored: Collection[str],
         keeps_padding: bool,
+        unread: Collection[str] = (),
     ) -> None:
         self.open: dict[int, CarrySlot] = {}
         self.reasons: dict[int, str] = {}
@@ -200,7 +203,8 @@ class _Probe:
         self._samples = samples
         self._collate = collate
         self._ignored = ignored
-        self._keeps_padding = keeps_padding
+        self._keeps_padding = keeps_padding or MASK in unread
+        self._not_in_keys = {*ignored, *unread}
         self._device = next(stack.model.parameters()).device
         self.padded_left = False
         self._shortens = False
@@ -427,7 +431,7 @@ class _Probe:
         if self._shortens:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
             batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
-        spans, keys = spans_of(batch), content_keys(batch, self._ignored, self._keeps_padding)
+        spans, keys = spans_of(batch, self._not_in_keys), content_keys(batch, self._not_in_keys, self._keeps_padding)
         if spans is None:
             raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
         if keys is None:

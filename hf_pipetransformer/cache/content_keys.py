@@ -41,6 +41,8 @@ a GPU would wait for all operations that were queued there.
 _WHOLE_ROW, _NO_KEY = -1, -2  # special values in place of a span
 _PLAIN = (bool, int, float, str, type(None))
 
+MASK = "attention_mask"
+
 NOT_IN_KEYS: frozenset[str] = frozenset(
     {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
 )
@@ -110,19 +112,21 @@ def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: rows_of(name, value) for name, value in batch.items()}
 
 
-def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
+def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[slice] | None:
     """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
 
     Args:
         batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding
             on either side.
+        ignored: names of inputs that are not part of a key. If the mask is one of them, there is none.
 
     Returns:
         B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed)
         or with other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
-    mask = batch.get("attention_mask")
+    mask = batch.get(MASK) if MASK not in ignored else None
     if mask is None:
+        batch = {name: value for name, value in batch.items() if name not in ignored}
         rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
         return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
     if sequences_per_sample(batch) > 1:
@@ -141,9 +145,9 @@ def spans_of(batch: Mapping[str, Any]) -> list[slice] | None:
     return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
-def padded_length(batch: Mapping[str, Any]) -> int | None:
-    """Padded length of a batch that has keys; None if there is no attention mask."""
-    mask = batch.get("attention_mask")
+def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> int | None:
+    """Padded length of a batch that has keys; None if there is no attention mask, or it is ignored."""
+    mask = batch.get(MASK) if MASK not in ignored else None
     return None if mask is None else int(mask.shape[-1])
 
 
@@ -173,7 +177,7 @@ def content_keys(
 
 def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False) -> list[RowKey] | None:
     """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
-    spans = spans_of(batch)
+    spans = spans_of(batch, ignored)
     if spans is None:
         return None
     if keeps_padding:
@@ -189,7 +193,7 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
     length = next(
         (tensor.shape[1] for name, tensor in tensors.items() if name in TOKEN_INPUTS and tensor.dim() > 1), 0
     )
-    large = [name for name, tensor in tensors.items() if tensor.dim() > 1 and name != "attention_mask"]
+    large = [name for name, tensor in tensors.items() if tensor.dim() > 1 and name != MASK]
 
     def belongs_to_rows(name: str, tensor: torch.Tensor) -> bool:
         if tensor.shape[:1] != (rows,):

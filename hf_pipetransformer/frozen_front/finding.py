@@ -274,7 +274,7 @@ def find_front(
         seconds = time.perf_counter() - began
         origins.is_paused = True
         if any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True)):
-            why = why or "it draws random numbers (eval_frozen_modules=True runs it without dropout, and has it cached)"
+            why = why or "it draws random numbers (it does not with eval_frozen_modules=True, and is cached)"
             of.add(RANDOM)
         if _other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
@@ -314,6 +314,34 @@ def find_front(
     seconds = time.perf_counter() - began
     origins.note_read(tensors_in(output))
     return output, _chosen(calls, origins, inputs, seconds)
+
+
+def inputs_read_by(
+    model: nn.Module, module: nn.Module, inputs: Mapping[str, Any], call: Callable[[], Any]
+) -> frozenset[str]:
+    """Names of the inputs of which the output of a module is computed; empty if that cannot be said.
+
+    Args:
+        model: the model.
+        module: a module in it, called once.
+        inputs: what the model is called on, by name.
+        call: runs the forward.
+    """
+    parameters = next(model.parameters())
+    origins = _Origins(model, inputs, parameters.device)
+    read: list[set[str]] = []
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        read.append(origins.union(tensors_in(output)) | origins.decided)
+
+    hook = module.register_forward_hook(note)
+    try:
+        with origins:
+            call()
+    finally:
+        hook.remove()
+    is_known = len(read) == 1 and not read[0] & {RANDOM, UNKNOWN}
+    return frozenset(read[0]) & inputs.keys() if is_known else frozenset()
 
 
 def _users_hook(module: nn.Module) -> str | None:

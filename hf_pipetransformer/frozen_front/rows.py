@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from ..cache.content_keys import NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of
+from ..cache.content_keys import MASK, NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of
 
-MASK = "attention_mask"
 DIGEST_BYTES = 16
 IGNORED_LABEL = -100
 """The label that cross entropy ignores."""

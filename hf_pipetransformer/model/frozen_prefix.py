@@ -12,12 +12,14 @@ one layer) is frozen for both, because the output of frozen layers must not chan
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..randomness import global_state_kept
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, loss_outputs, output_tensors
 from .nested import tensors_of
@@ -38,6 +40,8 @@ class FreezableLayers:
         trainable: names of the parameters that training would change if nothing was frozen: they require a gradient
             and get one.
         units: the name of each unit's module.
+        frozen_by_user: number of the lowest units with which no parameter would freeze that is trained, and which run
+            alike in training and in evaluation mode.
     """
 
     owners: tuple[frozenset[str], ...]
@@ -45,17 +49,21 @@ class FreezableLayers:
     head: frozenset[str]
     trainable: frozenset[str]
     units: tuple[str, ...]
+    frozen_by_user: int = 0
 
     @classmethod
-    def of(cls, stack: LayerStack, batch: dict[str, Any]) -> FreezableLayers:
+    def of(cls, stack: LayerStack, batch: dict[str, Any], evaluates: bool = False) -> FreezableLayers:
         """Derive the layers from a complete model; costs about two forwards of a small batch.
+
+        If the user has frozen the first layer, it costs two more.
 
         Args:
             stack: the model's units.
             batch: keyword arguments of `model.forward`, with 1 or 2 samples.
+            evaluates: whether what is frozen runs in evaluation mode anyway.
         """
         names = stack.table.names
-        return cls(
+        layers = cls(
             stack.trained_with,
             tuple(
                 tuple(name for name in names if name in owned and _is_inside(name, unit, stack))
@@ -65,6 +73,10 @@ class FreezableLayers:
             frozenset(name for name in names if stack.table[name].requires_grad) - stack.unreached,
             tuple(unit.name if unit is not None else "" for unit in _units(stack)),
         )
+        count = next((f for f in range(layers.max_frozen, 0, -1) if not layers.trainable & layers.frozen(f)), 0)
+        if count and not evaluates:
+            count = min(count, _alike_in_training(stack, batch))
+        return replace(layers, frozen_by_user=count)
 
     @property
     def num_layers(self) -> int:
@@ -112,6 +124,15 @@ class FreezableLayers:
         others = self.trainable.union(*self.inside) - outside
         modules = dict.fromkeys(_widest(name, others) for name in sorted(outside))
         return f"{text} and, outside of the layers, {_listed(list(modules))}" if outside else text
+
+
+def has_frozen_layers(model: nn.Module) -> bool:
+    """Whether the user has frozen the first module of a list: it may be the model's first layer."""
+    lists = (
+        module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
+    )
+    firsts = (list(layers[0].parameters()) for layers in lists)
+    return any(first and not any(parameter.requires_grad for parameter in first) for first in firsts)
 
 
 def squared_norms(
@@ -206,6 +227,31 @@ class FrozenPrefix:
             if is_frozen and active.isdisjoint(module.modules()):
                 roots.append(module)
         return {module for root in roots for module in root.modules()}
+
+
+def _alike_in_training(stack: LayerStack, batch: dict[str, Any]) -> int:
+    """Number of the lowest units that return the same in training mode and in evaluation mode."""
+    outputs: list[tuple[nn.Module, list[torch.Tensor]]] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append((module, [tensor.clone() for tensor in tensors_of(output)]))
+
+    passes = []
+    with ExitStack() as stack_of_hooks, evaluation_mode(stack.model), torch.no_grad(), global_state_kept():
+        for module in {unit.module for unit in stack.units}:
+            stack_of_hooks.callback(module.register_forward_hook(note).remove)
+        for trains in (False, True, True):  # a dropout that drops nothing once may do so the next time
+            stack.model.train(trains)
+            stack.model(**stack.runner.arguments(batch))
+            passes.append(outputs[:])
+            outputs.clear()
+    count = 0
+    for (module, expected), *others in zip(*passes, strict=False):
+        for other, found in others:
+            if other is not module or len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+                return count
+        count += 1
+    return count
 
 
 def _ranges(names: Sequence[str]) -> list[str]:

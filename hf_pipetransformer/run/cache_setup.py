@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
 from ..cache.sharing import node_name, open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
+from ..frozen_front.finding import inputs_read_by
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
@@ -97,7 +99,12 @@ def _trouble_with(store: ActivationStore, folder: Path, needed: int | None) -> s
 
 
 def make_cache(
-    job: TrainingJob, pipeline: ElasticPipeline, data: TrainingBatches, times: ModelTimes | None, generations: Path
+    job: TrainingJob,
+    pipeline: ElasticPipeline,
+    data: TrainingBatches,
+    times: ModelTimes | None,
+    generations: Path,
+    most: int | None = None,
 ) -> AutoCache:
     """Create the cache, which is off for layers whose outputs must not be cached. Collective over all processes.
 
@@ -107,6 +114,7 @@ def make_cache(
         data: the training batches.
         times: times of the model's units, if they were measured.
         generations: the file that names the cache generations being read.
+        most: number of layers that will be frozen at most, if it is known; keys have only what these read.
 
     Raises:
         ValueError: users other than this one can write to the cache's folder in `activation_cache_dir`, or the user
@@ -138,8 +146,16 @@ def make_cache(
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
         capacity *= calls_per_sample
+    unread = _unread(job, pipeline, dict(collate(samples)), most) if most is not None else frozenset()
     probe = partial(
-        probe_boundaries, pipeline.stack, pipeline.freezable, samples, collate, ignored=not_in_keys, loss_of=loss_of
+        probe_boundaries,
+        pipeline.stack,
+        pipeline.freezable,
+        samples,
+        collate,
+        ignored=not_in_keys,
+        loss_of=loss_of,
+        unread=unread,
     )
     keeps_padding = False
     with trainer.compute_loss_context_manager():
@@ -150,9 +166,12 @@ def make_cache(
             verdicts = with_padding if keeps_padding else verdicts
     keeps_padding = all(pipeline.mesh.gather_objects(keeps_padding))
     if isinstance(data, NumberedBatches):
-        data.key_by(runner.called.kept_back, keeps_padding)
+        data.key_by(runner.called.kept_back | unread, keeps_padding)
+    not_in_keys |= unread
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
+    if most is not None and unread:
+        verdicts = tuple(replace(verdict, slot=None) if verdict.num_frozen > most else verdict for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
     # probe_boundaries has refused a collator that cannot collate all of them together
     rows = on_device(collate(samples) if slots else {}, torch.device("cpu"))
@@ -203,6 +222,25 @@ def make_cache(
         spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
         calls_per_sample=calls_per_sample,
     )
+
+
+def _unread(job: TrainingJob, pipeline: ElasticPipeline, batch: Batch, most: int) -> frozenset[str]:
+    """Names of inputs of which the outputs of the first `most` layers are not computed. Collective."""
+    unread: frozenset[str] = frozenset()
+    inputs = job.on_models_device(batch)
+    arguments = pipeline.stack.runner.arguments(inputs)
+    call = partial(job.model, **arguments)
+    with (
+        suppress(Exception),
+        seeded(job.args.seed),
+        evaluation_mode(job.model),
+        left_as_found(job.model),
+        torch.no_grad(),
+    ):
+        read = inputs_read_by(job.model, pipeline.stack.units[most - 1].module, arguments, call)
+        unread = frozenset(inputs) - read if read else unread
+    found: list[frozenset[str]] = job.mesh.gather_objects(unread)
+    return frozenset.intersection(*found)
 
 
 class LossCalls:
@@ -296,7 +334,7 @@ def _keys_of(
         if of_batch is None:
             return [], None
         keys += of_batch
-        lengths.append(padded_length(batch))
+        lengths.append(padded_length(batch, ignored))
     known = [length for length in lengths if length is not None]
     return (keys, max(known, default=None)) if len(known) in (0, len(lengths)) else ([], None)
 

@@ -324,8 +324,8 @@ def _take_apart(
             refuse_weights_with_state(model)
         if job.args.uses_pipeline or job.args.replica_sharding in ("full", AUTO):
             refuse_overlapping_weights(model)
-        if job.freeze_callback is not None:
-            freezable = FreezableLayers.of(stack, inputs)
+        if job.freeze_callback is not None or job.may_follow_freezing:
+            freezable = FreezableLayers.of(stack, inputs, job.args.eval_frozen_modules)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
         if job.args.uses_pipeline:
             stack.fails_on_parts = check_training(stack, inputs) or stack.fails_on_parts

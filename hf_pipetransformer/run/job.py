@@ -19,6 +19,7 @@ from transformers import Trainer
 from ..cache.content_keys import NOT_IN_KEYS
 from ..data.numbered_batches import first_samples
 from ..freezing.callback import LayerFreezeCallback
+from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
@@ -138,18 +139,27 @@ class TrainingJob:
         """Whether the arguments allow frozen layers' outputs to be cached."""
         # the cache is not deterministic: what is stored in time for the next epoch depends on the writer's speed, and
         # cached states differ from computed ones by rounding
-        wanted = self.args.activation_cache == "on" or (
-            self.args.activation_cache == "auto" and not self.args.full_determinism
-        )
-        return wanted and self.freeze_callback is not None and not self.args.slices_tokens
+        freezes = self.freeze_callback is not None or self.may_follow_freezing
+        return self._wants_cache and freezes and not self.args.slices_tokens
 
     @property
     def may_cache_front(self) -> bool:
         """Whether the arguments allow what the user has frozen to be computed once: with one stage, without policy."""
         args = self.args
-        wanted = args.activation_cache == "on" or (args.activation_cache == "auto" and not args.full_determinism)
         is_whole = not args.uses_pipeline and args.replica_sharding in ("none", "optimizer") and not args.torch_compile
-        return wanted and self.freeze_callback is None and is_whole
+        return self._wants_cache and self.freeze_callback is None and is_whole
+
+    @property
+    def may_follow_freezing(self) -> bool:
+        """Whether layers that the user has frozen count as frozen from the first step on: with several stages."""
+        args = self.args
+        is_plain = args.uses_pipeline and not args.slices_tokens and args.replica_sharding == "none"
+        return self._wants_cache and self.freeze_callback is None and is_plain and has_frozen_layers(self.model)
+
+    @property
+    def _wants_cache(self) -> bool:
+        args = self.args
+        return args.activation_cache == "on" or (args.activation_cache == "auto" and not args.full_determinism)
 
     @property
     def shares_store(self) -> bool:

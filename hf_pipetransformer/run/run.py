@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from ..data.numbered_batches import NumberedLoader, TrainingBatches
-from ..freezing.callback import refuse_reentrant_checkpointing
+from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
@@ -99,6 +99,7 @@ class PipelineRun(TrainerCallback):
         self.cache: AutoCache | None = None
         self.front: FrontCache | None = None
         """The cache of what the user has frozen, without a freeze policy and with one stage."""
+        self._follows_freezing = False  # without a policy: layers that the user has frozen
         self.why_not_cached: str | None = None
         """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
@@ -334,12 +335,13 @@ class PipelineRun(TrainerCallback):
         kept = recall(job)
         self.preemption.owes_evaluation = bool(kept.get("owes_evaluation"))
         # 3
-        if job.may_cache:
+        most = self._follow_freezing(pipeline.freezable)
+        if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
             self.why_not_cached = self._why_not_for_calls() or self._trouble_with_folder()
             if self.why_not_cached is None:
                 with generators_kept(trainer, job.model), sparing_memory(job.model):
-                    self.cache = make_cache(job, pipeline, data, setup.times, self.generations)
+                    self.cache = make_cache(job, pipeline, data, setup.times, self.generations, most)
         # 4
         num_frozen = self._attach_freezing(pipeline.freezable)
         again = self._plan_of_interrupted_job(kept, num_frozen)
@@ -468,6 +470,20 @@ class PipelineRun(TrainerCallback):
             f"{coupling}, but each stage of a pipeline holds only its own parameters. Use an optimizer that"
             " updates each parameter from its own gradient alone, or set pipeline_parallel_size=1."
         )
+
+    def _follow_freezing(self, freezable: FreezableLayers | None) -> int | None:
+        """Treat the lowest layers, if the user has frozen them, as a schedule would that freezes them at once.
+
+        Returns:
+            Their number; None if nothing is done.
+        """
+        if freezable is None or not freezable.frozen_by_user or not self._job.may_follow_freezing:
+            return None
+        self._follows_freezing = True
+        callback = LayerFreezeCallback({"name": "schedule", "schedule": {0: freezable.frozen_by_user}})
+        self._job.trainer.add_callback(callback)
+        self._entered.callback(self._job.trainer.remove_callback, callback)
+        return freezable.frozen_by_user
 
     def _attach_freezing(self, freezable: FreezableLayers | None) -> int:
         """Pass the model's layers to the freeze callback. Returns how many of them a resumed job had frozen."""
@@ -629,7 +645,7 @@ class PipelineRun(TrainerCallback):
         if self.pipeline.is_lazy and self._job.trainer.is_world_process_zero():
             warn_of_unsaved(args)
         self.log.announce(self.cache, self.why_not_cached)
-        if self._checkpoint is None:
+        if self._checkpoint is None and not self._follows_freezing:
             self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:

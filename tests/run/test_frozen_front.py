@@ -328,6 +328,7 @@ class Trained:
         )
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         trainer.train()
+        self.history = trainer.state.log_history
         self.weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         assert any(not torch.equal(before[name], weight) for name, weight in self.weights.items())
 
@@ -769,6 +770,43 @@ def test_replicas_read_what_each_has_stored(tmp_path: Path) -> None:
     for found in run_ranks(two_processes, 2, str(tmp_path), "on"):
         for name, weight in wanted.items():
             torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5, msg=name)
+
+
+SMOOTH = {"dataloader_drop_last": True, "optim": "sgd"}
+"""As two stages round differently."""
+STAGED: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], int]] = {
+    "lower layers": (lower_layers, 1),  # each of two stages has a layer that is not cached
+    "a vision tower": (llava, 2),
+    "Whisper's encoder": (whisper, 1),
+    "nothing at the bottom": (lambda: with_lora_like(), 0),
+    "dropout": (lambda: with_dropout(), 0),
+}
+
+
+def with_lora_like() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """What is frozen is not at the bottom."""
+    model, columns = head_on_bert()
+    model.bert.encoder.layer[0].output.dense.requires_grad_(True)
+    return model, columns
+
+
+def two_stages(rank: int, world_size: int, folder: str, name: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    options: dict[str, Any] = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2, **SMOOTH}
+    trained = Trained(Path(folder), STAGED[name][0], **options)
+    logged = trained.history
+    return trained.weights, [entry["num_cached_layers"] for entry in logged if "num_cached_layers" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGED)
+def test_two_stages(name: str, tmp_path: Path) -> None:
+    build, num_cached = STAGED[name]
+    expected = Trained(tmp_path / "stock", build, is_ours=name == "dropout", **SMOOTH)
+    for weights, cached in run_ranks(two_stages, 2, str(tmp_path / "ours"), name):
+        assert max(cached, default=0) == num_cached
+        for of, weight in expected.weights.items():
+            if name != "dropout":  # draws other numbers in two stages
+                torch.testing.assert_close(weights[of], weight, atol=2e-6, rtol=1e-5, msg=of)
 
 
 @pytest.mark.slow
