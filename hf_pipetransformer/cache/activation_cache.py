@@ -445,12 +445,15 @@ class ActivationCache:
             return None
         slot = self._slots[end]
         position = start
+        state: torch.Tensor | None = None  # the last layer may not be the one whose output is read
 
         def observer(unit: Unit, output: Any) -> None:
-            nonlocal position
+            nonlocal position, state
             position += 1
-            if position == end:
-                self._put(keys, tensors_of(output)[slot.position], batch)
+            if unit.stack == slot.stack:
+                state = tensors_of(output)[slot.position]
+            if position == end and state is not None:
+                self._put(keys, state, batch)
 
         return observer
 
