@@ -13,13 +13,16 @@ number of samples from each part is fixed; a partition by the order of a file th
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 
-def order_by_node(
-    order: Sequence[int], shares: Sequence[int], batch_size: int, num_samples: int, seed: int
-) -> list[int]:
+Order = Sequence[int] | npt.NDArray[np.int64]
+"""Indices of samples: of 10^8 samples, an array takes 0.8 GB, a list of Python's integers 4 to 8 GB."""
+
+
+def order_by_node(order: Order, shares: Sequence[int], batch_size: int, num_samples: int, seed: int) -> Order:
     """Rearrange an epoch's order so that each node gets its own samples.
 
     Every sample is kept, as often as it occurs. When a node has too few samples for its share of a batch, the
@@ -33,26 +36,17 @@ def order_by_node(
         seed: seed of the partition, the same in every epoch.
     """
     if len(shares) == 1:
-        return list(order)
+        return order
     world = sum(shares)
-    shuffled = list(range(num_samples))
-    random.Random(seed).shuffle(shuffled)
-    home, begin = [0] * num_samples, 0
-    for node in range(len(shares)):
-        end = num_samples * sum(shares[: node + 1]) // world
-        for sample in shuffled[begin:end]:
-            home[sample] = node
-        begin = end
-    mine: list[list[int]] = [[] for _ in shares]
-    for sample in order:
-        mine[home[sample]].append(sample)
+    ends = [num_samples * sum(shares[: node + 1]) // world for node in range(len(shares))]
+    home = np.empty(num_samples, dtype=np.int32)  # the node of each sample
+    shuffled = np.random.default_rng(seed).permutation(num_samples)
+    for node, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        home[shuffled[begin:end]] = node
+    samples = np.asarray(order)
+    mine = [samples[home[samples] == node] for node in range(len(shares))]
     takes = [batch_size * share // world for share in shares]
-    full = min(len(samples) // take for samples, take in zip(mine, takes, strict=True))
-    arranged = [
-        sample
-        for batch in range(full)
-        for samples, take in zip(mine, takes, strict=True)
-        for sample in samples[batch * take : (batch + 1) * take]
-    ]
-    rest = [sample for samples, take in zip(mine, takes, strict=True) for sample in samples[full * take :]]
-    return arranged + rest
+    full = min(len(own) // take for own, take in zip(mine, takes, strict=True))
+    batches = [own[: full * take].reshape(full, take) for own, take in zip(mine, takes, strict=True)]
+    rest = [own[full * take :] for own, take in zip(mine, takes, strict=True)]
+    return np.concatenate([np.concatenate(batches, axis=1).reshape(-1), *rest])

@@ -27,7 +27,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from ..cache.content_keys import BatchKeys
 from ..logs import log_once
@@ -35,7 +36,7 @@ from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
 from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
 from ..resilience.watchdog import PROGRESS
-from .node_order import order_by_node
+from .node_order import Order, order_by_node
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class NumberedBatches(Dataset[Any]):
         seed: int = 0,
         keyed: Callable[[Collator, frozenset[str], bool], Collator] | None = None,
         node_shares: Sequence[int] = (1,),
-        agree: Callable[[list[int]], list[int]] = lambda order: order,
+        agree: Callable[[Order], Order] = lambda order: order,
         draws_as_stock: bool = False,
         **loader_options: Any,
     ) -> None:
@@ -193,7 +194,7 @@ class NumberedBatches(Dataset[Any]):
         self._draws_as_stock = draws_as_stock
         self._parts, self._index = 1, 0
         self._epoch = 0
-        self._order: list[int] | None = None
+        self._order: Order | None = None
         self.next_number = 0  # number of the batch that `_iterator` yields next
         self._iterator: Iterator[Any] | None = None
         self._peeked: list[Any] | None = None  # batch 0 of an iterable dataset, if it was read for `sample_rows`
@@ -363,7 +364,8 @@ class NumberedBatches(Dataset[Any]):
     # ------------------------------------------------------------------------------------ inside
     def _rows_of(self, number: int) -> list[int]:
         assert self._order is not None
-        return self._order[number * self.global_batch_size : (number + 1) * self.global_batch_size]
+        rows = self._order[number * self.global_batch_size : (number + 1) * self.global_batch_size]
+        return rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
 
     def _batch_seed(self, number: int) -> int:
         return self._seed + 7919 * self._epoch + 104729 * number + 1
@@ -420,21 +422,21 @@ class NumberedBatches(Dataset[Any]):
         with seeded(self._batch_seed(number)):  # DataLoader draws its workers' base seed here
             self._iterator = iter(self._loader)
 
-    def _draw_order(self) -> list[int]:
+    def _draw_order(self) -> Order:
         """Draw the sampler's order, and record what it was drawn from."""
         assert self.sampler is not None
         is_first = not self._drawn_from
         self._drawn_from = self._kept_draws.get(self._epoch, {SEED: self._seed + self._epoch})
         if self._epoch not in self._kept_draws and self._draws_as_stock:
             before = global_states()
-            order = list(self.sampler)
+            order = _drawn(self.sampler)
             after = global_states()
             self._drawn_from = {name: state for name, state in before.items() if state != after[name]}
             return order
         with seeded(self._drawn_from.get(SEED, 0)):
             set_global_states(self._drawn_from)
             before = global_states()
-            order = list(self.sampler)
+            order = _drawn(self.sampler)
             if is_first and not self._draws_as_stock and global_states() != before:
                 log_once(
                     logger,
@@ -586,6 +588,17 @@ class NumberedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         self._epoch_read, self._has_begun = None, False
         self.dataset.set_epoch(epoch)
+
+
+def _drawn(sampler: Iterable[int]) -> Order:
+    """The order of a sampler, as an array if it is of integers."""
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    indices = iter(sampler)
+    first = list(itertools.islice(indices, 1))
+    if not first or not isinstance(first[0], (int, np.integer)):
+        return [*first, *indices]
+    return np.fromiter(itertools.chain(first, indices), dtype=np.int64)
 
 
 def first_samples(dataset: Any, count: int) -> list[Any]:

@@ -103,6 +103,7 @@ class FoundFront:
         share: the same as a share of the whole pass.
         row_bytes: what must be stored for each row, in bytes.
         why_not: for other frozen modules, why they are not in the front, if they take a noticeable time.
+        closed: names of those of them in which there may be modules that could be.
         calls: of each module; to be forgotten after use.
     """
 
@@ -111,6 +112,7 @@ class FoundFront:
     share: float
     row_bytes: int
     why_not: Mapping[str, str]
+    closed: frozenset[str]
     calls: dict[str, Ran]
 
 
@@ -199,7 +201,13 @@ class _Origins(TorchFunctionMode):
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # a tokenizer's BatchEncoding is no dict
+            found += tensors_in(dict(leaf))
+    return found
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], str]:
@@ -228,19 +236,29 @@ def _other_randomness() -> tuple[Any, ...]:
     return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
 
 
-def frozen_modules(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted."""
+def frozen_modules(model: nn.Module, opened: Collection[str] = (), name: str = "") -> dict[str, nn.Module]:
+    """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted.
+
+    Args:
+        model: the model, or a part of it.
+        opened: names of modules of which the parts count, and not the module.
+        name: the part's.
+    """
     parameters = list(model.parameters())
     if isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
         return {}
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
+    if parameters and not any(parameter.requires_grad for parameter in parameters) and name not in opened:
         return {name: model}
-    inside = (frozen_modules(child, f"{name}.{of}".strip(".")) for of, child in model.named_children())
+    inside = (frozen_modules(child, opened, f"{name}.{of}".strip(".")) for of, child in model.named_children())
     return {of: module for found in inside for of, module in found.items()}
 
 
 def find_front(
-    model: nn.Module, inputs: Mapping[str, Any], call: Callable[[], Any], device: torch.device
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    call: Callable[[], Any],
+    device: torch.device,
+    opened: Collection[str] = (),
 ) -> tuple[Any, FoundFront]:
     """Watch one forward pass, and return its output and the front that it has shown, which may be empty.
 
@@ -249,8 +267,9 @@ def find_front(
         inputs: what it is called on, by name.
         call: runs the forward.
         device: where it computes.
+        opened: as for `frozen_modules`.
     """
-    modules = frozen_modules(model)
+    modules = frozen_modules(model, opened)
     origins = _Origins(model, inputs, device)
     calls: list[_Called] = []
     at_start = _other_randomness()
@@ -371,9 +390,12 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
     """Choose the front among the frozen modules that were called."""
     counts = Counter(call.name for call in calls)
     why_not: dict[str, str] = {}
+    closed: set[str] = set()
     front: dict[str, _Called] = {}
     for call in calls:
         why = call.why_not
+        if why is not None and call.seconds > NOTICEABLE * seconds:
+            closed.add(call.name)
         if counts[call.name] > 1:
             why = "it is called several times in a forward pass"
         elif versions_of([*call.inputs, *call.outputs]) != call.versions:
@@ -394,6 +416,7 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
         if odd is not None:
             call = front.pop(odd)
             if call.seconds > NOTICEABLE * seconds:
+                closed.add(odd)
                 why_not[odd] = "what it returns has no entry for each sample, or is not contiguous"
             continue
         useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
@@ -409,6 +432,7 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
         spent / max(seconds, 1e-9),
         sum(_row_bytes(call, needed[name], inputs) for name, call in front.items()),
         why_not,
+        frozenset(closed),
         {name: (call.inputs, call.others, call.outputs, call.structure) for name, call in front.items()},
     )
 

@@ -27,6 +27,7 @@ from ..model.elsewhere import hidden_like
 from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
+from ..model.nested import in_new_containers
 from ..pipeline.devices import synchronise
 from ..randomness import generators_kept, global_state_kept
 from .entries import TOKENS, FrontEntries, Leaf
@@ -201,6 +202,9 @@ class FrozenFront:
         self._model, self._entries, self._device = model, entries, device
         self.cuts_padding = False
         """Whether samples are stored without their padding."""
+        self.awaits_loss = False
+        """Whether it must be found out yet whether the loss reads padding in what the model returns (`try_loss`)."""
+        self._is_noisy = False
         self._wide: dict[tuple[str, int], tuple[int, ...]] = {}  # dimensions of leaves that are as wide as the batch
         self._known: dict[Any, dict[str, _Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, and autocast
@@ -233,6 +237,12 @@ class FrozenFront:
         batch = self._described(inputs)
         if batch is None:
             return forward()
+        if self._is_noisy:
+            self._call = _Call(batch)
+            try:
+                return forward()
+            finally:
+                self._call = None
         self.rows_asked += max(batch.rows.values())
         found = self._read(batch) if reads else None
         self.num_asked += reads
@@ -321,6 +331,7 @@ class FrozenFront:
         if tokens is not None and tokens.width > 1 and self._may_cut_padding(inputs, tokens, forward, only_loss):
             self.cuts_padding = True
             return True
+        self._wide = {}
         part, _ = self._tried(_Call(ends=True), partial(forward, _half(inputs)))
         return part.keys() == self._modules.keys() and all(
             self._is_same(part[name][2][position], _half_of(calls[name][2][position], batch_rows(inputs)))
@@ -339,7 +350,7 @@ class FrozenFront:
         rows, columns = batch_rows(inputs), max(1, tokens.width // 4)
         own = tokens.cut(columns)
         batch = with_less_columns(inputs, columns, removes=False)
-        ran, output = self._tried(_Call(), partial(forward, batch))
+        ran, output = self._tried(_Call(), partial(forward, in_new_containers(batch)))
         less, _ = self._tried(_Call(ends=True), partial(forward, _half(with_less_columns(batch, columns, True))))
         if not ran.keys() == less.keys() == self._modules.keys() or len(tokens.lengths) != rows:
             return False
@@ -369,8 +380,27 @@ class FrozenFront:
         needed = {(n, p): ran[n][2][p] for n, module in self._modules.items() for p in module.needed}
         noisy = {leaf: _with_noise(value, own.lengths) if wide[leaf] else value for leaf, value in needed.items()}
         given = _Call(made, self._known_by(made, ran), noisy)
-        again, other = self._tried(given, partial(forward, batch))
-        return again.keys() == ran.keys() and _are_outputs_same(output, other, own, only_loss)
+        again, other = self._tried(given, partial(forward, in_new_containers(batch)))
+        if again.keys() != ran.keys() or not _are_outputs_same(output, other, own):
+            return False
+        self.awaits_loss = not only_loss
+        return True
+
+    def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
+        """Find out whether a loss of the user's reads padding in what the model returns; then samples keep theirs.
+
+        Args:
+            loss_of: computes the loss of a batch, and leaves everything as it was.
+        """
+        self.awaits_loss = False
+        expected = loss_of().detach()
+        self._is_noisy = True
+        try:
+            found = loss_of().detach()
+        finally:
+            self._is_noisy = False
+        if relative_difference([found], [expected]) > SAME:
+            self.cuts_padding, self._wide, self._known = False, {}, {}
 
     def _tried(self, call: _Call, forward: Callable[[], Any]) -> tuple[dict[str, Ran], Any]:
         """What the modules have returned in a call that leaves the model as it was, and what the model has."""
@@ -538,6 +568,12 @@ class FrozenFront:
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
+        if self._is_noisy and call.batch is not None and call.batch.tokens is not None:
+            lengths = call.batch.tokens.lengths
+            wide = [
+                leaf if not self._wide.get((name, k)) else _with_noise(leaf, lengths) for k, leaf in enumerate(leaves)
+            ]
+            return tree_unflatten(wide, structure)
         call.ran[name] = given, others, leaves, structure
         call.versions[name] = versions_of([*given, *leaves])
         if call.ends and call.ran.keys() == self._modules.keys():
@@ -638,13 +674,13 @@ def _with_noise(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     return noisy
 
 
-def _are_outputs_same(output: Any, other: Any, tokens: Tokens, only_loss: bool) -> bool:
-    """Whether a model returns the same; of columns of padding only if something but the loss is taken from them."""
+def _are_outputs_same(output: Any, other: Any, tokens: Tokens) -> bool:
+    """Whether a model returns the same, apart from columns of padding."""
     pairs = [tree_flatten(value)[0] for value in (output, other)]
     for one, two in zip(*pairs, strict=False):
         if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
             continue
-        if only_loss and one.shape[:2] == (len(tokens.lengths), tokens.width):
+        if one.shape[:2] == (len(tokens.lengths), tokens.width):
             one, two = (_cleared(tensor, tokens.lengths) for tensor in (one, two))
         if one.numel() and relative_difference([one], [two]) > SAME:
             return False

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -282,25 +282,34 @@ class ElasticPipeline(nn.Module):
         assert self.current_plan.num_frozen_layers == plan.num_frozen_layers
         self.plan = plan
 
-    def follow_flags(self) -> None:
+    def follow_flags(self, thaws: bool = False) -> bool:
         """Train exactly the parameters whose `requires_grad` the user's code has set.
 
-        Collective over all processes. Call it between two passes; the plan stays in force.
+        Collective over all processes. Call it between two passes; the layout stays in force.
+
+        Args:
+            thaws: whether what is frozen may be trained again; then nothing is frozen any more.
+
+        Returns:
+            Whether it is.
 
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
         self._undivide_weights()
         self.weights.onload()
-        self.weights.follow_flags(self.holders())
+        thawed = self.weights.follow_flags(self.holders(), thaws)
         shared_are_summed = self._current.gradients.shared_are_summed
         self._close()
+        if thawed:
+            self.plan = replace(self.current_plan, num_frozen_layers=0, num_cached_layers=0)
         self.weights.keep_only(self._names_here(), self.device, self.holders())
         if self.current_plan.shards_optimizer:
             self._divide_optimizer_state()  # a callback may have added parameters to the optimizer
         # gradients may still be accumulating: remember whether those of shared parameters are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
+        return thawed
 
     def _freeze(self, plan: PipelinePlan) -> frozenset[str]:
         if not plan.num_frozen_layers:

@@ -125,17 +125,26 @@ class WeightState:
         assert self.is_whole
         self._trainable = {name: self._table[name].requires_grad for name in self._table.names}
 
-    def follow_flags(self, holders: Holders) -> None:
+    def follow_flags(self, holders: Holders, thaws: bool = False) -> bool:
         """Adopt the `requires_grad` flags that the user's code has set. Collective over all processes.
 
         The first of the ranks that hold a parameter decides; the flag of a placeholder has no meaning.
+
+        Args:
+            holders: the ranks that hold each parameter.
+            thaws: whether what is frozen may be trained again; then nothing is frozen any more.
+
+        Returns:
+            Whether it is.
 
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
         flags = self._flags_of_first_holders(holders)
         thawed = [name for name in self._table.names if name in self._frozen and flags[name]]
-        if thawed:
+        if thawed and thaws:
+            self._frozen.clear()
+        elif thawed:
             raise ValueError(
                 f"requires_grad=True was set on {thawed[0]!r} and {len(thawed) - 1} more parameters (probably by a"
                 " callback), but the freeze policy has frozen their layers, which must stay frozen. Do not change"
@@ -146,6 +155,7 @@ class WeightState:
                 self._trainable[name] = flags[name]
                 if self.is_here(name):
                     self._table[name].requires_grad_(flags[name])
+        return bool(thawed)
 
     def _flags_of_first_holders(self, holders: Holders) -> dict[str, bool]:
         mine = {name: self._table[name].requires_grad for name, r in holders.items() if r[0] == self._mesh.rank}

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
-from accelerate.utils import recursively_apply
 from torch import nn
 from transformers import TrainerState
 
@@ -31,8 +31,11 @@ from ..frozen_front.finding import FoundFront, find_front, frozen_modules, rando
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.weights import FrontWeights
 from ..model.layer_range import MethodOverride
+from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch
+from ..model.nested import in_new_containers
 from ..planning.plan import MIB
+from ..randomness import seeded
 from .cache_setup import LEAST_CAPACITY, UNKNOWN_SIZE, describe_model
 from .job import TrainingJob
 
@@ -46,6 +49,8 @@ READS_TO_JUDGE = 5
 """Number of calls after whose reading it is decided whether reading takes longer than computing."""
 CALLS_TO_MISS = 16
 """Number of calls of which nothing was found, after which the inputs are taken to change from epoch to epoch."""
+MOST_OPENED = 3
+"""Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
 
@@ -72,7 +77,8 @@ class FrontCache:
         self._existed = False  # what is stored, before this training began to store
         self._is_decided = False
         self._epoch = -1
-        self._num_searches = 0
+        self._num_searches = self._num_opened = 0
+        self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         forward = job.model.forward
         self._override: MethodOverride | None = MethodOverride(job.model, "forward", partial(self._forward, forward))
 
@@ -90,11 +96,12 @@ class FrontCache:
             self._store.remove()  # a process that still reads computes what it does not find
 
     @contextmanager
-    def step(self, state: TrainerState) -> Iterator[None]:
+    def step(self, state: TrainerState, batch: Batch) -> Iterator[None]:
         """Inside, in a step, the model's calls are looked at.
 
         Args:
             state: the trainer's.
+            batch: what the loss is computed of.
         """
         epoch = math.floor((state.epoch or 0.0) + 1e-6)
         if epoch != self._epoch:
@@ -105,9 +112,19 @@ class FrontCache:
         self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
         self._is_in_step = True
         try:
+            if self._front is not None and self._front.awaits_loss:
+                self._front.try_loss(partial(self._loss_of, batch))
             yield
         finally:
             self._is_in_step = False
+
+    def _loss_of(self, batch: Batch) -> torch.Tensor:
+        trainer = self._job.trainer
+        kept = left_as_found(trainer, self._model)
+        with torch.no_grad(), kept, seeded(self._job.args.seed), self._job.computing_loss():
+            loss = trainer.compute_loss(self._model, in_new_containers(batch))
+        assert isinstance(loss, torch.Tensor)
+        return loss.mean()
 
     # ------------------------------------------------------------------------------------ calls of the model
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,11 +137,13 @@ class FrontCache:
             self._is_in_step = True
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs: Batch = recursively_apply(lambda tensor: tensor, dict(named_inputs(self._model, args, kwargs)))
+        inputs: Batch = in_new_containers(dict(named_inputs(self._model, args, kwargs)))
         flags = [parameter.requires_grad for parameter in self._model.parameters()]
         run = partial(forward, *args, **kwargs)
         if flags != self._flags:
             self._drop()
+            if self._flags is not None:
+                self._opened, self._num_opened = frozenset(), 0
             self._flags = flags
             is_useful = self._writes and not all(flags) and self._num_searches < MOST_SEARCHES
             return self._look_for_front(inputs, run, forward) if is_useful else run()
@@ -152,21 +171,26 @@ class FrontCache:
 
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
         device = self._job.device
-        self._num_searches += 1
+        self._num_searches += not self._num_opened
         before, everything = random_state(device), FrontWeights(list(frozen_modules(self._model).values()))
         try:
-            output, found = find_front(self._model, inputs, run, device)
+            output, found = find_front(self._model, inputs, run, device, self._opened)
         except Exception:  # of a model that does not run while it is watched
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
             set_random_state(before, device)
             return run()
+        if found.closed and self._num_opened < MOST_OPENED:
+            self._num_opened += 1
+            self._opened |= found.closed
+            self._flags = None  # look into these, in the next call
+            return output
         for name, why in found.why_not.items():
             self._say(f"{name} is frozen, but computed in each epoch: {why}.")
         if not any(module.needed for module in found.modules) or everything.have_values_changed():
             return output
         modules = [self._model.get_submodule(module.name) for module in found.modules]
         self._weights = FrontWeights(modules)
-        self._entries = self._opened(found)
+        self._entries = self._entries_of(found)
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
         self._front = front = FrozenFront(self._model, found, self._entries, device)
@@ -179,7 +203,7 @@ class FrontCache:
         found.calls.clear()
         return output
 
-    def _opened(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
+    def _entries_of(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
         assert self._weights is not None
         job, size = self._job, len(self._dataset) if isinstance(self._dataset, Sized) else UNKNOWN_SIZE
         usable = self._store.usable_bytes()

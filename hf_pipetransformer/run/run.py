@@ -361,7 +361,16 @@ class PipelineRun(TrainerCallback):
         if job.may_cache_front:
             self.front = FrontCache(job, data.dataset, store_file(job))
         self._steps = Steps(
-            job, pipeline, setup, data, self.cache, self.preemption, self.log.recorder, watches_steps, self.front
+            job,
+            pipeline,
+            setup,
+            data,
+            self.cache,
+            self.preemption,
+            self.log.recorder,
+            watches_steps,
+            self.front,
+            self._thaw if self._follows_freezing else None,
         )
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
@@ -474,16 +483,37 @@ class PipelineRun(TrainerCallback):
     def _follow_freezing(self, freezable: FreezableLayers | None) -> int | None:
         """Treat the lowest layers, if the user has frozen them, as a schedule would that freezes them at once.
 
+        Collective over all processes.
+
         Returns:
             Their number; None if nothing is done.
         """
-        if freezable is None or not freezable.frozen_by_user or not self._job.may_follow_freezing:
+        job = self._job
+        if job.freeze_callback is not None or not job.args.uses_pipeline:
+            return None
+        mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
+        count: int = min(job.mesh.gather_objects(mine))
+        if not count:
             return None
         self._follows_freezing = True
-        callback = LayerFreezeCallback({"name": "schedule", "schedule": {0: freezable.frozen_by_user}})
+        callback = LayerFreezeCallback({"name": "schedule", "schedule": {0: count}})
         self._job.trainer.add_callback(callback)
-        self._entered.callback(self._job.trainer.remove_callback, callback)
-        return freezable.frozen_by_user
+        self._entered.callback(self._forget_freezing)
+        return count
+
+    def _thaw(self) -> None:
+        """Follow the user's code, which trains layers again that were frozen."""
+        if self._job.trainer.is_world_process_zero():
+            logger.info("Layers that were frozen are trained again: nothing counts as frozen any more.")
+        if self.cache is not None:
+            self.cache.disable("layers that were frozen are trained again")
+        self._forget_freezing()
+
+    def _forget_freezing(self) -> None:
+        callback = self._job.freeze_callback
+        if self._follows_freezing and callback is not None:
+            self._job.trainer.remove_callback(callback)
+        self._follows_freezing = False
 
     def _attach_freezing(self, freezable: FreezableLayers | None) -> int:
         """Pass the model's layers to the freeze callback. Returns how many of them a resumed job had frozen."""
@@ -546,6 +576,8 @@ class PipelineRun(TrainerCallback):
 
         Collective over all processes in steps where one of them makes a decision.
         """
+        if self._follows_freezing:
+            self.steps.follow_flags()  # the user may train layers again
         callback, pipeline, cache = self._job.freeze_callback, self.pipeline, self.cache
         if cache is not None:
             self._update(cache)

@@ -119,6 +119,8 @@ class Steps:
         recorder: is notified of each batch.
         watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
         front: the cache of what the user has frozen, if there is one.
+        on_thaw: called on all processes when layers that the user had frozen are trained again; None if layers are
+            frozen by a policy, and must stay so.
 
     Attributes:
         batch: the batch of the current optimizer step.
@@ -136,13 +138,14 @@ class Steps:
         recorder: RunRecorder,
         watches_steps: bool,
         front: FrontCache | None = None,
+        on_thaw: Callable[[], None] | None = None,
     ) -> None:
         self.batch = GlobalBatch()
         self.doubts = Doubt.NONE
         self._job, self._pipeline, self._setup = job, pipeline, setup
         self._data, self._cache = data, cache
         self._preemption, self._recorder = preemption, recorder
-        self._watches_steps, self._front = watches_steps, front
+        self._watches_steps, self._front, self._on_thaw = watches_steps, front, on_thaw
         self._loss = TrainersLoss(job)
         self._in_flight: BatchInFlight | None = None
         self._has_looked_for_nan = False
@@ -173,7 +176,7 @@ class Steps:
         PROGRESS.begin_round(f"is in step {state.global_step + 1}")
         PROGRESS.enter("step")
         # 1
-        self._follow_flags()
+        self.follow_flags()
         self._switch_to_training()
         # 2
         self.batch.begin(inputs, pipeline)
@@ -187,7 +190,7 @@ class Steps:
         current = self._in_flight = BatchInFlight(
             self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
-        front = nullcontext() if self._front is None else self._front.step(state)
+        front = nullcontext() if self._front is None else self._front.step(state, batch)
         with naming_long_rows(self._job.model, batch), front:
             pipeline.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
@@ -317,7 +320,7 @@ class Steps:
             self.doubts |= Doubt.WEIGHTS
         return loss
 
-    def _follow_flags(self) -> None:
+    def follow_flags(self) -> None:
         """Train exactly the parameters that the user's callbacks have left trainable since the last step.
 
         Collective over all processes if a callback may have changed a flag, because only the processes that hold a
@@ -329,8 +332,10 @@ class Steps:
             may_have_changed = self._watches_steps or Doubt.FLAGS in self.doubts
             has_changed = may_have_changed and pipeline.mesh.any(has_changed)
         self.doubts &= ~Doubt.FLAGS
-        if has_changed:
-            pipeline.follow_flags()
+        if has_changed and pipeline.follow_flags(thaws=self._on_thaw is not None):
+            assert self._on_thaw is not None
+            self._on_thaw()
+            self._on_thaw = None
 
 
 def _as_the_user_raised_it(step: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
 from ..cache.sharing import ReadAhead, current_file, node_name, node_shares, open_store
+from ..data.node_order import Order
 from ..data.numbered_batches import (
     GivenBatches,
     KeysApart,
@@ -152,7 +153,7 @@ def generations_file(job: TrainingJob) -> Path | None:
 
     Collective over all processes.
     """
-    return store_file(job) if job.may_cache else None
+    return store_file(job) if all(job.mesh.gather_objects(job.may_cache)) else None
 
 
 def store_file(job: TrainingJob) -> Path:
@@ -198,11 +199,12 @@ def keying_collator(
     return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys | kept_back, keeps_padding)
 
 
-def _order_of_first(job: TrainingJob, order: list[int]) -> list[int]:
+def _order_of_first(job: TrainingJob, order: Order) -> Order:
     """Return rank 0's order on all processes, because a sampler may draw differently on each process."""
-    if not job.processes.is_connected or job.mesh.world_size == 1:
+    if not job.processes.is_connected or job.mesh.world_size == 1 or isinstance(order, range):
         return order
-    return job.mesh.broadcast_tensor(torch.tensor(order, dtype=torch.int64), source=0).tolist()
+    theirs: Order = job.mesh.broadcast_tensor(torch.as_tensor(order, dtype=torch.int64), source=0).numpy()
+    return theirs
 
 
 def _sampler_of(loader: DataLoader) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,8 +133,13 @@ def freeze_callback() -> LayerFreezeCallback:
 
 
 # ------------------------------------------------------------------------------------------ runs
-def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int = 1, **options: Any) -> Any:
-    """A trainer: "stock", "by hand", "callback" (all three of the library), "ours" or "frozen"."""
+def make_trainer(
+    kind: str, way: str, models: str, folder: str, world_size: int = 1, freezes: bool = False, **options: Any
+) -> Any:
+    """A trainer: "stock", "by hand", "callback" (all three of the library), "ours" or "frozen".
+
+    With `freezes`, the lower layers are frozen before it is made.
+    """
     if kind == "cross-encoder":
         from sentence_transformers import CrossEncoder
         from sentence_transformers.cross_encoder import CrossEncoderTrainer as StockTrainer
@@ -145,6 +151,10 @@ def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int 
         from sentence_transformers import SentenceTransformerTrainingArguments as StockArguments
 
         model = sentence_transformer(models)
+    if freezes:
+        bert = next(module for module in model.modules() if isinstance(module, BertModel))
+        for module in (bert.embeddings, *bert.encoder.layer[:FROZEN]):
+            module.requires_grad_(False)
 
     @dataclass
     class Arguments(StockArguments, PipeTransformerTrainingArguments):
@@ -180,6 +190,20 @@ def make_trainer(kind: str, way: str, models: str, folder: str, world_size: int 
     return (Trainer if is_ours else StockTrainer)(
         model=model, args=arguments, train_dataset=data_for(kind), loss=loss_for(kind, model), callbacks=callbacks
     )
+
+
+@pytest.mark.parametrize("kind", ["pairs", "triplet", "cached", "softmax", "cross-encoder"])
+def test_what_is_frozen_before_training_is_cached(
+    kind: str, models: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hf_pipetransformer")
+    stock = make_trainer(kind, "stock", models, str(tmp_path), freezes=True)
+    stock.train()
+    ours = make_trainer(kind, "ours", models, str(tmp_path), freezes=True, activation_cache="on", log_level="info")
+    ours.train()
+    assert values_of(ours, "loss") == pytest.approx(values_of(stock, "loss"), abs=1e-5)
+    read = [int(found) for found in re.findall(r"was read for (\d+) of \d+ samples", caplog.text)]
+    assert sum(read) >= SAMPLES
 
 
 def values_of(trainer: Any, name: str) -> list[float]:
