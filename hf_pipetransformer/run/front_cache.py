@@ -79,6 +79,7 @@ class FrontCache:
         self._epoch = -1
         self._num_searches = self._num_opened = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._why_not: dict[str, str] = {}  # why they cannot
         forward = job.model.forward
         self._override: MethodOverride | None = MethodOverride(job.model, "forward", partial(self._forward, forward))
 
@@ -182,10 +183,10 @@ class FrontCache:
         if found.closed and self._num_opened < MOST_OPENED:
             self._num_opened += 1
             self._opened |= found.closed
+            self._why_not |= {name: found.why_not[name] for name in found.closed}
             self._flags = None  # look into these, in the next call
             return output
-        for name, why in found.why_not.items():
-            self._say(f"{name} is frozen, but computed in each epoch: {why}.")
+        self._say_why_not(found)
         if not any(module.needed for module in found.modules) or everything.have_values_changed():
             return output
         modules = [self._model.get_submodule(module.name) for module in found.modules]
@@ -202,6 +203,17 @@ class FrontCache:
             self._turn_off("what it returns for a sample depends on the other samples")
         found.calls.clear()
         return output
+
+    def _say_why_not(self, found: FoundFront) -> None:
+        """Say of the largest modules that are frozen, and not stored, not even for the most part, why."""
+        stored = [module.name for module in found.modules] if found.share >= LEAST_SHARE else []
+        said: list[str] = []
+        for name, why in sorted({**self._why_not, **found.why_not}.items()):
+            inside = f"{name}."
+            if not name.startswith(tuple(said)) and not any(other.startswith(inside) for other in stored):
+                said.append(inside)
+                self._say(f"{name} is frozen, but computed in each epoch: {why}.")
+        self._why_not = {}
 
     def _entries_of(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
         assert self._weights is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 import pytest
@@ -348,8 +348,8 @@ def test_passes_whose_epoch_nobody_sets(reads_to_the_end):
 def test_the_order_is_agreed_upon_once_per_epoch():
     asked = []
 
-    def reversed_by_rank_zero(order: list[int]) -> list[int]:
-        asked.append(order)
+    def reversed_by_rank_zero(order: Sequence[int]) -> Sequence[int]:
+        asked.append(list(order))
         return order[::-1]
 
     loader = make_loader(Numbers(40), shuffle=False, agree=reversed_by_rank_zero)
