@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -13,6 +13,16 @@ from ..model.placeholders import values_of
 
 PLAIN = (bool, int, float, str)
 """Types of attributes that are compared."""
+
+
+class _Noted(NamedTuple):
+    """What is compared."""
+
+    parameters: list[tuple[int, int, bool]]
+    buffers: list[tuple[int, int]]
+    modes: list[bool]
+    attributes: list[Any]
+    parts: list[int]
 
 
 class FrontWeights:
@@ -26,6 +36,9 @@ class FrontWeights:
         self._modules = [module for root in modules for module in root.modules()]
         self._parameters = list(dict.fromkeys(p for root in modules for p in root.parameters()))
         self._buffers = list(dict.fromkeys(b for root in modules for b in root.buffers()))
+        self._owners = [vars(module) for module in self._modules]
+        self._plain = [(of, name) for of in self._owners for name, value in of.items() if type(value) in PLAIN]
+        self._middles = self._views_of_middles()
         self._noted = self._now()
         self._numbers = self._one_number_each()
 
@@ -44,29 +57,49 @@ class FrontWeights:
         It compares one number of each tensor as well, as PyTorch does not count what is written through `.data`.
         """
         now = self._now()
-        if now == self._noted and not self.have_values_changed():
+        if now == self._noted and self._one_number_each() == self._numbers:
             return None
-        if now[3] != self._noted[3]:
+        if now.attributes != self._noted.attributes:
             return "an attribute of its modules has been changed"
-        if now[2] != self._noted[2]:
+        if now.parts != self._noted.parts:
+            return "a module, a hook or a parameter has been added to it, or has been replaced"
+        if now.modes != self._noted.modes:
             return "its modules have been set to another mode (train() or eval())"
-        if any(flag for _, _, flag in now[0]):
+        if any(flag for _, _, flag in now.parameters):
             return "a parameter of it is trained again"
         return "its weights or buffers have been changed"
 
     def have_values_changed(self) -> bool:
         """Whether weights or buffers have, whatever else."""
-        return self._now()[:2] != self._noted[:2] or self._one_number_each() != self._numbers
+        now = self._now()
+        is_same = (now.parameters, now.buffers) == (self._noted.parameters, self._noted.buffers)
+        return not is_same or self._one_number_each() != self._numbers
 
-    def _now(self) -> tuple[list[tuple[int, int, bool]], list[tuple[int, int]], list[bool], list[Any]]:
-        return (
+    def _now(self) -> _Noted:
+        modules = self._modules
+        return _Noted(
             [(p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad) for p in self._parameters],
             [(b.data_ptr(), -1 if b.is_inference() else b._version) for b in self._buffers],
-            [module.training for module in self._modules],
-            [value for module in self._modules for value in vars(module).values() if type(value) in PLAIN],
+            [module.training for module in modules],
+            [
+                *(of.get(name) for of, name in self._plain),
+                *(len(of) - ("forward" in of) for of in self._owners),  # which the front itself replaces
+            ],
+            [
+                *(id(parameter) for module in modules for parameter in module._parameters.values()),
+                *(len(m._modules) + len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+            ],
         )
 
-    def _one_number_each(self) -> list[float]:
-        tensors = [value for tensor in (*self._parameters, *self._buffers) for value in values_of(tensor)[:1]]
-        values = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel() and not tensor.is_complex()]
-        return torch.stack([value[len(value) // 2].double() for value in values]).tolist() if values else []
+    def _views_of_middles(self) -> list[list[torch.Tensor]]:
+        """A view of one number of each tensor, by type."""
+        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in (*self._parameters, *self._buffers):
+            for value in values_of(tensor)[:1]:
+                if value.numel() and not value.is_complex():
+                    middle = value.detach()[tuple(size // 2 for size in value.shape)]
+                    by_type.setdefault((value.dtype, value.device), []).append(middle.view(1))
+        return list(by_type.values())
+
+    def _one_number_each(self) -> list[list[float]]:
+        return [torch.cat(views).tolist() for views in self._middles]

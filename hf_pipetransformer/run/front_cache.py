@@ -70,6 +70,7 @@ class FrontCache:
         self._folder = generations.parent
         self._store: ActivationStore = open_store(generations.parent, user=generations.stem)
         self._reads = self._writes = self._is_in_step = False
+        self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
         self._flags: list[bool] | None = None  # those for which the front was looked for
         self._front: FrozenFront | None = None
         self._weights: FrontWeights | None = None
@@ -107,6 +108,7 @@ class FrontCache:
         epoch = math.floor((state.epoch or 0.0) + 1e-6)
         if epoch != self._epoch:
             self._epoch = epoch
+            self._parameters = list(self._model.parameters())
             self._reads = self._front is not None
             if self._front is not None:
                 self._front.is_verified = False
@@ -138,8 +140,10 @@ class FrontCache:
             self._is_in_step = True
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        if flags == self._flags and self._front is None:
+            return forward(*args, **kwargs)
         inputs: Batch = in_new_containers(dict(named_inputs(self._model, args, kwargs)))
-        flags = [parameter.requires_grad for parameter in self._model.parameters()]
         run = partial(forward, *args, **kwargs)
         if flags != self._flags:
             self._drop()
@@ -148,8 +152,7 @@ class FrontCache:
             self._flags = flags
             is_useful = self._writes and not all(flags) and self._num_searches < MOST_SEARCHES
             return self._look_for_front(inputs, run, forward) if is_useful else run()
-        if self._front is None or self._weights is None:
-            return run()
+        assert self._front is not None and self._weights is not None
         changed = self._weights.what_changed()
         if changed is not None:
             self._turn_off(changed)
