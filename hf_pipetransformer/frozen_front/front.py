@@ -21,7 +21,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from ..cache.cache_probe import SAME, relative_difference, rounding_of
+from ..cache.cache_probe import SAME, TOLERANCES, relative_difference, rounding_of
 from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS
 from ..model.elsewhere import hidden_like
 from ..model.layer_range import MethodOverride
@@ -178,6 +178,7 @@ class FrozenFront:
         found: its front.
         entries: what is stored; one store for each set of inputs that modules read.
         device: where the model computes.
+        storage_dtype: data type in which fractions are stored; None stores them as they are computed.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class FrozenFront:
         found: FoundFront,
         entries: Mapping[frozenset[str], FrontEntries],
         device: torch.device,
+        storage_dtype: torch.dtype | None = None,
     ) -> None:
         self.found = found
         self.seconds_per_row = 0.0
@@ -199,7 +201,7 @@ class FrozenFront:
         """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
         self.num_asked = self.num_read = self.rows_read = self.rows_asked = 0
         """Number of calls that were looked up, that were read, of their samples, and of all calls' samples."""
-        self._model, self._entries, self._device = model, entries, device
+        self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.cuts_padding = False
         """Whether samples are stored without their padding."""
         self.awaits_loss = False
@@ -369,9 +371,8 @@ class FrozenFront:
                     half = _half_of(whole, rows)
                     half = half[:, :-columns] if dims == (1,) else half
                     lengths = own.lengths[::2]
-                    if dims not in ((), (1,)) or not self._is_same(
-                        *(_cleared(tensor, lengths) if dims else tensor for tensor in (part, half))
-                    ):
+                    computed, expected = (_cleared(t, lengths) if dims == (1,) else t for t in (part, half))
+                    if dims not in ((), (1,)) or not self._is_same(computed, expected):
                         return False
         self._wide = wide
         made = self._described(batch, own)
@@ -419,9 +420,11 @@ class FrozenFront:
         return call.ran, output
 
     # ------------------------------------------------------------------------------------ inside
-    @staticmethod
-    def _is_same(computed: torch.Tensor, expected: torch.Tensor) -> bool:
-        return relative_difference([computed.detach()], [expected.detach()]) <= rounding_of(expected)
+    def _is_same(self, computed: torch.Tensor, expected: torch.Tensor, is_stored: bool = False) -> bool:
+        tolerance = rounding_of(expected)
+        if is_stored and self._storage_dtype is not None:
+            tolerance = max(tolerance, TOLERANCES.get(self._storage_dtype, 0.0))
+        return relative_difference([computed.detach()], [expected.detach()]) <= tolerance
 
     def _compare(self, call: _Call, found: _Call) -> None:
         """Compare what modules return, which are called in a new way, with what is stored of the samples."""
@@ -440,7 +443,7 @@ class FrozenFront:
             if self._wide.get((name, position)) and tokens is not None:
                 pair = [_cleared(tensor, tokens.lengths) for tensor in pair]
             computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
-            if not self._is_same(computed, expected):
+            if not self._is_same(computed, expected, is_stored=True):
                 self.trouble = f"{name} is called on something else than before"
                 return
         for name, (given, others, *_) in call.ran.items():
@@ -508,7 +511,11 @@ class FrozenFront:
 
     def _layout(self, reads: frozenset[str], known: Mapping[str, _Known]) -> list[Leaf]:
         digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self._names_by(reads))))
-        return [*(known[name].leaves[position].row for name, position in self._stored_by(reads)), digests]
+        rows = [known[name].leaves[position].row for name, position in self._stored_by(reads)]
+        return [*(Leaf(self._stored_as(row.dtype), row.shape) for row in rows), digests]
+
+    def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
 
     def _read(self, batch: _Batch) -> _Call | None:
         """What is stored of a batch, as the call in which it is given back; None if it is nothing."""
@@ -525,7 +532,8 @@ class FrozenFront:
                 return None
             missing.update(rows)
             *leaves, digests = tensors
-            call.given_back |= dict(zip(self._stored_by(reads), leaves, strict=True))
+            for (name, position), leaf in zip(self._stored_by(reads), leaves, strict=True):
+                call.given_back[name, position] = leaf.to(known[name].leaves[position].row.dtype)
             call.digests |= dict(zip(self._names_by(reads), digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
         numbers = set(batch.rows.values())
         if missing and (len(numbers) > 1 or len(missing) == max(numbers)):
@@ -546,7 +554,7 @@ class FrozenFront:
             made = ArgumentDigests(rows, batch.tokens)
             names = self._names_by(reads)
             digests = [made.of(call.ran[name][0], of_front, call.known[name].times) for name in names]
-            tensors = [*(leaf.detach() for leaf in leaves), torch.cat(digests, 1)]
+            tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
             keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
             if chosen is not None:
                 index = torch.tensor(chosen)

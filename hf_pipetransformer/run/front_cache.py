@@ -36,6 +36,7 @@ from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
 from ..planning.plan import MIB
 from ..randomness import seeded
+from ..training_args import CACHE_DTYPES
 from .cache_setup import LEAST_CAPACITY, UNKNOWN_SIZE, describe_model
 from .job import TrainingJob
 
@@ -197,7 +198,8 @@ class FrontCache:
         self._entries = self._entries_of(found)
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
-        self._front = front = FrozenFront(self._model, found, self._entries, device)
+        storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
+        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
         only_loss = not self._job.overrides_loss and self._job.trainer.compute_loss_func is None
         if front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self._writes)
@@ -224,7 +226,8 @@ class FrontCache:
         usable = self._store.usable_bytes()
         limit = job.args.activation_cache_max_gib
         self._store.limit(limit if limit is not None or usable is None else SHARE_OF_DISK * usable / 2**30)
-        about = f"{describe_model(self._model, job.mixed_precision)} {self._weights.digest()}"
+        described = describe_model(self._model, job.mixed_precision)
+        about = f"{described} {job.args.activation_cache_dtype} {self._weights.digest()}"
         opened = {}
         for reads in {module.reads for module in found.modules if module.needed}:
             stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]

@@ -696,6 +696,15 @@ def test_a_part_of_the_samples_is_stored_if_space_is_short(tmp_path: Path, said:
     assert 0 < rows_read(said) < (EPOCHS - 1) * READ
 
 
+@pytest.mark.slow
+def test_stored_in_half_of_the_space(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    expected = Trained(tmp_path / "stock", lower_layers, is_ours=False, optim="sgd")
+    found = Trained(tmp_path / "ours", lower_layers, activation_cache_dtype="bf16", optim="sgd")
+    assert rows_read(said) == (EPOCHS - 1) * READ
+    differences = [float((found.weights[n] - weight).abs().max()) for n, weight in expected.weights.items()]
+    assert 0 < max(differences) < 1e-3
+
+
 def idefics_like() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Several images for each sample, which the model puts one behind the other."""
     model, columns = llava()
