@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -209,10 +209,10 @@ def keep_first_output(module: nn.Module) -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kept:
-            return kept[0]
+            return tree_map(lambda leaf: leaf, kept[0])  # models write into containers
         output = forward(*args, **kwargs)
         if not any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
-            kept.append(output)
+            kept.append(tree_map(lambda leaf: leaf, output))
         return output
 
     module.forward = run  # type: ignore[method-assign]
