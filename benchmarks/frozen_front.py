@@ -50,7 +50,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.frozen_front.finding import frozen_modules
+from hf_pipetransformer.model.frozen_prefix import frozen_modules
 
 WIDTH, LAYERS, SAMPLES, BATCH, EPOCHS = 256, 8, 256, 8, 3
 IMAGE = {"image_size": 32, "patch_size": 8}

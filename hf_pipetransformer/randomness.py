@@ -79,6 +79,12 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def torch_states() -> list[torch.Tensor]:
+    """States of the generators from which torch's functions draw."""
+    device = _device_module()
+    return [torch.default_generator.get_state(), *([device.get_rng_state()] if device is not None else [])]
+
+
 def global_states() -> dict[str, list[Any]]:
     """States of the generators on the CPU, by library, in values for JSON."""
     version, python, gauss = random.getstate()

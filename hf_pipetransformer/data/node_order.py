@@ -13,6 +13,7 @@ number of samples from each part is fixed; a partition by the order of a file th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,10 +41,11 @@ def order_by_node(order: Order, shares: Sequence[int], batch_size: int, num_samp
     world = sum(shares)
     ends = [num_samples * sum(shares[: node + 1]) // world for node in range(len(shares))]
     home = np.empty(num_samples, dtype=np.int32)  # the node of each sample
-    shuffled = np.random.default_rng(seed).permutation(num_samples)
+    shuffled = list(range(num_samples))
+    random.Random(seed).shuffle(shuffled)
     for node, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         home[shuffled[begin:end]] = node
-    samples = np.asarray(order)
+    samples = np.asarray(order, dtype=np.int64)
     mine = [samples[home[samples] == node] for node in range(len(shares))]
     takes = [batch_size * share // world for share in shares]
     full = min(len(own) // take for own, take in zip(mine, takes, strict=True))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 Collator = Callable[[list[Any]], Any]
 
+CHUNK = 2**20
+"""Number of indices that are taken from a sampler at once."""
 SEED = "seed"
 """Key of an order that is drawn from a seed, and not from the state of the global generators."""
 
@@ -594,11 +597,13 @@ def _drawn(sampler: Iterable[int]) -> Order:
     """The order of a sampler, as an array if it is of integers."""
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    indices = iter(sampler)
-    first = list(itertools.islice(indices, 1))
-    if not first or not isinstance(first[0], (int, np.integer)):
-        return [*first, *indices]
-    return np.fromiter(itertools.chain(first, indices), dtype=np.int64)
+    indices, arrays = iter(sampler), [np.empty(0, dtype=np.int64)]
+    while chunk := list(itertools.islice(indices, CHUNK)):
+        try:
+            arrays.append(np.fromiter(map(operator.index, chunk), dtype=np.int64, count=len(chunk)))
+        except TypeError:  # keys of the user's dataset
+            return [*np.concatenate(arrays).tolist(), *chunk, *indices]
+    return np.concatenate(arrays)
 
 
 def first_samples(dataset: Any, count: int) -> list[Any]:

@@ -435,6 +435,15 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
     )
 
 
+def checkpoints_reentrantly(args: TrainingArguments) -> bool:
+    """Whether gradient checkpointing is of the kind that needs a gradient through the frozen layers."""
+    options = {
+        **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
+        **(getattr(args, "activation_checkpointing_kwargs", None) or {}),
+    }
+    return bool(options.get("use_reentrant"))
+
+
 def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:
     """Refuse reentrant checkpointing, under which a layer gets no gradient if its input requires none.
 
@@ -443,11 +452,7 @@ def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:
     Raises:
         ValueError: `use_reentrant=True` is set.
     """
-    options = {
-        **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
-        **(getattr(args, "activation_checkpointing_kwargs", None) or {}),
-    }
-    if options.get("use_reentrant"):
+    if checkpoints_reentrantly(args):
         raise ValueError(
             "LayerFreezeCallback cannot be combined with gradient checkpointing with use_reentrant=True, which needs a"
             " gradient through the frozen layers. Set use_reentrant=False, or do not freeze layers."

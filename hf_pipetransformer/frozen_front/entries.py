@@ -105,8 +105,8 @@ class FrontEntries:
             device: where the tensors are needed.
 
         Returns:
-            The rows that are not in the store, and the tensors, in which these are undefined, and padding is 0. No
-            tensors if there is nothing.
+            The rows that are not in the store, and the tensors, in which these are undefined, and padding repeats the
+            last token. No tensors if there is nothing.
         """
         layout = _Layout(leaves, len(keys), None if tokens is None else tokens.lengths)
         buffer = torch.empty((len(keys), max(layout.sizes)), dtype=torch.uint8)
@@ -123,8 +123,10 @@ class FrontEntries:
                 whole = torch.zeros((len(keys), *shape), dtype=leaf.dtype)
                 for row, part in enumerate(layout.by_length[index]):
                     if found[row]:
-                        own = whole[row].narrow(1, 0, layout.lengths[row])
+                        length = layout.lengths[row]
+                        own = whole[row].narrow(1, 0, length)
                         own.copy_(buffer[row, part].view(leaf.dtype).view(own.shape))
+                        whole[row][:, length:] = own[:, -1:]  # values as they occur: a norm of zeros has no gradient
             tensors.append(whole.flatten(0, 1).to(device))
         return missing, tensors
 

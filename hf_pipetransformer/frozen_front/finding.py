@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache.content_keys import NOT_OF_STATES
+from ..model.frozen_prefix import frozen_modules
 from ..model.layer_range import MethodOverride
 from ..model.training_check import LIBRARIES
 from ..pipeline.devices import synchronise
@@ -236,21 +237,10 @@ def _other_randomness() -> tuple[Any, ...]:
     return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
 
 
-def frozen_modules(model: nn.Module, opened: Collection[str] = (), name: str = "") -> dict[str, nn.Module]:
-    """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted.
-
-    Args:
-        model: the model, or a part of it.
-        opened: names of modules of which the parts count, and not the module.
-        name: the part's.
-    """
-    parameters = list(model.parameters())
-    if isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
-        return {}
-    if parameters and not any(parameter.requires_grad for parameter in parameters) and name not in opened:
-        return {name: model}
-    inside = (frozen_modules(child, opened, f"{name}.{of}".strip(".")) for of, child in model.named_children())
-    return {of: module for found in inside for of, module in found.items()}
+def waits_for_others(model: nn.Module) -> bool:
+    """Whether a model's forward may contain collectives: a user's own, or normalisation over all processes."""
+    of_user = not type(model).__module__.startswith(LIBRARIES)
+    return of_user or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def find_front(

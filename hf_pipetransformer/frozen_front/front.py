@@ -36,7 +36,6 @@ from .rows import (
     DIGEST_BYTES,
     ArgumentDigests,
     Tokens,
-    is_of_rows,
     keys_of,
     leaves_of,
     tokens_of,
@@ -48,6 +47,7 @@ T = TypeVar("T")
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 REMEDY = "Set activation_cache='off'"
 
+ITEMS = "num_items_in_batch"
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
 
@@ -164,7 +164,7 @@ class _Call:
     missing: list[int] = field(default_factory=list)
     ran: dict[str, Ran] = field(default_factory=dict)
     computed: dict[int, torch.Tensor] = field(default_factory=dict)
-    made: ArgumentDigests | None = None  # in this call
+    made: dict[int, ArgumentDigests] = field(default_factory=dict)  # in this call, by the number of rows
     seconds: float = 0.0  # of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
     ends: bool = False  # when all modules have run
@@ -199,14 +199,15 @@ class FrozenFront:
         """Why what is stored is of no use any more."""
         self.is_verified = False
         """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
-        self.num_asked = self.num_read = self.rows_read = self.rows_asked = 0
-        """Number of calls that were looked up, that were read, of their samples, and of all calls' samples."""
+        self.num_missed = self.num_read = self.rows_read = self.rows_asked = 0
+        """Number of calls of which nothing was found, that were read, of their samples, and of all calls' samples."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.cuts_padding = False
         """Whether samples are stored without their padding."""
         self.awaits_loss = False
         """Whether it must be found out yet whether the loss reads padding in what the model returns (`try_loss`)."""
         self._is_noisy = False
+        self._has_rows: dict[str, tuple[bool, ...]] = {}  # of the tensors among a module's arguments
         self._wide: dict[tuple[str, int], tuple[int, ...]] = {}  # dimensions of leaves that are as wide as the batch
         self._known: dict[Any, dict[str, _Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, and autocast
@@ -246,8 +247,10 @@ class FrozenFront:
             finally:
                 self._call = None
         self.rows_asked += max(batch.rows.values())
-        found = self._read(batch) if reads else None
-        self.num_asked += reads
+        # with a loss that may read padding, what is read must not have another
+        may_read = not self.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
+        found = self._read(batch) if reads and may_read else None
+        self.num_missed += reads and may_read and found is None
         if found is not None and self.is_verified:
             before = random_state(self._device)
             self._call = found
@@ -317,7 +320,12 @@ class FrozenFront:
             self._write(_Call(batch, known, ran=dict(ran)))
 
     def is_of_samples(
-        self, inputs: Batch, calls: Mapping[str, Ran], forward: Callable[[Batch], Any], only_loss: bool
+        self,
+        inputs: Batch,
+        calls: Mapping[str, Ran],
+        forward: Callable[[Batch], Any],
+        only_loss: bool,
+        may_cut: bool = True,
     ) -> bool:
         """Whether half of the samples alone have the same outputs of the front, up to rounding.
 
@@ -328,13 +336,15 @@ class FrozenFront:
             calls: what the modules were called on, and have returned.
             forward: runs the model's forward on a batch.
             only_loss: whether only the loss is taken from what the model returns.
+            may_cut: whether padding may be left out.
         """
-        tokens = tokens_of(inputs)
+        tokens = tokens_of(inputs) if may_cut else None
         if tokens is not None and tokens.width > 1 and self._may_cut_padding(inputs, tokens, forward, only_loss):
             self.cuts_padding = True
             return True
         self._wide = {}
         part, _ = self._tried(_Call(ends=True), partial(forward, _half(inputs)))
+        self._note_rows(calls, part, batch_rows(inputs))
         return part.keys() == self._modules.keys() and all(
             self._is_same(part[name][2][position], _half_of(calls[name][2][position], batch_rows(inputs)))
             for name, module in self._modules.items()
@@ -374,7 +384,10 @@ class FrozenFront:
                     computed, expected = (_cleared(t, lengths) if dims == (1,) else t for t in (part, half))
                     if dims not in ((), (1,)) or not self._is_same(computed, expected):
                         return False
+        if not any(wide.get((name, p)) for name, module in self._modules.items() for p in module.needed):
+            return False  # there is nothing to cut
         self._wide = wide
+        self._note_rows(ran, less, rows)
         made = self._described(batch, own)
         if made is None:
             return False
@@ -404,6 +417,15 @@ class FrozenFront:
             self._is_noisy = False
         if not losses or relative_difference(losses[1:], losses[:1]) > SAME:
             self.cuts_padding, self._wide, self._known = False, {}, {}
+
+    def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
+        """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
+        less = -(-rows // 2)
+        for name in whole.keys() & half.keys() if less < rows else ():
+            pairs = zip(whole[name][0], half[name][0], strict=False)
+            self._has_rows[name] = tuple(
+                one.dim() == other.dim() > 0 and len(one) * less == len(other) * rows > 0 for one, other in pairs
+            )
 
     def _tried(self, call: _Call, forward: Callable[[], Any]) -> tuple[dict[str, Ran], Any]:
         """What the modules have returned in a call that leaves the model as it was, and what the model has."""
@@ -456,18 +478,16 @@ class FrozenFront:
             inputs: what the model is called on.
             tokens: in a trial, which columns belong to the samples.
         """
-        plain = {name: value for name, value in inputs.items() if not tensors_in(value)}
+        values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         device = self._device.type
-        plain = {name: value for name, value in plain.items() if name not in NOT_OF_STATES}
+        plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
         names = sorted(inputs.keys() - NOT_OF_STATES)
-        around = repr((plain, names, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        around = repr((values, names, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
         self._around = self._around or around
         if around != self._around:
             return None
         if self.cuts_padding:
-            tokens = tokens_of(inputs)
-            if tokens is None:
-                return None
+            tokens = tokens_of(inputs)  # without, samples are stored with their padding
         rows: dict[str, int] = {}
         for name, module in self._modules.items():
             of_module = rows_of(module.reads, inputs) if module.reads <= inputs.keys() else None
@@ -478,7 +498,7 @@ class FrozenFront:
         for reads in self._entries:
             of_reads = next(rows[name] for name, module in self._modules.items() if module.reads == reads)
             read = {name: inputs[name] for name in reads}
-            found = keys_of(read, of_reads, tokens, f"{plain} {self.cuts_padding}")
+            found = keys_of(read, of_reads, tokens, f"{plain} {tokens is not None}")
             if found is None:
                 return None
             keys[reads] = found
@@ -492,7 +512,9 @@ class FrozenFront:
             name: _Known(
                 {batch.way_of(name, given, others)},
                 tuple(
-                    _Leaf.of(leaf, batch.rows[name], self._wide.get((name, position), ()))
+                    _Leaf.of(
+                        leaf, batch.rows[name], () if batch.tokens is None else self._wide.get((name, position), ())
+                    )
                     if isinstance(leaf, torch.Tensor)
                     else leaf
                     for position, leaf in enumerate(leaves)
@@ -603,13 +625,12 @@ class FrozenFront:
             raise _NewCallError
         if name in call.digests:
             of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
-            if call.made is None:
-                call.made = ArgumentDigests(rows, call.batch.tokens)
-            now, there = call.made.of(given, of_front, known.times), torch.ones(rows, dtype=torch.bool)
+            made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens))
+            now, there = made.of(given, of_front, known.times), torch.ones(rows, dtype=torch.bool)
             there[call.missing] = False
             if not torch.equal(now[there], call.digests[name][there]):
                 raise _NewCallError
-        computed = self._of_missing(known, rows, forward, args, kwargs, call) if call.missing else None
+        computed = self._of_missing(name, rows, forward, args, kwargs, call) if call.missing else None
         leaves = []
         for position, leaf in enumerate(known.leaves):
             if isinstance(leaf, _Leaf):
@@ -629,7 +650,7 @@ class FrozenFront:
 
     def _of_missing(
         self,
-        known: _Known,
+        name: str,
         rows: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -638,17 +659,25 @@ class FrozenFront:
     ) -> list[Any]:
         """The leaves of what a module returns for the samples of which nothing is stored."""
 
+        given, has_rows = arguments_of(args, kwargs)[0], self._has_rows.get(name, ())
+        if len(given) != len(has_rows):
+            raise _NewCallError
+        of_rows = {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
+
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in call.computed:
                 return call.computed[id(tensor)]
-            if not is_of_rows(tensor, rows, known.times):
+            if id(tensor) not in of_rows:
                 return tensor
             return tensor.unflatten(0, (rows, -1))[call.missing].flatten(0, 1)
 
         args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
-        with torch.no_grad():
-            leaves, structure = tree_flatten(forward(*args, **kwargs))
-        if structure != known.structure:
+        try:
+            with torch.no_grad():
+                leaves, structure = tree_flatten(forward(*args, **kwargs))
+        except Exception as error:  # it does not run on a part of the samples
+            raise _NewCallError from error
+        if structure != call.known[name].structure:
             raise _NewCallError
         return leaves
 

@@ -28,6 +28,10 @@ class Tokens:
     lengths: tuple[int, ...]
     width: int
 
+    @property
+    def has_padding(self) -> bool:
+        return min(self.lengths) < self.width
+
     def cut(self, columns: int) -> Tokens:
         return Tokens(tuple(min(length, self.width - columns) for length in self.lengths), self.width)
 
@@ -45,7 +49,7 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
-    """The samples' own tokens; None if padding cannot be told apart, or is not on the right."""
+    """The samples' own tokens; None if padding cannot be told apart, is not on the right, or has labels that count."""
     leaves = [(name, value) for name, value in leaves_of(inputs) if isinstance(value, torch.Tensor)]
     masks = [value for name, value in leaves if name == MASK]
     if len(masks) != 1 or masks[0].dim() != 2:
@@ -57,7 +61,17 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
     spans = spans_of({MASK: masks[0]})
     if spans is None or any(span.start for span in spans):
         return None
+    of_tokens = [value for name, value in leaves if name in NOT_IN_KEYS and value.shape[:2] == shape]
+    is_padding = masks[0] == 0
+    if any(bool((labels[is_padding.to(labels.device)] != IGNORED_LABEL).any()) for labels in of_tokens):
+        return None
     return Tokens(tuple(span.stop for span in spans), shape[1])
+
+
+def has_padding(inputs: Mapping[str, Any]) -> bool:
+    """Whether some mask of a batch, whatever its name begins with, leaves something out."""
+    masks = (value for name, value in leaves_of(inputs) if name.endswith(MASK) and isinstance(value, torch.Tensor))
+    return any(bool((mask == 0).any()) for mask in masks)
 
 
 def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
@@ -68,7 +82,7 @@ def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) ->
         if isinstance(value, Mapping):
             return {key: changed(key, entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(changed(name, entry) for entry in value)
+            return [changed(name, entry) for entry in value]
         if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
             return value
         if removes and name in TOKEN_INPUTS:
@@ -110,7 +124,7 @@ def keys_of(read: Mapping[str, Any], rows: int, tokens: Tokens | None, others: s
     for _, tensor, own in parts:
         _add(digests, tensor, () if own is None else (1,), own)
     for row, digest in enumerate(digests):
-        if tokens is not None:
+        if tokens is not None and any(own is not None for *_, own in parts):
             digest.update(b"%d" % tokens.lengths[row])
     return [digest.digest() for digest in digests]
 

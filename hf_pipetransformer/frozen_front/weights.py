@@ -43,8 +43,8 @@ class FrontWeights:
         self._numbers = self._one_number_each()
 
     def digest(self) -> str:
-        """Of all values."""
-        content = xxhash.xxh3_128()
+        """Of all values, and of the modes."""
+        content = xxhash.xxh3_128(repr([module.training for module in self._modules]).encode())
         for tensor in (*self._parameters, *self._buffers):
             content.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             for value in values_of(tensor):
@@ -86,8 +86,16 @@ class FrontWeights:
                 *(len(of) - ("forward" in of) for of in self._owners),  # which the front itself replaces
             ],
             [
-                *(id(parameter) for module in modules for parameter in module._parameters.values()),
-                *(len(m._modules) + len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+                id(part)
+                for module in modules
+                for parts in (
+                    module._parameters,
+                    module._buffers,
+                    module._modules,
+                    module._forward_hooks,
+                    module._forward_pre_hooks,
+                )
+                for part in parts.values()
             ],
         )
 
@@ -102,4 +110,5 @@ class FrontWeights:
         return list(by_type.values())
 
     def _one_number_each(self) -> list[list[float]]:
-        return [torch.cat(views).tolist() for views in self._middles]
+        numbers = [torch.cat(views) for views in self._middles]
+        return [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers]  # NaN equals nothing

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..randomness import global_state_kept
+from ..randomness import global_state_kept, torch_states
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, loss_outputs, output_tensors
 from .nested import tensors_of
@@ -74,8 +74,8 @@ class FreezableLayers:
             tuple(unit.name if unit is not None else "" for unit in _units(stack)),
         )
         count = next((f for f in range(layers.max_frozen, 0, -1) if not layers.trainable & layers.frozen(f)), 0)
-        if count and not evaluates:
-            count = min(count, _alike_in_training(stack, batch))
+        if count:
+            count = min(count, _alike_in_training(stack, batch, evaluates))
         return replace(layers, frozen_by_user=count)
 
     @property
@@ -124,6 +124,23 @@ class FreezableLayers:
         others = self.trainable.union(*self.inside) - outside
         modules = dict.fromkeys(_widest(name, others) for name in sorted(outside))
         return f"{text} and, outside of the layers, {_listed(list(modules))}" if outside else text
+
+
+def frozen_modules(model: nn.Module, opened: Collection[str] = (), name: str = "") -> dict[str, nn.Module]:
+    """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted.
+
+    Args:
+        model: the model, or a part of it.
+        opened: names of modules of which the parts count, and not the module.
+        name: the part's.
+    """
+    parameters = list(model.parameters())
+    if isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
+        return {}
+    if parameters and not any(parameter.requires_grad for parameter in parameters) and name not in opened:
+        return {name: model}
+    inside = (frozen_modules(child, opened, f"{name}.{of}".strip(".")) for of, child in model.named_children())
+    return {of: module for found in inside for of, module in found.items()}
 
 
 def has_frozen_layers(model: nn.Module) -> bool:
@@ -229,12 +246,21 @@ class FrozenPrefix:
         return {module for root in roots for module in root.modules()}
 
 
-def _alike_in_training(stack: LayerStack, batch: dict[str, Any]) -> int:
-    """Number of the lowest units that return the same in training mode and in evaluation mode."""
+def _alike_in_training(stack: LayerStack, batch: dict[str, Any], evaluates: bool) -> int:
+    """Number of the lowest units that return the same in training mode and in evaluation mode, and draw nothing.
+
+    Args:
+        stack: the model's units.
+        batch: keyword arguments of `model.forward`.
+        evaluates: whether what is frozen runs in evaluation mode anyway.
+    """
     outputs: list[tuple[nn.Module, list[torch.Tensor]]] = []
+    at_start: list[torch.Tensor] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append((module, [tensor.clone() for tensor in tensors_of(output)]))
+        # paths that are rarely dropped may be kept in all passes
+        draws = not all(map(torch.equal, at_start, torch_states()))
+        outputs.append((module, [] if draws else [tensor.clone() for tensor in tensors_of(output)]))
 
     passes = []
     with ExitStack() as stack_of_hooks, evaluation_mode(stack.model), torch.no_grad(), global_state_kept():
@@ -242,13 +268,17 @@ def _alike_in_training(stack: LayerStack, batch: dict[str, Any]) -> int:
             stack_of_hooks.callback(module.register_forward_hook(note).remove)
         for trains in (False, True, True):  # a dropout that drops nothing once may do so the next time
             stack.model.train(trains)
+            for module in frozen_modules(stack.model).values() if evaluates else ():
+                module.eval()
+            at_start[:] = torch_states()
             stack.model(**stack.runner.arguments(batch))
             passes.append(outputs[:])
             outputs.clear()
     count = 0
     for (module, expected), *others in zip(*passes, strict=False):
         for other, found in others:
-            if other is not module or len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+            same = other is module and len(found) == len(expected) > 0
+            if not same or not all(map(torch.equal, found, expected)):
                 return count
         count += 1
     return count

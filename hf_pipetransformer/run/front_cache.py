@@ -27,9 +27,11 @@ from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import named_inputs
 from ..cache.sharing import open_store
 from ..frozen_front.entries import FrontEntries
-from ..frozen_front.finding import FoundFront, find_front, frozen_modules, random_state
+from ..frozen_front.finding import FoundFront, find_front, random_state, waits_for_others
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
+from ..frozen_front.rows import has_padding
 from ..frozen_front.weights import FrontWeights
+from ..model.frozen_prefix import frozen_modules
 from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch
@@ -79,7 +81,7 @@ class FrontCache:
         self._existed = False  # what is stored, before this training began to store
         self._is_decided = False
         self._epoch = -1
-        self._num_searches = self._num_opened = 0
+        self._num_searches = self._num_opened = self._found_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         self._why_not: dict[str, str] = {}  # why they cannot
         forward = job.model.forward
@@ -116,7 +118,7 @@ class FrontCache:
         self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
         self._is_in_step = True
         try:
-            if self._front is not None and self._front.awaits_loss:
+            if self._front is not None and self._front.awaits_loss and has_padding(batch):
                 self._front.try_loss(partial(self._loss_of, batch))
             yield
         finally:
@@ -156,21 +158,22 @@ class FrontCache:
         assert self._front is not None and self._weights is not None
         changed = self._weights.what_changed()
         if changed is not None:
-            self._turn_off(changed)
+            self._turn_off(changed, is_wrong=True)
             return run()
         try:
             output = self._front.run(inputs, run, self._reads and self._is_decided, self._writes)
         except OtherCallsError as error:
-            self._turn_off(str(error))
+            self._turn_off(str(error), is_wrong=True)
             return run()
         failure = next((entries.failure for entries in self._entries.values() if entries.failure is not None), None)
         if self._front.trouble is not None or (failure is not None and not self._existed):
-            self._turn_off(self._front.trouble or f"it cannot be stored ({failure})")
+            is_wrong = self._front.trouble is not None
+            self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
         elif not self._is_decided and self._front.share:
             self._decide()
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()
-        elif self._front.num_asked == CALLS_TO_MISS and not self._front.num_read:
+        elif self._front.num_missed == CALLS_TO_MISS and not self._front.num_read and self._epoch > self._found_in:
             self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
         return output
 
@@ -199,15 +202,33 @@ class FrontCache:
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
+        self._found_in = self._epoch
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
-        only_loss = not self._job.overrides_loss and self._job.trainer.compute_loss_func is None
-        if front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss):
+        if self._is_of_samples(front, inputs, found, forward):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self._writes)
             front.share = 0.0  # the search takes time itself
         else:
             self._turn_off("what it returns for a sample depends on the other samples")
         found.calls.clear()
         return output
+
+    def _is_of_samples(
+        self, front: FrozenFront, inputs: Batch, found: FoundFront, forward: Callable[..., Any]
+    ) -> bool:
+        """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
+        trainer, device = self._job.trainer, self._job.device
+        only_loss = (
+            not self._job.overrides_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
+        )
+        # each process decides for itself, and what runs in the trial must not wait for the others
+        may_cut = self._job.mesh.world_size == 1 or (only_loss and not waits_for_others(self._model))
+        before = random_state(device)
+        try:
+            return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss, may_cut)
+        except Exception:  # out of memory, perhaps
+            logger.debug("The front could not be tried.", exc_info=True)
+            set_random_state(before, device)
+            return False
 
     def _say_why_not(self, found: FoundFront) -> None:
         """Say of the largest modules that are frozen, and not stored, not even for the most part, why."""
@@ -272,11 +293,11 @@ class FrontCache:
                 f" {1e3 * front.seconds_per_row:.3g} ms (measured; activation_cache='on' reads nevertheless)"
             )
 
-    def _turn_off(self, why: str) -> None:
-        """Store and read nothing more of this front; what may be wrong, or is of no use, is deleted."""
+    def _turn_off(self, why: str, is_wrong: bool = False) -> None:
+        """Store and read nothing more of this front; what may be wrong, or is of no use to anybody, is deleted."""
         assert self._front is not None
         logger.warning("The output of %s is not cached: %s.", _described(self._model, self._front.found), why)
-        self._drop(deletes=True)
+        self._drop(deletes=is_wrong or not self._job.shares_store)
 
     def _drop(self, deletes: bool = False) -> None:
         front = self._front

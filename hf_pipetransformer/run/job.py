@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from ..cache.content_keys import NOT_IN_KEYS
 from ..data.numbered_batches import first_samples
-from ..freezing.callback import LayerFreezeCallback
+from ..freezing.callback import LayerFreezeCallback, checkpoints_reentrantly
 from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
@@ -154,6 +154,7 @@ class TrainingJob:
         """Whether layers that the user has frozen count as frozen from the first step on: with several stages."""
         args = self.args
         is_plain = args.uses_pipeline and not args.slices_tokens and args.replica_sharding == "none"
+        is_plain &= not checkpoints_reentrantly(args)
         return self._wants_cache and self.freeze_callback is None and is_plain and has_frozen_layers(self.model)
 
     @property

@@ -100,6 +100,7 @@ class PipelineRun(TrainerCallback):
         self.front: FrontCache | None = None
         """The cache of what the user has frozen, without a freeze policy and with one stage."""
         self._follows_freezing = False  # without a policy: layers that the user has frozen
+        self._num_followed, self._followed = 0, frozenset[str]()  # their number, and the names of what is frozen
         self.why_not_cached: str | None = None
         """Why there is no cache although the arguments allow one."""
         self.num_epochs_begun = 0
@@ -489,13 +490,16 @@ class PipelineRun(TrainerCallback):
             Their number; None if nothing is done.
         """
         job = self._job
-        if job.freeze_callback is not None or not job.args.uses_pipeline:
+        if job.freeze_callback is not None or not job.args.uses_pipeline or self.generations is None:
             return None
         mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
         count: int = min(job.mesh.gather_objects(mine))
         if not count:
             return None
-        self._follows_freezing = True
+        assert freezable is not None
+        frozen = [name for name in freezable.frozen(count) if not self.pipeline.stack.table[name].requires_grad]
+        self._num_followed, self._follows_freezing = count, True
+        self._followed = frozenset.intersection(*map(frozenset, job.mesh.gather_objects(frozen)))
         callback = LayerFreezeCallback({"name": "schedule", "schedule": {0: count}})
         self._job.trainer.add_callback(callback)
         self._entered.callback(self._forget_freezing)
@@ -507,6 +511,8 @@ class PipelineRun(TrainerCallback):
             logger.info("Layers that were frozen are trained again: nothing counts as frozen any more.")
         if self.cache is not None:
             self.cache.disable("layers that were frozen are trained again")
+        states: Any = self._job.trainer.state.stateful_callbacks
+        states.pop(LayerFreezeCallback.__name__, None)
         self._forget_freezing()
 
     def _forget_freezing(self) -> None:
@@ -524,6 +530,8 @@ class PipelineRun(TrainerCallback):
         assert freezable is not None
         state = self._job.trainer.state
         callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
+        if self._follows_freezing:  # the flags say what is frozen, and not the checkpoint
+            callback.num_frozen = min(callback.num_frozen, self._num_followed)
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
         if len(with_the_first) > 1:
             log_once(
@@ -577,7 +585,9 @@ class PipelineRun(TrainerCallback):
         Collective over all processes in steps where one of them makes a decision.
         """
         if self._follows_freezing:
-            self.steps.follow_flags()  # the user may train layers again
+            self.steps.follow_flags()  # the user may train layers again, also before any counts as frozen
+            if any(map(self.pipeline.weights.is_trainable, self._followed)):
+                self._thaw()
         callback, pipeline, cache = self._job.freeze_callback, self.pipeline, self.cache
         if cache is not None:
             self._update(cache)

@@ -23,7 +23,7 @@ from torch import nn
 from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
-from ..frozen_front.finding import frozen_modules
+from ..model.frozen_prefix import frozen_modules
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
