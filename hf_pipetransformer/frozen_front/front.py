@@ -104,12 +104,6 @@ class _Known:
     leaves: tuple[Any, ...]
     structure: TreeSpec
 
-    @property
-    def times(self) -> int:
-        """Number of entries for each row in what it returns."""
-        first = next((leaf for leaf in self.leaves if isinstance(leaf, _Leaf)), None)
-        return first.row.shape[0] if first is not None and first.is_of_rows else 1
-
 
 @dataclass(frozen=True)
 class _Batch:
@@ -359,6 +353,10 @@ class FrozenFront:
         The last columns are made padding, and removed, of half of the samples. Then the rest of the model runs on the
         outputs, with noise in place of padding.
         """
+        read = {name for module in self._modules.values() for name in module.reads} & inputs.keys()
+        leaves = [leaf for name in read for leaf in leaves_of(inputs[name], name)]
+        if not any(_is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor)):
+            return False  # there is nothing to cut
         rows, columns = batch_rows(inputs), max(1, tokens.width // 4)
         own = tokens.cut(columns)
         batch = with_less_columns(inputs, columns, removes=False)
@@ -384,8 +382,6 @@ class FrozenFront:
                     computed, expected = (_cleared(t, lengths) if dims == (1,) else t for t in (part, half))
                     if dims not in ((), (1,)) or not self._is_same(computed, expected):
                         return False
-        if not any(wide.get((name, p)) for name, module in self._modules.items() for p in module.needed):
-            return False  # there is nothing to cut
         self._wide = wide
         self._note_rows(ran, less, rows)
         made = self._described(batch, own)
@@ -575,7 +571,7 @@ class FrozenFront:
             rows = len(batch.keys[reads])
             made = ArgumentDigests(rows, batch.tokens)
             names = self._names_by(reads)
-            digests = [made.of(call.ran[name][0], of_front, call.known[name].times) for name in names]
+            digests = [made.of(call.ran[name][0], of_front, self._has_rows.get(name, ())) for name in names]
             tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
             keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
             if chosen is not None:
@@ -626,7 +622,7 @@ class FrozenFront:
         if name in call.digests:
             of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
             made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens))
-            now, there = made.of(given, of_front, known.times), torch.ones(rows, dtype=torch.bool)
+            now, there = made.of(given, of_front, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
             there[call.missing] = False
             if not torch.equal(now[there], call.digests[name][there]):
                 raise _NewCallError
@@ -730,8 +726,11 @@ def _are_outputs_same(output: Any, other: Any, tokens: Tokens) -> bool:
 
 def _without_width(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> tuple[int, ...]:
     shape = tuple(tensor.shape[1:])
-    is_wide = tokens is not None and name in TOKEN_INPUTS and shape[:1] == (tokens.width,)
-    return (TOKENS, *shape[1:]) if is_wide else shape
+    return (TOKENS, *shape[1:]) if _is_wide(name, tensor, tokens) else shape
+
+
+def _is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
+    return tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)
 
 
 def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:

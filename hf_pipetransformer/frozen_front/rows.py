@@ -133,16 +133,17 @@ class ArgumentDigests:
     """For each row, digests of what modules are called on: in one call of the model.
 
     Args:
-        of_front: identities of tensors that come from the front itself, and are left out.
         rows: number of rows.
         tokens: which columns belong to a sample, if padding is left out.
     """
 
     def __init__(self, rows: int, tokens: Tokens | None) -> None:
         self._rows, self._tokens = rows, tokens
-        self._known: dict[tuple[int, int], tuple[torch.Tensor, list[bytes]]] = {}  # layers are called on the same mask
+        self._known: dict[
+            tuple[int, bool], tuple[torch.Tensor, list[bytes]]
+        ] = {}  # layers are called on the same mask
 
-    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], times: int) -> torch.Tensor:
+    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
         """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
 
         A model may pass no mask where a batch has no padding.
@@ -150,60 +151,57 @@ class ArgumentDigests:
         Args:
             given: the tensors among the arguments.
             of_front: identities of tensors that are left out.
-            times: the number of entries for each row of what the module returns.
+            has_rows: which of the tensors have entries for each row, if that is known.
 
         Returns:
             `[rows, DIGEST_BYTES]`, uint8, on the CPU.
         """
+        if len(has_rows) != len(given):
+            has_rows = [tensor.dim() > 0 and len(tensor) == self._rows for tensor in given]
         found = [
-            self._of_one(tensor, times)
-            for tensor in given
+            self._of_one(tensor, has)
+            for tensor, has in zip(given, has_rows, strict=True)
             if id(tensor) not in of_front and tensor.dtype is not torch.bool and tensor.numel()
         ]
         rows = [xxhash.xxh3_128(b"".join(digests[row] for digests in found)) for row in range(self._rows)]
         content = bytearray(b"".join(row.digest() for row in rows))
         return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
 
-    def _of_one(self, tensor: torch.Tensor, times: int) -> list[bytes]:
-        known = self._known.get((id(tensor), times))
+    def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
+        known = self._known.get((id(tensor), has_rows))
         if known is None:
             digests = [xxhash.xxh3_128() for _ in range(self._rows)]
             width = None if self._tokens is None else self._tokens.width
             wide = [dim for dim, size in enumerate(tensor.shape) if size == width]
-            _add(digests, tensor, wide, self._tokens, times)
-            known = self._known[id(tensor), times] = tensor, [digest.digest() for digest in digests]
+            _add(digests, tensor, wide, self._tokens, has_rows)
+            known = self._known[id(tensor), has_rows] = tensor, [digest.digest() for digest in digests]
         return known[1]
 
 
-def is_of_rows(tensor: torch.Tensor, rows: int, times: int) -> bool:
-    """Whether a tensor has entries for each row: one, or as many as what is computed from it."""
-    return tensor.dim() > 0 and len(tensor) in (rows, times * rows)
-
-
 def _add(
-    digests: Sequence[Any], tensor: torch.Tensor, wide: Sequence[int], tokens: Tokens | None, times: int = 1
+    digests: Sequence[Any], tensor: torch.Tensor, wide: Sequence[int], tokens: Tokens | None, has_rows: bool = True
 ) -> None:
-    """Add to each row's digest its part of a tensor, or the whole tensor, if it is not of rows.
+    """Add to each row's digest its part of a tensor, or the whole tensor, if it has no rows.
 
     Args:
         digests: one for each row.
         tensor: the tensor.
         wide: dimensions that are as wide as the batch, of which a row's own tokens count.
         tokens: which these are.
-        times: as for `is_of_rows`.
+        has_rows: whether it has entries for each row.
     """
     rows = len(digests)
     values = tensor.detach().cpu()
-    is_split = is_of_rows(values, rows, times)
-    parts = values.unflatten(0, (rows, -1)) if is_split else values
-    wide = [dim for dim in wide if dim or not is_split]
-    if not wide and not is_split:
+    has_rows &= values.dim() > 0 and len(values) % rows == 0
+    parts = values.unflatten(0, (rows, -1)) if has_rows else values
+    wide = [dim for dim in wide if dim or not has_rows]
+    if not wide and not has_rows:
         content = _bytes_of(values)
         for digest in digests:
             digest.update(content)
         return
     for row, digest in enumerate(digests):
-        part = parts[row] if is_split else parts
+        part = parts[row] if has_rows else parts
         for dim in wide:
             assert tokens is not None
             part = part.narrow(dim, 0, tokens.lengths[row])
