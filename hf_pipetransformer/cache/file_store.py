@@ -58,6 +58,10 @@ from .activation_store import Row, StoreFull
 
 PROBED_BYTES = 4096
 """Size of the file that shows whether the store can be written to."""
+SMALL_TABLE = 2**20
+"""Size in bytes up to which a table does not count in the limit."""
+BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill, where no limit is given."""
 
@@ -410,7 +414,7 @@ class FileStore:
         return sorted((int(name[1]), name[2]) for name in names if name is not None)
 
     def nbytes(self) -> int:
-        """Size of the segments of all generations, without the tables (sparse, at most 128 bytes per sample)."""
+        """Size of the segments of all generations, and of tables that are larger than `SMALL_TABLE`."""
         return _segments_nbytes(self._own)
 
     def remove(self) -> None:
@@ -494,14 +498,20 @@ def _names(own: OwnFolder) -> list[str]:
 
 
 def _segments_nbytes(own: OwnFolder) -> int:
-    """Size of all segments, including those about to be removed, which still take up space."""
+    """Size of all segments, including those about to be removed, which still take up space; and of large tables.
+
+    Of a table it is what the disk holds: it is sparse.
+    """
     total = 0
     for name in _names(own):
         if _GENERATION.fullmatch(name) or name.startswith((_DOUBTFUL, _DELETED)):
             for file in _scan(own.path / name):
-                if file.name.startswith(SEGMENT):
-                    with suppress(OSError):  # removed in the meantime
+                with suppress(OSError):  # removed in the meantime
+                    if file.name.startswith(SEGMENT):
                         total += file.stat(follow_symlinks=False).st_size
+                    elif file.name == TABLE:
+                        held = file.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
+                        total += held if held > SMALL_TABLE else 0
     return total
 
 

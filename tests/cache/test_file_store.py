@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -454,6 +455,18 @@ def use_as_nobody(folder: Path) -> tuple[list[int], list[str]]:
         errors.append(errno.errorcode[error.errno or 0])
     with closing(store.reader(3, FINGERPRINT)) as reader:
         return hits_of(reader, [1, 2]), errors
+
+
+def test_a_large_table_counts_in_the_limit(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", max_bytes=4 * 2**20)
+    writer = store.writer(1, "f", writer=0, capacity=2**18)
+    written = 0
+    with pytest.raises(StoreFull):
+        for batch in range(64):  # 64 x 64 entries of 16 bytes, in as many pages of the table
+            keys = [xxhash.xxh3_128_digest(b"%d %d" % (batch, number)) for number in range(64)]
+            written += writer.put(keys, [np.zeros(16, dtype=np.uint8) for _ in keys])
+    assert 256 < written < 64 * 64
+    writer.close()
 
 
 def test_read_only_folder(store: FileStore) -> None:
