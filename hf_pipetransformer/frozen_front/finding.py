@@ -239,8 +239,10 @@ def _other_randomness() -> tuple[Any, ...]:
 
 def waits_for_others(model: nn.Module) -> bool:
     """Whether a model's forward may contain collectives: a user's own, or normalisation over all processes."""
-    of_user = not type(model).__module__.startswith(LIBRARIES)
-    return of_user or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return any(
+        isinstance(module, nn.SyncBatchNorm) or not type(module).__module__.startswith(LIBRARIES)
+        for module in model.modules()
+    )
 
 
 def find_front(

@@ -36,6 +36,7 @@ from .rows import (
     DIGEST_BYTES,
     ArgumentDigests,
     Tokens,
+    can_ignore_labels,
     keys_of,
     leaves_of,
     tokens_of,
@@ -48,6 +49,8 @@ NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were loo
 REMEDY = "Set activation_cache='off'"
 
 ITEMS = "num_items_in_batch"
+MOST_TRIES = 3
+"""Number of batches on which it is tried whether a loss reads padding."""
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
 
@@ -200,7 +203,8 @@ class FrozenFront:
         """Whether samples are stored without their padding."""
         self.awaits_loss = False
         """Whether it must be found out yet whether the loss reads padding in what the model returns (`try_loss`)."""
-        self._is_noisy = False
+        self._is_noisy = self._has_made_noise = False
+        self._num_tries = 0  # of losses
         self._has_rows: dict[str, tuple[bool, ...]] = {}  # of the tensors among a module's arguments
         self._wide: dict[tuple[str, int], tuple[int, ...]] = {}  # dimensions of leaves that are as wide as the batch
         self._known: dict[Any, dict[str, _Known]] = {}
@@ -244,7 +248,7 @@ class FrozenFront:
         # with a loss that may read padding, what is read must not have another
         may_read = not self.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
-        self.num_missed += reads and may_read and found is None
+        self.num_missed += reads and found is None
         if found is not None and self.is_verified:
             before = random_state(self._device)
             self._call = found
@@ -309,6 +313,9 @@ class FrozenFront:
             self._known[batch.signature] = known
         else:
             for name, of_module in known.items():
+                if of_module.leaves != self._known[batch.signature][name].leaves:
+                    self.trouble = f"the shape of what {name} returns depends on the values of its inputs"
+                    return
                 self._known[batch.signature][name].given.update(of_module.given)
         if writes:
             self._write(_Call(batch, known, ran=dict(ran)))
@@ -357,6 +364,8 @@ class FrozenFront:
         leaves = [leaf for name in read for leaf in leaves_of(inputs[name], name)]
         if not any(_is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor)):
             return False  # there is nothing to cut
+        if not can_ignore_labels(inputs):
+            return False
         rows, columns = batch_rows(inputs), max(1, tokens.width // 4)
         own = tokens.cut(columns)
         batch = with_less_columns(inputs, columns, removes=False)
@@ -402,7 +411,8 @@ class FrozenFront:
         Args:
             loss_of: computes the loss of a batch, and leaves everything as it was.
         """
-        self.awaits_loss = False
+        self.awaits_loss = self._has_made_noise = False
+        self._num_tries += 1
         losses = []
         try:
             for self._is_noisy in (False, True):
@@ -411,7 +421,9 @@ class FrozenFront:
             losses.clear()
         finally:
             self._is_noisy = False
-        if not losses or relative_difference(losses[1:], losses[:1]) > SAME:
+        if losses and not self._has_made_noise and self._num_tries < MOST_TRIES:
+            self.awaits_loss = True  # the model was called on something without padding
+        elif not losses or not self._has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
             self.cuts_padding, self._wide, self._known = False, {}, {}
 
     def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
@@ -598,6 +610,7 @@ class FrozenFront:
         given, others = arguments_of(args, kwargs)
         if self._is_noisy and call.batch is not None and call.batch.tokens is not None:
             lengths = call.batch.tokens.lengths
+            self._has_made_noise |= call.batch.tokens.has_padding
             wide = [
                 leaf if not self._wide.get((name, k)) else _with_noise(leaf, lengths) for k, leaf in enumerate(leaves)
             ]
@@ -673,8 +686,15 @@ class FrozenFront:
                 leaves, structure = tree_flatten(forward(*args, **kwargs))
         except Exception as error:  # it does not run on a part of the samples
             raise _NewCallError from error
-        if structure != call.known[name].structure:
+        known = call.known[name]
+        width, count = call.batch.width if call.batch is not None else 0, len(call.missing)
+        if structure != known.structure:
             raise _NewCallError
+        for leaf, found in zip(known.leaves, leaves, strict=True):
+            if isinstance(leaf, _Leaf) and leaf.is_of_rows:
+                first, *rest = leaf.row.sized(width)
+                if not isinstance(found, torch.Tensor) or found.shape != (first * count, *rest):
+                    raise _NewCallError  # it depends on the other samples
         return leaves
 
 

@@ -16,6 +16,7 @@ import xxhash
 
 from ..cache.content_keys import MASK, NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of
 
+LABELS = ("labels", "label", "label_ids")
 DIGEST_BYTES = 16
 IGNORED_LABEL = -100
 """The label that cross entropy ignores."""
@@ -68,10 +69,17 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
     return Tokens(tuple(span.stop for span in spans), shape[1])
 
 
-def has_padding(inputs: Mapping[str, Any]) -> bool:
-    """Whether some mask of a batch, whatever its name begins with, leaves something out."""
-    masks = (value for name, value in leaves_of(inputs) if name.endswith(MASK) and isinstance(value, torch.Tensor))
-    return any(bool((mask == 0).any()) for mask in masks)
+def may_have_padding(inputs: Mapping[str, Any]) -> bool:
+    """Whether some mask of a batch, whatever its name begins with, leaves something out; or there is none."""
+    masks = [value for name, value in leaves_of(inputs) if name.endswith(MASK) and isinstance(value, torch.Tensor)]
+    return not masks or any(bool((mask == 0).any()) for mask in masks)
+
+
+def can_ignore_labels(inputs: Mapping[str, Any]) -> bool:
+    """Whether labels of tokens, if there are any, have the value that cross entropy ignores: others may be refused."""
+    shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
+    labels = [value for name, value in leaves_of(inputs) if name in LABELS and isinstance(value, torch.Tensor)]
+    return all(bool((value == IGNORED_LABEL).any()) for value in labels if value.shape[:2] == shape)
 
 
 def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
@@ -87,7 +95,7 @@ def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) ->
             return value
         if removes and name in TOKEN_INPUTS:
             return value[:, :-columns].contiguous()
-        if name == MASK or (name in NOT_IN_KEYS and not value.is_floating_point()):
+        if name == MASK or (name in LABELS and not value.is_floating_point()):
             value = value.clone()
             value[:, -columns:] = 0 if name == MASK else IGNORED_LABEL
         return value

@@ -29,7 +29,7 @@ from ..cache.sharing import open_store
 from ..frozen_front.entries import FrontEntries
 from ..frozen_front.finding import FoundFront, find_front, random_state, waits_for_others
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
-from ..frozen_front.rows import has_padding
+from ..frozen_front.rows import may_have_padding
 from ..frozen_front.weights import FrontWeights
 from ..model.frozen_prefix import frozen_modules
 from ..model.layer_range import MethodOverride
@@ -52,6 +52,8 @@ READS_TO_JUDGE = 5
 """Number of calls after whose reading it is decided whether reading takes longer than computing."""
 CALLS_TO_MISS = 16
 """Number of calls of which nothing was found, after which the inputs are taken to change from epoch to epoch."""
+MOST_OF_IT = 0.25
+"""Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
 MOST_SEARCHES = 5
@@ -81,7 +83,7 @@ class FrontCache:
         self._existed = False  # what is stored, before this training began to store
         self._is_decided = False
         self._epoch = -1
-        self._num_searches = self._num_opened = self._found_in = 0
+        self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         self._why_not: dict[str, str] = {}  # why they cannot
         forward = job.model.forward
@@ -114,11 +116,11 @@ class FrontCache:
             self._parameters = list(self._model.parameters())
             self._reads = self._front is not None
             if self._front is not None:
-                self._front.is_verified = False
+                self._front.is_verified, self._front.num_missed = False, 0
         self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
         self._is_in_step = True
         try:
-            if self._front is not None and self._front.awaits_loss and has_padding(batch):
+            if self._front is not None and self._front.awaits_loss and may_have_padding(batch):
                 self._front.try_loss(partial(self._loss_of, batch))
             yield
         finally:
@@ -173,7 +175,7 @@ class FrontCache:
             self._decide()
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()
-        elif self._front.num_missed == CALLS_TO_MISS and not self._front.num_read and self._epoch > self._found_in:
+        elif self._front.num_missed >= CALLS_TO_MISS and not self._front.num_read and self._epoch >= self._expected_in:
             self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
         return output
 
@@ -202,7 +204,10 @@ class FrontCache:
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
-        self._found_in = self._epoch
+        begun = (self._job.trainer.state.epoch or 0.0) - self._epoch
+        self._expected_in = self._epoch + (
+            1 if begun < 0.5 else 2
+        )  # an epoch of which half was not seen tells nothing
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
         if self._is_of_samples(front, inputs, found, forward):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self._writes)
@@ -232,7 +237,7 @@ class FrontCache:
 
     def _say_why_not(self, found: FoundFront) -> None:
         """Say of the largest modules that are frozen, and not stored, not even for the most part, why."""
-        stored = [module.name for module in found.modules] if found.share >= LEAST_SHARE else []
+        stored = [module.name for module in found.modules] if found.share >= MOST_OF_IT else []
         said: list[str] = []
         for name, why in sorted({**self._why_not, **found.why_not}.items()):
             inside = f"{name}."

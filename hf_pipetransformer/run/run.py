@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -529,9 +529,13 @@ class PipelineRun(TrainerCallback):
         refuse_reentrant_checkpointing(self._job.args)
         assert freezable is not None
         state = self._job.trainer.state
-        callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
         if self._follows_freezing:  # the flags say what is frozen, and not the checkpoint
-            callback.num_frozen = min(callback.num_frozen, self._num_followed)
+            states: Any = state.stateful_callbacks
+            with suppress(LookupError, TypeError):
+                stored = states[type(callback).__name__]
+                memory = (stored[0] if isinstance(stored, list) else stored)["attributes"]["memory"]
+                memory["num_frozen"] = min(memory["num_frozen"], self._num_followed)
+        callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
         if len(with_the_first) > 1:
             log_once(
@@ -586,7 +590,7 @@ class PipelineRun(TrainerCallback):
         """
         if self._follows_freezing:
             self.steps.follow_flags()  # the user may train layers again, also before any counts as frozen
-            if any(map(self.pipeline.weights.is_trainable, self._followed)):
+            if self._follows_freezing and any(map(self.pipeline.weights.is_trainable, self._followed)):
                 self._thaw()
         callback, pipeline, cache = self._job.freeze_callback, self.pipeline, self.cache
         if cache is not None:
