@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -144,7 +145,9 @@ def rows_for(kind: str, config: Any, count: int, seed: int) -> list[dict[str, to
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    model_args, data_args, training_args = parse_arguments(arguments or sys.argv[1:], FrozenArguments)
+    model_args, data_args, training_args = parse_arguments(
+        sys.argv[1:] if arguments is None else arguments, FrozenArguments
+    )
     start(training_args)
     model = frozen_model(data_args.kind, model_args)
     rows = rows_for(data_args.kind, model.config, data_args.generated_data, training_args.seed)
@@ -158,4 +161,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # a launcher then shows the error itself

@@ -151,9 +151,9 @@ def set_workers_apart(loader: Any) -> None:
 def generations_file(job: TrainingJob) -> Path | None:
     """Return the file that names the cache generations being read; None if nothing is cached.
 
-    Collective over all processes.
+    Collective over all processes if something may be cached.
     """
-    return store_file(job) if all(job.mesh.gather_objects(job.may_cache)) else None
+    return store_file(job) if job.may_cache else None
 
 
 def store_file(job: TrainingJob) -> Path:
