@@ -30,6 +30,7 @@ import xxhash
 from torch import nn
 
 from ..model.micro_batch import batch_rows
+from ..model.origins import NOT_OF_STATES
 
 KEYS_NAME = "activation_cache_keys"
 """Name of a batch's keys in the batch: an int64 tensor [B, 4] that can be split, pinned and moved like any other.
@@ -56,20 +57,6 @@ TOKEN_INPUTS: frozenset[str] = frozenset(
 For any other tensor that is as long as the attention mask this is unknown: it may have five features beside five
 tokens. If it were truncated, two samples that differ only in their features could get the same key.
 """
-
-NOT_OF_STATES: frozenset[str] = frozenset(
-    {
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "return_loss",
-        "shift_labels",
-        "skip_logits",
-        "use_cache",
-    }
-)
-"""Model arguments that select what is returned and how the loss is computed; they change no layer's output."""
 
 ROUNDING = 2.0**-7
 """Bound on the change when an input is converted to bf16, relative to the largest value, with some margin."""

@@ -23,50 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..cache.content_keys import NOT_OF_STATES
 from ..model.frozen_prefix import frozen_modules
 from ..model.layer_range import MethodOverride
+from ..model.origins import (
+    NOT_OF_BATCH,
+    NOT_OF_STATES,
+    RANDOM,
+    Origins,
+    random_state,
+    tensors_in,
+)
 from ..model.training_check import LIBRARIES
 from ..pipeline.devices import synchronise
-
-TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
-"""What a tensor may come from besides inputs of the batch."""
-NOT_OF_BATCH = frozenset({TRAINED, RANDOM, UNKNOWN})
-
-METADATA = frozenset(
-    {
-        "device",
-        "dim",
-        "dtype",
-        "element_size",
-        "get_device",
-        "grad_fn",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "is_leaf",
-        "is_meta",
-        "is_nested",
-        "is_quantized",
-        "is_sparse",
-        "itemsize",
-        "layout",
-        "nbytes",
-        "ndim",
-        "ndimension",
-        "nelement",
-        "numel",
-        "requires_grad",
-        "shape",
-        "size",
-        "stride",
-    }
-)
-"""What may be asked of a tensor without looking at its values. Shapes are compared where they matter (`front`)."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
@@ -132,85 +102,6 @@ class _Called:
     versions: list[int]  # of inputs and outputs, when the module returned
 
 
-class _Origins(TorchFunctionMode):
-    """Notes of each tensor what it comes from, and which tensors something other than a frozen module reads."""
-
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> None:
-        super().__init__()
-        self.is_inside = self.is_paused = False  # in a frozen module; in this one
-        self.decided: set[str] = set()  # what the program has looked at the values of
-        self._device = device
-        self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
-        self._read: Any = WeakIdKeyDictionary()
-        for parameter in model.parameters():
-            self._groups[parameter] = {TRAINED} if parameter.requires_grad else set()
-        for buffer in model.buffers():
-            self._groups[buffer] = set()
-        for name, value in inputs.items():
-            for tensor in tensors_in(value):  # models hand on what only their loss needs
-                self.of(tensor, set()).update({name} - NOT_OF_STATES)
-
-    def of(self, tensor: torch.Tensor, default: set[str] | None = None) -> set[str]:
-        base = tensor if tensor._base is None else tensor._base
-        if base not in self._groups:
-            self._groups[base] = {UNKNOWN} if default is None else default
-        return self._groups[base]
-
-    def union(self, tensors: Sequence[torch.Tensor]) -> set[str]:
-        return set().union(*map(self.of, tensors))
-
-    def is_read(self, tensor: torch.Tensor) -> bool:
-        return tensor in self._read
-
-    def note_read(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._read[tensor] = True
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func.__name__
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-        if self.is_paused or name in METADATA:
-            return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        before = random_state(self._device)
-        result = func(*args, **kwargs)
-        origins = self.union(given)
-        if kwargs.get("generator") is not None:
-            origins.add(RANDOM)
-        if name == "from_numpy":
-            origins.add(UNKNOWN)
-        if any(not torch.equal(a, b) for a, b in zip(before, random_state(self._device), strict=True)):
-            origins.add(RANDOM)
-        if not self.is_inside:
-            self.note_read(given)
-        made = tensors_in(result)
-        changed = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
-        changed += tensors_in(kwargs.get("out"))
-        for tensor in (*made, *changed):
-            self.of(tensor, set()).update(origins)
-        if not made and not changed:
-            self.decided |= origins
-        return result
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):  # a tokenizer's BatchEncoding is no dict
-            found += tensors_in(dict(leaf))
-    return found
-
-
 def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], str]:
     """The tensors among a module's arguments, and the others in words, without those that only a loss needs."""
     given = args, {name: value for name, value in kwargs.items() if name not in NOT_OF_STATES}
@@ -222,14 +113,6 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
 def versions_of(leaves: Sequence[Any]) -> list[int]:
     """Numbers of writes into tensors."""
     return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
-
-
-def random_state(device: torch.device) -> list[torch.Tensor]:
-    """States of torch's generators that a model's functions draw from."""
-    states = [torch.default_generator.get_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
 
 
 def _other_randomness() -> tuple[Any, ...]:
@@ -262,7 +145,7 @@ def find_front(
         opened: as for `frozen_modules`.
     """
     modules = frozen_modules(model, opened)
-    origins = _Origins(model, inputs, device)
+    origins = Origins(model, inputs, device)
     calls: list[_Called] = []
     at_start = _other_randomness()
 
@@ -327,34 +210,6 @@ def find_front(
     return output, _chosen(calls, origins, inputs, seconds)
 
 
-def inputs_read_by(
-    model: nn.Module, module: nn.Module, inputs: Mapping[str, Any], call: Callable[[], Any]
-) -> frozenset[str]:
-    """Names of the inputs of which the output of a module is computed; empty if that cannot be said.
-
-    Args:
-        model: the model.
-        module: a module in it, called once.
-        inputs: what the model is called on, by name.
-        call: runs the forward.
-    """
-    parameters = next(model.parameters())
-    origins = _Origins(model, inputs, parameters.device)
-    read: list[set[str]] = []
-
-    def note(_: nn.Module, args: Any, output: Any) -> None:
-        read.append(origins.union(tensors_in(output)) | origins.decided)
-
-    hook = module.register_forward_hook(note)
-    try:
-        with origins:
-            call()
-    finally:
-        hook.remove()
-    is_known = len(read) == 1 and not read[0] & {RANDOM, UNKNOWN}
-    return frozenset(read[0]) & inputs.keys() if is_known else frozenset()
-
-
 def _users_hook(module: nn.Module) -> str | None:
     """A hook on a part of a module that is not of a known library: it may do anything when the part runs."""
     for part in module.modules():
@@ -378,7 +233,7 @@ def _versions(module: nn.Module) -> list[int]:
     return versions_of(list(module.buffers()))
 
 
-def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
+def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
     """Choose the front among the frozen modules that were called."""
     counts = Counter(call.name for call in calls)
     why_not: dict[str, str] = {}
@@ -429,7 +284,7 @@ def _chosen(calls: Sequence[_Called], origins: _Origins, inputs: Mapping[str, An
     )
 
 
-def _needed(front: Mapping[str, _Called], calls: Sequence[_Called], origins: _Origins) -> dict[str, tuple[int, ...]]:
+def _needed(front: Mapping[str, _Called], calls: Sequence[_Called], origins: Origins) -> dict[str, tuple[int, ...]]:
     """For each module of the front, which leaves of its output something else reads."""
     others = {id(tensor) for call in calls if call.name not in front for tensor in call.inputs}
     return {
@@ -451,7 +306,7 @@ def _cheap(
     front: Mapping[str, _Called],
     needed: Mapping[str, tuple[int, ...]],
     calls: Sequence[_Called],
-    origins: _Origins,
+    origins: Origins,
     inputs: Mapping[str, Any],
 ) -> str | None:
     """The last module that takes less time than what is stored for it is worth, if there is one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
 from ..cache.sharing import node_name, open_store
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
-from ..frozen_front.finding import inputs_read_by
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
@@ -146,7 +144,6 @@ def make_cache(
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
         capacity *= calls_per_sample
-    unread = _unread(job, pipeline, dict(collate(samples)), most) if most is not None else frozenset()
     probe = partial(
         probe_boundaries,
         pipeline.stack,
@@ -155,23 +152,23 @@ def make_cache(
         collate,
         ignored=not_in_keys,
         loss_of=loss_of,
-        unread=unread,
+        most=most,
     )
     keeps_padding = False
     with trainer.compute_loss_context_manager():
-        verdicts = probe()
-        if any(verdict.reads_padding for verdict in verdicts) and not any(verdict.slot for verdict in verdicts):
+        trial = probe()
+        if any(verdict.reads_padding for verdict in trial.verdicts):
             with_padding = probe(keeps_padding=True)
-            keeps_padding = any(verdict.slot is not None for verdict in with_padding)
-            verdicts = with_padding if keeps_padding else verdicts
-    keeps_padding = all(pipeline.mesh.gather_objects(keeps_padding))
+            keeps_padding = any(verdict.slot is not None for verdict in with_padding.verdicts)
+            trial = with_padding if keeps_padding else trial
+    verdicts, unread = trial.verdicts, trial.unread
+    if len(set(pipeline.mesh.gather_objects((unread, keeps_padding)))) > 1:
+        why_not = "processes have found that it depends on different inputs, or on the padding in some only"
     if isinstance(data, NumberedBatches):
         data.key_by(runner.called.kept_back | unread, keeps_padding)
     not_in_keys |= unread
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
-    if most is not None and unread:
-        verdicts = tuple(replace(verdict, slot=None) if verdict.num_frozen > most else verdict for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
     # probe_boundaries has refused a collator that cannot collate all of them together
     rows = on_device(collate(samples) if slots else {}, torch.device("cpu"))
@@ -222,25 +219,6 @@ def make_cache(
         spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
         calls_per_sample=calls_per_sample,
     )
-
-
-def _unread(job: TrainingJob, pipeline: ElasticPipeline, batch: Batch, most: int) -> frozenset[str]:
-    """Names of inputs of which the outputs of the first `most` layers are not computed. Collective."""
-    unread: frozenset[str] = frozenset()
-    inputs = job.on_models_device(batch)
-    arguments = pipeline.stack.runner.arguments(inputs)
-    call = partial(job.model, **arguments)
-    with (
-        suppress(Exception),
-        seeded(job.args.seed),
-        evaluation_mode(job.model),
-        left_as_found(job.model),
-        torch.no_grad(),
-    ):
-        read = inputs_read_by(job.model, pipeline.stack.units[most - 1].module, arguments, call)
-        unread = frozenset(inputs) - read if read else unread
-    found: list[frozenset[str]] = job.mesh.gather_objects(unread)
-    return frozenset.intersection(*found)
 
 
 class LossCalls:

@@ -30,12 +30,12 @@ from ..frozen_front.entries import FrontEntries
 from ..frozen_front.finding import FoundFront, find_front, random_state, waits_for_others
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.rows import may_have_padding
-from ..frozen_front.weights import FrontWeights
 from ..model.frozen_prefix import frozen_modules
 from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
+from ..model.watched_weights import WatchedWeights
 from ..planning.plan import MIB
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
@@ -78,7 +78,7 @@ class FrontCache:
         self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
         self._flags: list[bool] | None = None  # those for which the front was looked for
         self._front: FrozenFront | None = None
-        self._weights: FrontWeights | None = None
+        self._weights: WatchedWeights | None = None
         self._entries: dict[frozenset[str], FrontEntries] = {}
         self._existed = False  # what is stored, before this training began to store
         self._is_decided = False
@@ -182,7 +182,7 @@ class FrontCache:
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
         device = self._job.device
         self._num_searches += not self._num_opened
-        before, everything = random_state(device), FrontWeights(list(frozen_modules(self._model).values()))
+        before, everything = random_state(device), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
             output, found = find_front(self._model, inputs, run, device, self._opened)
         except Exception:  # of a model that does not run while it is watched
@@ -196,10 +196,10 @@ class FrontCache:
             self._flags = None  # look into these, in the next call
             return output
         self._say_why_not(found)
-        if not any(module.needed for module in found.modules) or everything.have_values_changed():
+        if not any(module.needed for module in found.modules) or everything.what_changed(settings=False) is not None:
             return output
         modules = [self._model.get_submodule(module.name) for module in found.modules]
-        self._weights = FrontWeights(modules)
+        self._weights = WatchedWeights.of(modules)
         self._entries = self._entries_of(found)
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed

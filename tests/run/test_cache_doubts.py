@@ -26,7 +26,8 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache.sharing import STORE
-from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS, digest_of
+from hf_pipetransformer.model.watched_weights import digest_of
+from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
 

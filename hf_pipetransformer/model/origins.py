@@ -1,0 +1,177 @@
+"""Notes, function by function as a forward pass happens, what each tensor is computed of.
+
+No names and no families are needed, and no gradients: what a module reads of a weight's values without a gradient is
+seen as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
+"""What a tensor may come from besides inputs of the batch."""
+NOT_OF_BATCH = frozenset({TRAINED, RANDOM, UNKNOWN})
+
+METADATA = frozenset(
+    {
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "get_device",
+        "grad_fn",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_leaf",
+        "is_meta",
+        "is_nested",
+        "is_quantized",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "requires_grad",
+        "shape",
+        "size",
+        "stride",
+    }
+)
+"""What may be asked of a tensor without looking at its values. Shapes are compared where they matter (`front`)."""
+
+NOT_OF_STATES: frozenset[str] = frozenset(
+    {
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_loss",
+        "shift_labels",
+        "skip_logits",
+        "use_cache",
+    }
+)
+"""Model arguments that select what is returned and how the loss is computed; they change no layer's output."""
+
+
+class Origins(TorchFunctionMode):
+    """Inside, notes of each tensor what it comes from, and which tensors something outside of frozen modules reads.
+
+    Args:
+        model: the model.
+        inputs: what it is called on, by name.
+        device: where it computes.
+        weights: parameters of which it is noted, by name, what comes from them. The others that are trained have one
+            name, `TRAINED`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        device: torch.device,
+        weights: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        super().__init__()
+        self.is_inside = self.is_paused = False  # in a frozen module; in this one
+        self.decided: set[str] = set()  # what the program has looked at the values of
+        self._device = device
+        self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
+        self._read: Any = WeakIdKeyDictionary()
+        names = {id(parameter): name for name, parameter in (weights or {}).items()}
+        for parameter in model.parameters():
+            trained = {TRAINED} if parameter.requires_grad else set()
+            self._groups[parameter] = {names[id(parameter)]} if id(parameter) in names else trained
+        for module in model.modules():
+            for constant in (*module._buffers.values(), *vars(module).values()):
+                if isinstance(constant, torch.Tensor):
+                    self._groups[constant] = set()
+        for name, value in inputs.items():
+            for tensor in tensors_in(value):  # models hand on what only their loss needs
+                self.of(tensor, set()).update({name} - NOT_OF_STATES)
+
+    def take_constants(self, other: Origins) -> None:
+        """Count tensors that another pass has not made either, and that are the same now, as constants."""
+        for tensor, names in list(other._groups.items()):
+            if UNKNOWN in names and tensor not in self._groups:
+                self._groups[tensor] = set()
+
+    def of(self, tensor: torch.Tensor, default: set[str] | None = None) -> set[str]:
+        base = tensor if tensor._base is None else tensor._base
+        if base not in self._groups:
+            self._groups[base] = {UNKNOWN} if default is None else default
+        return self._groups[base]
+
+    def union(self, tensors: Sequence[torch.Tensor]) -> set[str]:
+        return set().union(*map(self.of, tensors))
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._read
+
+    def note_read(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._read[tensor] = True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__name__
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if self.is_paused or name in METADATA:
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        before = random_state(self._device)
+        result = func(*args, **kwargs)
+        origins = self.union(given)
+        if kwargs.get("generator") is not None:
+            origins.add(RANDOM)
+        if name == "from_numpy":
+            origins.add(UNKNOWN)
+        if any(not torch.equal(a, b) for a, b in zip(before, random_state(self._device), strict=True)):
+            origins.add(RANDOM)
+        if not self.is_inside:
+            self.note_read(given)
+        made = tensors_in(result)
+        changed = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
+        changed += tensors_in(kwargs.get("out"))
+        for tensor in (*made, *changed):
+            self.of(tensor, set()).update(origins)
+        if not made and not changed:
+            self.decided |= origins
+        return result
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, whatever containers they are in."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # a tokenizer's BatchEncoding is no dict
+            found += tensors_in(dict(leaf))
+    return found
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """States of torch's generators that a model's functions draw from."""
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
