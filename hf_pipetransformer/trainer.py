@@ -58,6 +58,7 @@ from .run.resuming import (
 from .run.run import PipelineRun
 from .run.run_log import recording
 from .run.samples import SampleCollator
+from .run.sharded_layers import find_layers_to_freeze
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class PipeTransformerTrainer(Trainer):
     _evaluated_loader: KeysApart | None = None
     _freezing: FreezingByArguments | None = None
     _trained_by: str | None = None
+    _loader_of_loop: Any = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -143,6 +145,11 @@ class PipeTransformerTrainer(Trainer):
     def _is_stock(self) -> bool:
         """Whether `transformers.Trainer` does everything: one stage, and something else distributes the model."""
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    @property
+    def _is_fsdp2(self) -> bool:
+        """Whether Accelerate will shard the model by FSDP2, which it does on accelerators alone."""
+        return self.is_fsdp_enabled and bool(self.accelerator.is_fsdp2)
 
     @property
     def _job(self) -> TrainingJob:
@@ -247,6 +254,8 @@ class PipeTransformerTrainer(Trainer):
         run = self._pipeline_run
         if run is not None and training:
             return run.wrap()
+        if training and self._is_fsdp2:
+            find_layers_to_freeze(self._job, self._loader_of_loop)
         return self._placed or super()._wrap_model(model, training, dataloader)
 
     # ------------------------------------------------------------------------------------ data
@@ -266,6 +275,7 @@ class PipeTransformerTrainer(Trainer):
         Raises:
             ValueError: the user made the loader, and there are several stages, or the processes' lengths differ.
         """
+        self._loader_of_loop = dataloader
         run = self._pipeline_run
         if run is not None:
             run.data = training_data.batches_of_loop(self._job, dataloader, run.latest_loader)

@@ -20,7 +20,6 @@ from transformers.training_args import OptimizerNames
 
 from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
-from .fsdp_arguments import asks_for_full_sharding
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
 from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
@@ -361,7 +360,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, SCHEDULE_NAMES))}."
             )
-        self._shard_for_fsdp()
+        self._refuse_fsdp_with_stages()
         self._check_sharding()
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
         if not isinstance(self.elastic, bool):
@@ -493,20 +492,15 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 " runs. Set plan_by='counts'."
             )
 
-    def _shard_for_fsdp(self) -> None:
-        """Take the Trainer's `fsdp` for `replica_sharding="full"` where FSDP itself cannot be used."""
-        stages, policy = self.pipeline_parallel_size, self.freeze_policy
-        wanted = f"pipeline_parallel_size={stages}" if self.uses_pipeline else f"freeze_policy={policy!r}"
-        if (self.uses_pipeline or policy != "none") and asks_for_full_sharding(self.fsdp, self.fsdp_config, wanted):
-            if self.replica_sharding not in ("none", "full"):
-                raise ValueError(
-                    f"fsdp={self.fsdp!r} with {wanted} means replica_sharding='full', but replica_sharding is"
-                    f" {self.replica_sharding!r}. Unset one of them."
-                )
-            if self.replica_sharding == "none":
-                self.replica_sharding = "full"
-                logger.warning("fsdp=%r with %s means replica_sharding='full'.", self.fsdp, wanted)
-            self.fsdp, self.fsdp_config = None, None
+    def _refuse_fsdp_with_stages(self) -> None:
+        """Refuse the Trainer's `fsdp` with several stages: FSDP cannot shard a model whose stages move."""
+        if self.fsdp and self.uses_pipeline:
+            raise ValueError(
+                f"fsdp={self.fsdp!r} cannot be combined with pipeline_parallel_size={self.pipeline_parallel_size!r}:"
+                " FSDP shards a whole model, and each stage has only its own layers. Set pipeline_parallel_size=1, with"
+                " which FSDP2 can freeze layers, or unset fsdp; replica_sharding='optimizer' divides the optimizer"
+                " state among the replicas of a stage."
+            )
 
     def _check_sharding(self) -> None:
         """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
