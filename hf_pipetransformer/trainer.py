@@ -201,10 +201,11 @@ class PipeTransformerTrainer(Trainer):
         try:
             if self._is_stock:
                 with recording(self, RunRecorder(self.args)):
-                    return train(stock_checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint))
+                    folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
+                    return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, is_sharded))
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
-            folder = Path(checkpoint) if isinstance(checkpoint, str) else None
-            with PipelineRun(self._job, self._find_units, folder, ignore_keys_for_eval) as self._pipeline_run:
+            resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
+            with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
                 self._trained_by = self._pipeline_run.log.recorder.run
                 return train(checkpoint)
         except UnsupportedModelError as error:
@@ -444,7 +445,7 @@ class PipeTransformerTrainer(Trainer):
         gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
         # PEFT's own way of saving asks modules for their keys; others must not read what is not here
         reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()
-        with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model), reading:
+        with gathered, self._keeping_errors(), saving_shards(self.model), reading:
             super().save_model(output_dir, _internal_call)
 
     def _expect_all(self, method: str) -> None:
@@ -540,5 +541,5 @@ class PipeTransformerTrainer(Trainer):
             run.prepare_for_best()
         best = str(self.state.best_model_checkpoint)
         # loading a sharded checkpoint compares its keys with the model's
-        with pipeline.together(), pipeline.weights.listing_placeholders(), translating_names(self.model, best):
+        with pipeline.weights.listing_placeholders(), translating_names(self.model, best):
             return super()._load_best_model()

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ..freezing.schedule_cost import WORTH_FREEZING
-from ..planning.plan import NEEDS_MORE, PipelinePlan, align
+from ..planning.plan import PipelinePlan, align
 from ..planning.plan_choice import WORTH_A_LONGER_PIPELINE, fits, largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
@@ -90,10 +90,8 @@ def _about_fsdp(result: Forecast) -> list[str]:
 
 
 def _about_sharding(result: Forecast) -> list[str]:
-    """The sharding to set in the training, if it was chosen or if the given one takes more memory than another."""
+    """The sharding to set in the training, if it was chosen."""
     job, choice, plan = result.job, result.sharding_choice, result.first
-    if plan.divides_weights and not any(epoch.plan.gathers_by_layer for epoch in result.epochs):
-        return [f"Set replica_sharding='optimizer': with 'full' and several stages {NEEDS_MORE}."]
     if choice is None or not fits(plan):
         return []
     k, sharding = plan.pipeline_parallel_size, plan.replica_sharding

@@ -27,7 +27,8 @@ from .samples import SampleCollator
 def find_layers_to_freeze(job: TrainingJob, dataloader: Any) -> None:
     """Tell the trainer's freeze callback the layers of a model that FSDP2 will shard. Collective over all processes.
 
-    Nothing is done if there is no such callback, or if the model is sharded already: a callback keeps what it was told.
+    Nothing is done without such a callback. In a second training, for which the model is sharded already, the callback
+    has kept what it was told in the first.
 
     Args:
         job: the training job.
