@@ -69,22 +69,21 @@ def _about_fsdp(result: Forecast) -> list[str]:
     if fsdp is None or result.fastest_plain is not fsdp:
         return []
     gain = fsdp.seconds / result.seconds
-    like_fsdp = (
-        "One stage whose replicas divide everything takes what FSDP takes and can freeze layers: forecast it with"
-        " --pipeline-parallel-size 1 --replica-sharding full"
-        f" --gradient-accumulation-steps {fsdp.num_microbatches}."
+    freezing = (
+        "FSDP can freeze layers as well, without a cache of their outputs: set pipeline_parallel_size=1, fsdp=True and"
+        " fsdp_config={'version': 2}."
     )
     if gain < WORTH_FREEZING:
         return [
             f"Use FSDP with plain transformers instead: this training is predicted to be only ×{gain:.2f} as fast, and"
             " FSDP freezes nothing.",
-            like_fsdp,
+            freezing,
         ]
     if fsdp.seconds * HARDLY_FASTER < result.best_static.seconds:
         return [
             "Without freezing, FSDP is predicted to be"
             f" {result.best_static.seconds / fsdp.seconds:.2f} times as fast as the best pipeline.",
-            like_fsdp,
+            freezing,
         ]
     return []
 

@@ -148,7 +148,7 @@ def test_sharding_is_chosen_by_memory() -> None:
     assert re.search(r"^sharding +K × R +GiB +step ms$", out, re.MULTILINE)
     assert re.search(r"^optimizer +1 × 4 +1\.\d +[\d.]+ +chosen$", out, re.MULTILINE)
     assert "the replicas of a stage divide the optimizer state, and exchange updated weights" in out
-    assert "data parallelism with replica_sharding='full' (pipeline_parallel_size=1)" in out
+    assert "data parallelism with replica_sharding='optimizer' (pipeline_parallel_size=1)" in out
 
 
 def test_the_schedule_is_chosen(tmp_path: Path) -> None:
