@@ -89,10 +89,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     Raises:
         ValueError: immediately, if an argument is out of range; at the start of training, if the Trainer is set up in
-            a way that excludes freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph,
-            reentrant checkpointing); at the first step, if no parameter inside of a layer is trained and freezing
-            would stop a prompt or prefix; before the first update, if the loss calls only a part of the model and
-            never the model itself.
+            a way that excludes freezing (DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant
+            checkpointing, and FSDP unless a `PipeTransformerTrainer` uses version 2 of it); at the first step, if no
+            parameter inside of a layer is trained and freezing would stop a prompt or prefix; before the first
+            update, if the loss calls only a part of the model and never the model itself.
         UnsupportedModelError: at the first step, if no layers can be found in the model.
     """
 
