@@ -6,18 +6,14 @@
 A BERT with random weights, in MiniLM-L6's size unless `--model` says otherwise, is trained with AdamW on all
 processes, by each variant in turn, in rounds, so that whatever else the machine does hits all of them alike:
 
-    round 1    ddp   K=1 none   K=1 optimizer   K=1 full
-    round 2    ddp   K=1 none   K=1 optimizer   K=1 full
+    round 1    ddp   K=1 none   K=1 optimizer
+    round 2    ddp   K=1 none   K=1 optimizer
     ...
-
-(The plain Trainer's FSDP needs an accelerator.)
 
 Memory is counted at the end of a step, and gradients before the optimizer's step: the bytes of the storages of the
 model's parameters, of their gradients, and of the optimizer's tensors, on the process that has most of them. A share
-is that over what a process has without sharding, times R; its bound is `OPTIMIZER_BOUND` for the optimizer state, and
-`FULL_BOUND` for everything with "full". "In a step" is the most that parameters and gradients take when a layer has
-run forward or backward, seen in the step before those that are timed. Times are those of rank 0; what is compared is
-the ratio of medians within a round, then the median over the rounds.
+is that of the optimizer's state over what a process has without sharding, times R; its bound is `BOUND`. Times are
+those of rank 0; what is compared is the ratio of medians within a round, then the median over the rounds.
 """
 
 from __future__ import annotations
@@ -41,14 +37,13 @@ import torch.distributed as dist
 from accelerate import PartialState
 from pipeline_step import RandomRows, StepClock, load_config, make_model
 from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.planning.plan import REPLICA_SHARDINGS
 
-OPTIMIZER_BOUND, FULL_BOUND = 1.1, 1.15
-"""Most bytes on a process, times R, in relation to those of a process that holds all of them."""
+BOUND = 1.1
+"""Most bytes of optimizer state on a process, times R, in relation to those of a process that holds all of them."""
 
 
 @dataclass(frozen=True)
@@ -70,52 +65,27 @@ class Measured:
     Attributes:
         steps_ms: wall-clock time of each step after the warm-up, on rank 0.
         parameters, gradients, optimizer: bytes on each process.
-        in_step: the most bytes that parameters and gradients take on each process while a step runs.
     """
 
     steps_ms: list[float]
     parameters: list[int]
     gradients: list[int]
     optimizer: list[int]
-    in_step: list[int]
 
 
 class Memory(TrainerCallback):
     """Counts what this process holds."""
 
     def __init__(self) -> None:
-        self.parameters = self.gradients = self.optimizer = self.in_step = 0
-        self._hooks: list[Any] = []
+        self.parameters = self.gradients = self.optimizer = 0
 
-    def on_step_begin(self, _: Any, state: Any, *__: Any, model: Any, optimizer: Any, **___: Any) -> None:
-        """In the second step, look at what is held whenever a layer has run; this takes time."""
-        if state.global_step != 1:
-            for hook in self._hooks:
-                hook.remove()
-            return
-
-        def look(*_: Any) -> None:
-            held = held_by(model, optimizer)
-            self.in_step = max(self.in_step, bytes_of(held) + bytes_of(p.grad for p in held if p.grad is not None))
-
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        self._hooks = [layer.register_forward_hook(look) for layer in layers]
-        self._hooks += [layer.register_full_backward_hook(look) for layer in layers]
-
-    def on_pre_optimizer_step(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-        held = held_by(model, optimizer)
-        self.gradients = bytes_of(p.grad for p in held if p.grad is not None)
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.gradients = bytes_of(p.grad for p in model.parameters() if p.grad is not None)
 
     def on_step_end(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-        self.parameters = bytes_of(held_by(model, optimizer))
+        self.parameters = bytes_of(model.parameters())
         states = optimizer.state.values()
         self.optimizer = bytes_of(v for state in states for v in state.values() if torch.is_tensor(v) and v.dim())
-
-
-def held_by(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """The parameters of the model, and what the optimizer updates in their place."""
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    return list({id(p): p for p in (*model.parameters(), *updated)}.values())
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -175,7 +145,7 @@ def run(variant: Variant, arguments: argparse.Namespace, config: PreTrainedConfi
         trainer.train()
     wall = [1e3 * (b - a) for a, b in zip(clock.wall, clock.wall[1:], strict=False)][arguments.warmup - 1 :]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (memory.parameters, memory.gradients, memory.optimizer, memory.in_step))
+    dist.all_gather_object(everyone, (memory.parameters, memory.gradients, memory.optimizer))
     return Measured(wall, *(list(of_all) for of_all in zip(*everyone, strict=True)))
 
 
@@ -189,18 +159,15 @@ def summary(variants: list[Variant], rounds: list[dict[str, Measured]]) -> dict[
             "parameter_bytes": max(first.parameters),
             "gradient_bytes": max(first.gradients),
             "optimizer_bytes": max(first.optimizer),
-            "in_step_bytes": max(first.in_step),
-            "all_bytes": max(map(sum, zip(first.parameters, first.gradients, first.optimizer, strict=True))),
             "step_ms": statistics.median(_median(r[variant.name]) for r in rounds),
             "ratio_to_ddp": statistics.median(ratios),
             "ratios_to_ddp": ratios,
         }
     for variant in variants:
         if variant.sharding not in (None, "none"):
-            what, bound = ("optimizer", OPTIMIZER_BOUND) if variant.sharding == "optimizer" else ("all", FULL_BOUND)
-            undivided = table[Variant(variant.stages, "none").name][f"{what}_bytes"]
-            share = table[variant.name][f"{what}_bytes"] * (world // variant.stages) / undivided
-            table[variant.name] |= {f"{what}_share_times_replicas": share, "within_bound": share <= bound}
+            undivided = table[Variant(variant.stages, "none").name]["optimizer_bytes"]
+            share = table[variant.name]["optimizer_bytes"] * (world // variant.stages) / undivided
+            table[variant.name] |= {"optimizer_share_times_replicas": share, "within_bound": share <= BOUND}
     return table
 
 
@@ -221,7 +188,6 @@ def main() -> None:
             held = ", ".join(
                 f"{what} {row[f'{what}_bytes'] / 2**20:,.1f}" for what in ("parameter", "gradient", "optimizer")
             )
-            held += f", in a step {row['in_step_bytes'] / 2**20:,.1f}"
             print(
                 f"{name:16} MiB on a process: {held}; step {row['step_ms']:,.0f} ms, {row['ratio_to_ddp']:.3f} x DDP"
             )

@@ -131,7 +131,7 @@ def plan(
         str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
     ] = "off",
     replica_sharding: Annotated[
-        str, typer.Option(help="What the replicas of a stage divide: none, optimizer (state), full, or auto.")
+        str, typer.Option(help="What the replicas of a stage divide: none, optimizer (state), or auto.")
     ] = "none",
     gradient_accumulation_steps: Annotated[
         int, typer.Option(help="Batches in which the global batch is run, one after the other.")

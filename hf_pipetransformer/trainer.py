@@ -58,6 +58,7 @@ from .run.resuming import (
 from .run.run import PipelineRun
 from .run.run_log import recording
 from .run.samples import SampleCollator
+from .run.sharded_layers import find_layers_to_freeze
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class PipeTransformerTrainer(Trainer):
     _evaluated_loader: KeysApart | None = None
     _freezing: FreezingByArguments | None = None
     _trained_by: str | None = None
+    _loader_of_loop: Any = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -143,6 +145,11 @@ class PipeTransformerTrainer(Trainer):
     def _is_stock(self) -> bool:
         """Whether `transformers.Trainer` does everything: one stage, and something else distributes the model."""
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    @property
+    def _is_fsdp2(self) -> bool:
+        """Whether Accelerate will shard the model by FSDP2, which it does on accelerators alone."""
+        return self.is_fsdp_enabled and bool(self.accelerator.is_fsdp2)
 
     @property
     def _job(self) -> TrainingJob:
@@ -194,10 +201,11 @@ class PipeTransformerTrainer(Trainer):
         try:
             if self._is_stock:
                 with recording(self, RunRecorder(self.args)):
-                    return train(stock_checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint))
+                    folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
+                    return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, is_sharded))
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
-            folder = Path(checkpoint) if isinstance(checkpoint, str) else None
-            with PipelineRun(self._job, self._find_units, folder, ignore_keys_for_eval) as self._pipeline_run:
+            resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
+            with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
                 self._trained_by = self._pipeline_run.log.recorder.run
                 return train(checkpoint)
         except UnsupportedModelError as error:
@@ -247,6 +255,8 @@ class PipeTransformerTrainer(Trainer):
         run = self._pipeline_run
         if run is not None and training:
             return run.wrap()
+        if training and self._is_fsdp2:
+            find_layers_to_freeze(self._job, self._loader_of_loop)
         return self._placed or super()._wrap_model(model, training, dataloader)
 
     # ------------------------------------------------------------------------------------ data
@@ -266,6 +276,7 @@ class PipeTransformerTrainer(Trainer):
         Raises:
             ValueError: the user made the loader, and there are several stages, or the processes' lengths differ.
         """
+        self._loader_of_loop = dataloader
         run = self._pipeline_run
         if run is not None:
             run.data = training_data.batches_of_loop(self._job, dataloader, run.latest_loader)
@@ -434,7 +445,7 @@ class PipeTransformerTrainer(Trainer):
         gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
         # PEFT's own way of saving asks modules for their keys; others must not read what is not here
         reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()
-        with pipeline.together(), gathered, self._keeping_errors(), saving_shards(self.model), reading:
+        with gathered, self._keeping_errors(), saving_shards(self.model), reading:
             super().save_model(output_dir, _internal_call)
 
     def _expect_all(self, method: str) -> None:
@@ -530,5 +541,5 @@ class PipeTransformerTrainer(Trainer):
             run.prepare_for_best()
         best = str(self.state.best_model_checkpoint)
         # loading a sharded checkpoint compares its keys with the model's
-        with pipeline.together(), pipeline.weights.listing_placeholders(), translating_names(self.model, best):
+        with pipeline.weights.listing_placeholders(), translating_names(self.model, best):
             return super()._load_best_model()

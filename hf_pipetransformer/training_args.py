@@ -20,7 +20,6 @@ from transformers.training_args import OptimizerNames
 
 from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
-from .fsdp_arguments import asks_for_full_sharding
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
 from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
@@ -170,13 +169,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         replica_sharding (`str`, *optional*, defaults to `"none"`):
             What the data-parallel replicas of a stage divide among them. `"none"`: each replica holds everything.
             `"optimizer"`: each replica holds the optimizer state of its part of the stage's parameters, updates these,
-            and receives the others from the other replicas after each step (ZeRO-1). `"full"`: each replica also
-            holds its part of the weights and gradients only (ZeRO-3, FSDP). With a single stage, the weights of a
-            layer are gathered when it runs. With several, those of a stage are gathered for a step, which needs more
-            memory at its peak than `"optimizer"`; likewise with a single stage if the loss calls the model several
-            times, or if layers are skipped at random. Between the steps the model's parameters are placeholders, which
-            callbacks cannot read. The results are the same. Both also work with a single stage. `"auto"`: the least of
-            them with which the model fits the devices.
+            and receives the others from the other replicas after each step (ZeRO-1). The results are the same; it also
+            works with a single stage. `"auto"`: the less of both with which the model fits the devices. To divide
+            weights and gradients as well, use FSDP: `fsdp=True` with `fsdp_config={"version": 2}` and
+            `pipeline_parallel_size=1`; layers can be frozen under it, but their outputs are not cached.
 
     > Parameters that control layer freezing
 
@@ -294,7 +290,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     replica_sharding: str = field(
         default="none",
         metadata={
-            "help": "What the replicas of a stage divide: 'none', the 'optimizer' state (ZeRO-1), in 'full' (FSDP).",
+            "help": "What the replicas of a stage divide: 'none', or the 'optimizer' state (ZeRO-1).",
             "choices": [*REPLICA_SHARDINGS, AUTO],
         },
     )
@@ -361,7 +357,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, SCHEDULE_NAMES))}."
             )
-        self._shard_for_fsdp()
         self._check_sharding()
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
         if not isinstance(self.elastic, bool):
@@ -493,34 +488,31 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 " runs. Set plan_by='counts'."
             )
 
-    def _shard_for_fsdp(self) -> None:
-        """Take the Trainer's `fsdp` for `replica_sharding="full"` where FSDP itself cannot be used."""
-        stages, policy = self.pipeline_parallel_size, self.freeze_policy
-        wanted = f"pipeline_parallel_size={stages}" if self.uses_pipeline else f"freeze_policy={policy!r}"
-        if (self.uses_pipeline or policy != "none") and asks_for_full_sharding(self.fsdp, self.fsdp_config, wanted):
-            if self.replica_sharding not in ("none", "full"):
-                raise ValueError(
-                    f"fsdp={self.fsdp!r} with {wanted} means replica_sharding='full', but replica_sharding is"
-                    f" {self.replica_sharding!r}. Unset one of them."
-                )
-            if self.replica_sharding == "none":
-                self.replica_sharding = "full"
-                logger.warning("fsdp=%r with %s means replica_sharding='full'.", self.fsdp, wanted)
-            self.fsdp, self.fsdp_config = None, None
-
     def _check_sharding(self) -> None:
         """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
         allowed = (*REPLICA_SHARDINGS, AUTO)
+        if self.replica_sharding == "full":
+            remedy = (
+                "with several stages, whose weights had to be whole in each step, it needed more memory than"
+                " replica_sharding='optimizer'. Set that, or pipeline_parallel_size=1 and FSDP"
+                if self.uses_pipeline
+                else "FSDP does the same. Set replica_sharding='none' and FSDP, or replica_sharding='optimizer'"
+            )
+            raise ValueError(
+                f"replica_sharding='full' is no longer supported: {remedy}. FSDP is fsdp='full_shard' with"
+                " fsdp_config={'version': 2}, under which layers can be frozen as well. Checkpoints that were saved"
+                " under 'full' resume under 'none' and 'optimizer'."
+            )
+        if self.fsdp and self.activation_cache == "on":
+            raise ValueError(
+                f"activation_cache='on' cannot be combined with fsdp={self.fsdp!r}: all processes gather a layer that"
+                " runs, and none may skip it because it finds its own samples in the cache. Set"
+                " activation_cache='off', or replica_sharding='optimizer' instead of fsdp."
+            )
         if self.replica_sharding not in allowed:
             raise ValueError(
                 f"replica_sharding={self.replica_sharding!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, allowed))}."
-            )
-        if self.replica_sharding in ("full", AUTO) and self.token_slices != "off":
-            raise ValueError(
-                f"replica_sharding={self.replica_sharding!r} cannot be combined with token_slices="
-                f"{self.token_slices!r}, which run parts of the model between the steps, when its weights are divided."
-                " Set replica_sharding='optimizer', or token_slices='off'."
             )
 
     def _refuse_sharding_by_others(self) -> None:
@@ -618,6 +610,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         """Refuse settings that are incompatible with several stages and are known before any device is set up."""
         wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
         for name, why in (
+            ("fsdp", "it shards a whole model; replica_sharding='optimizer' divides the state of replicas"),
             ("deepspeed", "DeepSpeed distributes the model itself"),
             ("torch_compile", "a compiled forward cannot be split between two layers"),
             ("torch_compile_backend", "a compiled forward cannot be split between two layers"),

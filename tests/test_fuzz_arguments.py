@@ -75,7 +75,7 @@ FIELDS: dict[str, Values] = {
         {"pipeline_parallel_size": "auto"},
     ),
     "replica_sharding": Values(
-        ("none", "optimizer", "full", "auto"), (*(n for n in NO_NAMES if n not in ("none", "auto")), "Optimizer")
+        ("none", "optimizer", "auto"), (*(n for n in NO_NAMES if n not in ("none", "auto")), "Optimizer", "full")
     ),
     "freeze_policy": Values(
         ("none", "alpha", "adaptive", "autofreeze", "schedule"), (*(n for n in NO_NAMES if n != "none"), "Alpha")

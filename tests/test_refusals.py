@@ -64,8 +64,6 @@ def test_unknown_schedule() -> None:
     "options",
     [
         {"fsdp": "shard_grad_op"},
-        {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
-        {"fsdp": True, "fsdp_config": {"fsdp_reshard_after_forward": False}},
         {"deepspeed": {"zero_optimization": {"stage": 1}}},
         {"torch_compile": True},
         {"auto_find_batch_size": True},

@@ -30,7 +30,6 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline.elastic_pipeline import unwrapped
 
 MODELS = {
     "bert": Run("text-classification"),
@@ -45,9 +44,6 @@ MODELS = {
 }
 
 
-SHARDINGS = pytest.mark.parametrize("sharding", ["optimizer", "full"])
-
-
 @cache
 def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS[name])[0]
@@ -55,29 +51,20 @@ def expected(name: str) -> Outcome:
 
 # ------------------------------------------------------------------------------------------ as one process
 @pytest.mark.parametrize(
-    ("name", "stages", "sharding"),
-    few(
-        [(name, k, sharding) for name in MODELS for k in (1, 2) for sharding in ("optimizer", "full")],
-        ("bert", 1, "optimizer"),
-        ("llama-tied", 2, "optimizer"),
-        ("adafactor", 1, "optimizer"),
-        ("bert", 1, "full"),
-        ("llama-tied", 2, "full"),
-        ("t5", 1, "full"),
-    ),
+    ("name", "stages"),
+    few([(name, k) for name in MODELS for k in (1, 2)], ("bert", 1), ("llama-tied", 2), ("adafactor", 1)),
 )
-def test_equals_one_process(name: str, stages: int, sharding: str) -> None:
+def test_equals_one_process(name: str, stages: int) -> None:
     """Six steps with accumulation and clipping on 1 x 4 and on 2 x 2."""
-    outcomes = run_ranks(pipeline, WORLD, MODELS[name], stages, replica_sharding=sharding)
+    outcomes = run_ranks(pipeline, WORLD, MODELS[name], stages, replica_sharding="optimizer")
     assert_same_training(outcomes, expected(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
-@SHARDINGS
-def test_equals_one_process_with_virtual_stages(schedule: str, sharding: str) -> None:
+def test_equals_one_process_with_virtual_stages(schedule: str) -> None:
     outcomes = run_ranks(
-        pipeline, WORLD, MODELS["llama-tied"], 2, replica_sharding=sharding, pipeline_schedule=schedule
+        pipeline, WORLD, MODELS["llama-tied"], 2, replica_sharding="optimizer", pipeline_schedule=schedule
     )
     assert_same_training(outcomes, expected("llama-tied"))
 
@@ -86,21 +73,20 @@ def test_equals_one_process_with_virtual_stages(schedule: str, sharding: str) ->
     ("name", "change"),
     few([(name, change) for name in RUNS for change in CHANGES], ("bert", "shrink")),
 )
-@SHARDINGS
-def test_elastic_training_equals_one_process(name: str, change: str, sharding: str) -> None:
+def test_elastic_training_equals_one_process(name: str, change: str) -> None:
     """(4,1) -> (2,2) -> (1,4) and back up: the states of frozen layers go, the others are divided anew."""
-    results = run_ranks(elastic, WORLD, RUNS[name], MID_EPOCH, CHANGES[change], replica_sharding=sharding, timeout=240)
+    sharding = {"replica_sharding": "optimizer"}
+    results = run_ranks(elastic, WORLD, RUNS[name], MID_EPOCH, CHANGES[change], **sharding, timeout=240)
     assert_same_training([outcome for outcome, *_ in results], expected_of_elastic(name, True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2-tied"])
-@SHARDINGS
-def test_equals_one_process_with_cached_layers(name: str, sharding: str) -> None:
+def test_equals_one_process_with_cached_layers(name: str) -> None:
     """Layers freeze at epochs' beginnings, are cached from the next one on, and four stages become one."""
     run = CACHED_RUNS[name]
     results = run_ranks(
-        cached, WORLD, run, SHRINK, EPOCH_START, activation_cache="on", replica_sharding=sharding, timeout=240
+        cached, WORLD, run, SHRINK, EPOCH_START, activation_cache="on", replica_sharding="optimizer", timeout=240
     )
     assert_same_training([outcome for outcome, _ in results], expected_of(run, EPOCH_START))
     for _, epochs in results:
@@ -172,16 +158,15 @@ def train_as_the_user_wants(
 @pytest.mark.parametrize(
     ("how", "stages"), [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1), ("clips-values", 1)]
 )
-@SHARDINGS
-def test_equals_one_process_with_the_users_own(how: str, stages: int, sharding: str) -> None:
+def test_equals_one_process_with_the_users_own(how: str, stages: int) -> None:
     run = Run(epochs=3).with_options(lr_scheduler_type="constant", warmup_steps=0)
     wanted = run_ranks(train_as_the_user_wants, 1, run, 0, how)[0]
-    assert_same_training(run_ranks(train_as_the_user_wants, WORLD, run, stages, how, sharding), wanted)
+    assert_same_training(run_ranks(train_as_the_user_wants, WORLD, run, stages, how, "optimizer"), wanted)
 
 
-def train_twice(rank: int, world_size: int, run: Run, sharding: str) -> Outcome:
+def train_twice(rank: int, world_size: int, run: Run) -> Outcome:
     """Two trainings with one optimizer: in between the model is whole, and the states stay where they are."""
-    trainer = pipeline_trainer(run, 1, replica_sharding=sharding, max_steps=2)
+    trainer = pipeline_trainer(run, 1, replica_sharding="optimizer", max_steps=2)
     trainer.train()
     trainer.args.pipeline_parallel_size = 2
     trainer.evaluate()
@@ -197,10 +182,9 @@ def train_twice_plainly(rank: int, world_size: int, run: Run) -> Outcome:
 
 
 @pytest.mark.slow
-@SHARDINGS
-def test_a_second_training_goes_on_with_the_states(sharding: str) -> None:
+def test_a_second_training_goes_on_with_the_states() -> None:
     run = MODELS["llama-tied"]
-    assert_same_training(run_ranks(train_twice, WORLD, run, sharding), run_ranks(train_twice_plainly, 1, run)[0])
+    assert_same_training(run_ranks(train_twice, WORLD, run), run_ranks(train_twice_plainly, 1, run)[0])
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
@@ -222,15 +206,14 @@ def resume(rank: int, world_size: int, run: Run, stages: int, sharding: str, fol
 
 
 STOCK = (0, "stock")
-KINDS = [(1, "optimizer"), (2, "optimizer"), (1, "full"), (2, "full"), (2, "none"), STOCK]
+KINDS = [(1, "optimizer"), (2, "optimizer"), (2, "none"), STOCK]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     few(
-        [(before, after) for before in KINDS for after in KINDS if {"optimizer", "full"} & {before[1], after[1]}],
+        [(before, after) for before in KINDS for after in KINDS if "optimizer" in (before[1], after[1])],
         ((1, "optimizer"), STOCK),
-        ((1, "full"), (2, "full")),
         (STOCK, (2, "optimizer")),
     ),
 )
@@ -249,24 +232,16 @@ def test_resumes_across_kinds(before: tuple[int, str], after: tuple[int, str], t
 
 
 # ------------------------------------------------------------------------------------------ memory
-def held_bytes(rank: int, world_size: int, stages: int, sharding: str) -> dict[str, int]:
+def held_bytes(rank: int, world_size: int) -> dict[str, int]:
     seen: dict[str, int] = {}
 
     class Measure(TrainerCallback):
-        def on_pre_optimizer_step(
-            self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any
-        ) -> None:
-            held = {p for group in optimizer.param_groups for p in group["params"]} | set(model.parameters())
-            with torch._C.DisableTorchFunctionSubclass():  # what the replicas divide cannot be read
-                seen["weights"] = storage_bytes([p.detach() for p in held])
-                seen["gradients"] = storage_bytes([p.grad for p in held if p.grad is not None])
-
         def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
             tensors = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
             seen["optimizer"] = storage_bytes(tensors)
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors), "no view of what others have"
 
-    trainer = pipeline_trainer(Run("causal-lm", model="llama"), stages, replica_sharding=sharding)
+    trainer = pipeline_trainer(Run("causal-lm", model="llama"), 1, replica_sharding="optimizer")
     trainer.add_callback(Measure())
     trainer.train()
     seen["whole"] = sum(p.nbytes for p in trainer.model.parameters())
@@ -278,23 +253,18 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@SHARDINGS
-def test_a_replica_holds_its_part_only(sharding: str) -> None:
-    everyone = run_ranks(held_bytes, WORLD, 1, sharding)
+def test_a_replica_holds_its_part_only() -> None:
+    everyone = run_ranks(held_bytes, WORLD)
     whole = everyone[0]["whole"]
     assert sum(rank["optimizer"] for rank in everyone) == 2 * whole, "Adam's two moments"
     assert max(rank["optimizer"] for rank in everyone) <= 1.1 / WORLD * 2 * whole
-    for what in ("weights", "gradients"):
-        most = max(rank[what] for rank in everyone)
-        assert most <= 1.15 / WORLD * whole if sharding == "full" else most >= whole
 
 
 # ------------------------------------------------------------------------------------------ a gradient scaler
-def scaled(
-    rank: int, world_size: int, sharding: str, clips: bool
-) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
+def scaled(rank: int, world_size: int, clips: bool) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
     """fp16's scaler on the CPU; in the second step an element that the last replica updates overflows."""
-    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding=sharding, max_grad_norm=float(clips))
+    options = {"replica_sharding": "optimizer", "max_grad_norm": float(clips)}
+    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, **options)
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
 
     def unscale() -> None:
@@ -306,12 +276,10 @@ def scaled(
     trainer.accelerator.unscale_gradients = unscale
     skipped: list[bool] = []
     norms: list[float] = []
-    full = sharding == "full"
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            square = sum(float(p.grad.double().square().sum()) for p in having_gradients(trainer, sharding))
-            norms.append(math.sqrt(sum(trainer.pipeline.mesh.gather_objects(square)) / (1 if full else world_size)))
+            norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in having_gradients(trainer))))
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             skipped.append(trainer.accelerator.optimizer_step_was_skipped)
@@ -320,8 +288,8 @@ def scaled(
 
     def overflowing(*args: Any) -> Any:
         loss = step(*args)
-        if trainer.state.global_step == 1 and (rank == world_size - 1 or not full):
-            [*_, last] = having_gradients(trainer, sharding)
+        if trainer.state.global_step == 1:
+            [*_, last] = having_gradients(trainer)
             last.grad.view(-1)[-1] = float("inf")
         return loss
 
@@ -331,17 +299,13 @@ def scaled(
     return skipped, norms, outcome.weights
 
 
-def having_gradients(trainer: Any, sharding: str) -> list[torch.Tensor]:
-    """The parameters whose gradients a replica has when they are complete, or the parts of them."""
-    optimizer = unwrapped(trainer.optimizer)
-    of_parts = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in (of_parts if sharding == "full" else trainer.model.parameters()) if p.grad is not None]
+def having_gradients(trainer: Any) -> list[torch.Tensor]:
+    return [parameter for parameter in trainer.model.parameters() if parameter.grad is not None]
 
 
-@SHARDINGS
 @pytest.mark.parametrize("clips", [True, *slow(False)])
-def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(sharding: str, clips: bool) -> None:
-    first, *others = run_ranks(scaled, 2, sharding, clips)
+def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(clips: bool) -> None:
+    first, *others = run_ranks(scaled, 2, clips)
     skipped, norms, weights = first
     assert skipped[:3] == [False, True, False]
     most = 1.001 if clips else 100.0  # the loss scale is 1,024
@@ -351,39 +315,28 @@ def test_an_overflow_in_one_part_skips_the_step_on_all_replicas(sharding: str, c
         assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
 
 
-# ------------------------------------------------------------------------------------------ the Trainer's own words
-def with_fsdp(rank: int, world_size: int) -> Outcome:
-    trainer = pipeline_trainer(Run(), 2, fsdp="full_shard auto_wrap", fsdp_config={"version": 2})
-    assert trainer.args.replica_sharding == "full" and not trainer.args.fsdp
-    return outcome_of(trainer)
-
-
-@pytest.mark.slow
-def test_fsdp_means_full_where_stages_move() -> None:
-    assert_same_training(run_ranks(with_fsdp, WORLD), run_ranks(reference, 1, Run())[0])
-
-
 # ------------------------------------------------------------------------------------------ refusals
 class ScheduleFree(torch.optim.SGD):
     def eval(self) -> None:
         """Would move all weights."""
 
 
-def with_schedule_free(rank: int, world_size: int, sharding: str) -> None:
-    trainer = pipeline_trainer(Run(), 1, replica_sharding=sharding)
+def with_schedule_free(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(Run(), 1, replica_sharding="optimizer")
     trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
     trainer.train()
 
 
 def test_an_optimizer_that_changes_all_weights_is_refused() -> None:
-    errors = run_ranks_expecting_error(with_schedule_free, 2, "optimizer")
+    errors = run_ranks_expecting_error(with_schedule_free, 2)
     assert all(type(error) is ValueError and "replica_sharding='optimizer'" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"replica_sharding": "full", "pipeline_parallel_size": 2, "token_slices": 2}, "token_slices"),
+        ({"replica_sharding": "full"}, "FSDP is fsdp='full_shard' with fsdp_config={'version': 2}"),
+        ({"replica_sharding": "full", "pipeline_parallel_size": 2}, "more memory than replica_sharding='optimizer'"),
         ({"replica_sharding": "optimizer", "auto_find_batch_size": True}, "stock Trainer"),
         *slow(({"replica_sharding": "optimizer", "fp16_full_eval": True}, "stock Trainer")),
     ],

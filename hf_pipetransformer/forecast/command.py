@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
-from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS, WHAT_REPLICAS_DIVIDE, PipelinePlan
+from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS, PipelinePlan
 from ..planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
 from ..planning.sharding_choice import AUTO
 from ..token_slices.kv_slices import attention_windows
@@ -79,12 +79,6 @@ class Request:
         if self.replica_sharding not in shardings:
             raise ValueError(
                 f"replica_sharding is {self.replica_sharding!r}, but must be one of {', '.join(shardings)}."
-            )
-        if self.token_slices != "off" and self.replica_sharding in ("full", AUTO):
-            raise ValueError(
-                f"token_slices is {self.token_slices!r} and replica_sharding is {self.replica_sharding!r}, but what"
-                " slices take whose replicas divide parameters cannot be forecast. Set token_slices='off', or"
-                " replica_sharding='none' or 'optimizer'."
             )
         if self.token_slices not in TOKEN_SLICES:
             raise ValueError(
@@ -239,15 +233,7 @@ def _assumed_of_sharding(plan: PipelinePlan) -> tuple[str, ...]:
     """When replicas that divide something exchange it, in the plan that the training begins with."""
     if plan.replica_sharding == "none":
         return ()
-    divided = f"the replicas of a stage divide {WHAT_REPLICAS_DIVIDE[plan.replica_sharding]}"
-    if plan.replica_sharding == "optimizer":
-        return (f"{divided}, and exchange updated weights after each step",)
-    return (
-        f"{divided}; one stage gathers the parameters of a layer for its forward and its backward and reduces its"
-        " gradient while another layer computes; several stages gather all of theirs once for each batch, while"
-        " nothing computes, and need more memory than with optimizer",
-        "the loss calls the model once, and the model skips no layers; otherwise one stage does as several",
-    )
+    return ("the replicas of a stage divide the optimizer state, and exchange updated weights after each step",)
 
 
 def _assumed_of_accumulation(job: Job) -> tuple[str, ...]:

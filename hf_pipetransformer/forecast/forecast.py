@@ -241,16 +241,13 @@ class Epoch:
         k, timeline = plan.pipeline_parallel_size, self.prediction.timeline
         if self.sliced is not None:
             computing, busy, frozen = self.sliced.seconds, self.sliced.busy_seconds, self.sliced.frozen_seconds
-            transfers = 0.0
         else:
             computing, busy = timeline.seconds, sum(span.end - span.start for span in timeline.spans) / k
             frozen_units = range(self.plan.num_cached_layers, self.num_frozen)
             frozen = m * sum(times.units[unit].forward.of(plan.rows_per_pipeline / m) for unit in frozen_units) / k
-            transfers = m * _exposed_seconds(plan, plan.rows_per_pipeline / m) / k
         of_batch = {
-            "active layers": busy - frozen - transfers,
+            "active layers": busy - frozen,
             "frozen layers": frozen,
-            "transfers": transfers,
             "waiting": computing - busy,
         }
         seconds = {
@@ -560,12 +557,6 @@ def predict_step(
     k, frozen = len(stages), frozen_latency(plan, workload, machine.flat_tokens)
     busy = sum(sum(seconds_of_slices(stage.both, parts).values()) for stage in stages) / k
     return whole, SlicedStep(parts, seconds, busy, sum(seconds_of_slices(frozen, parts).values()) / k)
-
-
-def _exposed_seconds(plan: PipelinePlan, rows: float) -> float:
-    """What transfers of parameters and gradients take beyond computing, in all stages, in a micro-batch of `rows`."""
-    computing = replace(plan, replica_sharding="none").stage_seconds(rows)
-    return sum(map(sum, plan.stage_seconds(rows))) - sum(map(sum, computing)) if plan.divides_weights else 0.0
 
 
 def _stage_bytes(plan: PipelinePlan, num_microbatches: int, sliced: SlicedStep | None) -> list[int]:

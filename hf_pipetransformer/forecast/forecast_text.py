@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ..freezing.schedule_cost import WORTH_FREEZING
-from ..planning.plan import NEEDS_MORE, PipelinePlan, align
+from ..planning.plan import PipelinePlan, align
 from ..planning.plan_choice import WORTH_A_LONGER_PIPELINE, fits, largest_stage_bytes
 from ..token_slices.slice_planning import MINIMAL_GAIN, RowSlices
 from ..token_slices.slice_timeline import LEAST_GAIN_OF_CUTS
@@ -69,31 +69,28 @@ def _about_fsdp(result: Forecast) -> list[str]:
     if fsdp is None or result.fastest_plain is not fsdp:
         return []
     gain = fsdp.seconds / result.seconds
-    like_fsdp = (
-        "One stage whose replicas divide everything takes what FSDP takes and can freeze layers: forecast it with"
-        " --pipeline-parallel-size 1 --replica-sharding full"
-        f" --gradient-accumulation-steps {fsdp.num_microbatches}."
+    freezing = (
+        "FSDP can freeze layers as well, without a cache of their outputs: set pipeline_parallel_size=1, fsdp=True and"
+        " fsdp_config={'version': 2}."
     )
     if gain < WORTH_FREEZING:
         return [
             f"Use FSDP with plain transformers instead: this training is predicted to be only ×{gain:.2f} as fast, and"
             " FSDP freezes nothing.",
-            like_fsdp,
+            freezing,
         ]
     if fsdp.seconds * HARDLY_FASTER < result.best_static.seconds:
         return [
             "Without freezing, FSDP is predicted to be"
             f" {result.best_static.seconds / fsdp.seconds:.2f} times as fast as the best pipeline.",
-            like_fsdp,
+            freezing,
         ]
     return []
 
 
 def _about_sharding(result: Forecast) -> list[str]:
-    """The sharding to set in the training, if it was chosen or if the given one takes more memory than another."""
+    """The sharding to set in the training, if it was chosen."""
     job, choice, plan = result.job, result.sharding_choice, result.first
-    if plan.divides_weights and not any(epoch.plan.gathers_by_layer for epoch in result.epochs):
-        return [f"Set replica_sharding='optimizer': with 'full' and several stages {NEEDS_MORE}."]
     if choice is None or not fits(plan):
         return []
     k, sharding = plan.pipeline_parallel_size, plan.replica_sharding

@@ -67,7 +67,7 @@ def fsdp_run(
 
 
 def _device_bytes(costs: Sequence[UnitCost], num_devices: int, rows: int) -> int:
-    state = state_bytes(divide(costs, 0), num_devices, True)
+    state = state_bytes(divide(costs), num_devices)
     return state + sum(cost.activation_bytes for cost in costs) * rows
 
 
@@ -82,9 +82,7 @@ def _pass_seconds(costs: Sequence[UnitCost], times: ModelTimes, rows: float) -> 
     forward[-1] += times.head.forward.of(rows)
     backward[-1] += times.head.backward.of(rows)
     computing = list(zip(forward, backward, strict=True))
-    return times.prologue.forward.of(rows) + sum(
-        pass_seconds(computing, divide(costs, 0), times.reduce_seconds_per_byte)
-    )
+    return times.prologue.forward.of(rows) + sum(pass_seconds(computing, divide(costs), times.reduce_seconds_per_byte))
 
 
 def _update_seconds(costs: Sequence[UnitCost], times: ModelTimes, num_devices: int) -> float:

@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 from ..file_formats import FREEZE_STATE, checked
 from ..logs import follow_transformers, log_once
 from ..resilience.exit import end_at_exit
-from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup, trained_module
+from .plain_trainer import FoundLayers, PlainTrainer, gather_proposals, refuse_setup, trained_module
 from .policies import (
     FreezeDecision,
     FreezePolicy,
@@ -85,13 +85,14 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         num_frozen: number of layers that are frozen, or will be at the next forward.
         proposal: after a decision and until `take_proposal`, the number of layers to freeze. It is set at every
             decision, even if the number does not change, so that all processes see a proposal at the same time.
+        sharded_layers: the model's layers, if a `PipeTransformerTrainer` has found them before FSDP2 shards the model.
 
     Raises:
         ValueError: immediately, if an argument is out of range; at the start of training, if the Trainer is set up in
-            a way that excludes freezing (FSDP, DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph,
-            reentrant checkpointing); at the first step, if no parameter inside of a layer is trained and freezing
-            would stop a prompt or prefix; before the first update, if the loss calls only a part of the model and
-            never the model itself.
+            a way that excludes freezing (DeepSpeed, `torch_compile`, nn.DataParallel, a static DDP graph, reentrant
+            checkpointing, and FSDP unless a `PipeTransformerTrainer` uses version 2 of it); at the first step, if no
+            parameter inside of a layer is trained and freezing would stop a prompt or prefix; before the first
+            update, if the loss calls only a part of the model and never the model itself.
         UnsupportedModelError: at the first step, if no layers can be found in the model.
     """
 
@@ -117,6 +118,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._is_driven = False  # True if a PipeTransformerTrainer takes the proposals
         self._begins_within_epoch = False
         self._standalone: PlainTrainer | None = None
+        self.sharded_layers: FoundLayers | None = None
 
     # ------------------------------------------------------------------------------------ interface for the trainer
     def attach(
@@ -316,13 +318,14 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     ) -> None:
         if not self._is_driven:
             refuse_reentrant_checkpointing(args)
-            refuse_setup(args)
+            refuse_setup(args, self.sharded_layers is not None)
             end_at_exit()
             self._release()
             self._begin(state)
             self._num_layers = None
             optimizer = kwargs["optimizer"]
-            self._standalone = PlainTrainer(self, trained_module(kwargs["model"], optimizer), optimizer, state)
+            module = trained_module(kwargs["model"], optimizer)
+            self._standalone = PlainTrainer(self, module, optimizer, state, self.sharded_layers)
         elif state.global_step == 0:
             self.decide(state, 0.0)
 

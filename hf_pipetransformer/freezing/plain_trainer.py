@@ -1,7 +1,8 @@
 """Layer freezing in a plain `transformers.Trainer`, from a hook before each forward of the model.
 
-The Trainer itself is not changed. Under DDP the reducer is rebuilt at each freeze. Settings that a callback alone
-cannot support are refused.
+The Trainer itself is not changed. Under DDP the reducer is rebuilt at each freeze. Under FSDP2 a parameter that no
+longer requires a gradient is neither reduced nor updated; its shard of the optimizer's state stays, because a
+checkpoint is resumed before layers are frozen again. Settings that a callback alone cannot support are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import inspect
 import logging
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +27,7 @@ from transformers import TrainerState, TrainingArguments
 
 from ..errors import UnsupportedModelError
 from ..model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
-from ..model.layer_stack import LayerStack
+from ..model.layer_stack import LayerStack, StackDescription
 from ..model.micro_batch import slice_rows
 from ..randomness import global_state_kept
 
@@ -32,6 +35,13 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
 """Number of samples of the first batch that are used to find the model's layers."""
+
+
+FSDP_NEEDS = (
+    "layers must be found before the model is sharded, which PipeTransformerTrainer does, with fsdp=True and"
+    " fsdp_config={'version': 2}"
+)
+"""Why a callback alone cannot freeze layers of a sharded model."""
 
 
 class Decider(Protocol):
@@ -52,6 +62,19 @@ class Decider(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FoundLayers:
+    """The layers of a model, found before FSDP2 has sharded it.
+
+    Attributes:
+        stack: the layers.
+        freezable: which parameters freeze with them.
+    """
+
+    stack: StackDescription
+    freezable: FreezableLayers
+
+
 class PlainTrainer:
     """Freezes the model of a plain Trainer, from a hook before each forward of the model.
 
@@ -62,6 +85,7 @@ class PlainTrainer:
         model: the Trainer's model, without the DDP wrapper.
         optimizer: the Trainer's optimizer.
         state: the Trainer's state.
+        sharded: the layers of a model that FSDP2 has sharded; None for another model, whose layers are found here.
 
     Attributes:
         decides_at_first_forward: whether the decider is asked as soon as the layers are known.
@@ -73,6 +97,7 @@ class PlainTrainer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         state: TrainerState,
+        sharded: FoundLayers | None = None,
     ) -> None:
         self.decides_at_first_forward = state.global_step == 0
         self._decider = decider
@@ -81,6 +106,7 @@ class PlainTrainer:
         self._state = state
         self._stack: LayerStack | None = None
         self._prefix: FrozenPrefix | None = None
+        self._sharded = sharded
         self._replicated: DistributedDataParallel | None = None
         self._is_looking = False
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -108,7 +134,11 @@ class PlainTrainer:
         assert self._stack is not None and self._prefix is not None
         inside, table = self._prefix.layers.inside, self._stack.table
         parameters = {name: table[name] for names in inside for name in names}
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        gradients = {
+            name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
         return squared_norms(inside, gradients, next(iter(parameters.values())).device)
 
     def release(self) -> None:
@@ -138,36 +168,43 @@ class PlainTrainer:
             if not model.training:
                 return
             self._forget_wrapper_hook()
-            self._find_layers({**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs})
+            self._know_layers({**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs})
         assert self._prefix is not None
         if model.training and self._decider.num_frozen > self._prefix.num_frozen:
             self._freeze(self._decider.num_frozen)
         if is_first:
             self._prefix.begin_forward()
 
-    def _find_layers(self, batch: dict[str, Any]) -> None:
-        sample = slice_rows(batch, 0, SAMPLE_ROWS)
-        self._is_looking = True
-        try:
-            with global_state_kept():
-                self._stack = LayerStack.discover(self._model, sample)
-                layers = FreezableLayers.of(self._stack, sample)
-        except UnsupportedModelError as error:
-            raise error.with_one_stage() from error.__cause__
-        finally:
-            self._is_looking = False
-            torch.clear_autocast_cache()  # drop weights that autocast cast without a gradient during the probe
+    def _know_layers(self, batch: dict[str, Any]) -> None:
+        if self._sharded is None:
+            self._stack, layers = self._find_layers(batch)
+        else:
+            self._stack, layers = LayerStack.of(self._model, self._sharded.stack), self._sharded.freezable
         self._decider.know_layers(layers.num_layers, layers.max_frozen, layers.outside_alone)
         self._prefix = FrozenPrefix(self._stack, layers)
         if self.decides_at_first_forward:
             self._decider.decide(self._state, float(math.ceil(self._state.epoch)))
 
+    def _find_layers(self, batch: dict[str, Any]) -> tuple[LayerStack, FreezableLayers]:
+        sample = slice_rows(batch, 0, SAMPLE_ROWS)
+        self._is_looking = True
+        try:
+            with global_state_kept():
+                stack = LayerStack.discover(self._model, sample)
+                return stack, FreezableLayers.of(stack, sample)
+        except UnsupportedModelError as error:
+            raise error.with_one_stage() from error.__cause__
+        finally:
+            self._is_looking = False
+            torch.clear_autocast_cache()  # drop weights that autocast cast without a gradient during the probe
+
     def _freeze(self, num_frozen: int) -> None:
         assert self._prefix is not None
         layers, before = self._prefix.layers, self._prefix.num_frozen
         parameters = self._prefix.freeze(num_frozen)
-        for parameter in parameters.values():
-            self._optimizer.state.pop(parameter, None)
+        if self._sharded is None:
+            for parameter in parameters.values():
+                self._optimizer.state.pop(parameter, None)
         if self._replicated is not None:
             rebuild_reducer(self._replicated)
         logger.log(
@@ -223,15 +260,19 @@ def gather_proposals(proposal: int | None) -> list[int]:
     return everyone
 
 
-def refuse_setup(args: TrainingArguments) -> None:
+def refuse_setup(args: TrainingArguments, is_sharded: bool) -> None:
     """Refuse settings in which a callback alone cannot freeze layers.
+
+    Args:
+        args: the Trainer's arguments.
+        is_sharded: whether the model's layers were found before it was sharded.
 
     Raises:
         ValueError: a setting is unsupported; the message names the setting, the reason and the fix.
     """
     kind = AcceleratorState().distributed_type
     for is_set, what, why in (
-        (kind == DistributedType.FSDP, "FSDP", "it flattens layers into parameters that cannot be partly frozen"),
+        (kind == DistributedType.FSDP and not is_sharded, "FSDP", FSDP_NEEDS),
         (kind == DistributedType.DEEPSPEED, "DeepSpeed", "its optimizer holds copies of the parameters"),
         (args.n_gpu > 1, f"nn.DataParallel over {args.n_gpu} devices", "start one process per device instead"),
         (args.torch_compile, "torch_compile=True", "a compiled forward does not notice that layers are frozen"),

@@ -149,7 +149,6 @@ class RunnerDescription:
         copies_carry: as in `LayerRangeRunner`.
         taps: as in `LayerRangeRunner`.
         nested_in: the runner's.
-        is_called_once: the runner's.
         calls: name and stack of each unit.
         structures: of the output of each stack's last unit.
         structure_of_unit: of each unit's output.
@@ -159,7 +158,6 @@ class RunnerDescription:
     copies_carry: bool
     taps: Mapping[str, tuple[str, ...]]
     nested_in: str | None
-    is_called_once: bool
     calls: tuple[tuple[str, int], ...]
     structures: Mapping[int, _OutputStructure]
     structure_of_unit: tuple[_OutputStructure, ...]
@@ -243,8 +241,6 @@ class LayerRangeRunner:
         """
         self.is_served = False
         """Whether calls of the model outside of a pass are served (`pipeline.served_calls`)."""
-        self.is_called_once = True
-        """Whether the loss calls the model once for each batch."""
         self.nested_in: str | None = None
         """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
         layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
@@ -260,7 +256,7 @@ class LayerRangeRunner:
     def of(cls, model: nn.Module, found: RunnerDescription) -> LayerRangeRunner:
         """The runner of a model that another process has traced (`describe`)."""
         runner = cls(model, found.stacks, found.copies_carry, found.taps)
-        runner.nested_in, runner.is_called_once = found.nested_in, found.is_called_once
+        runner.nested_in = found.nested_in
         runner.units = tuple(Unit(name, model.get_submodule(name), stack) for name, stack in found.calls)
         runner._structures = dict(found.structures)
         runner._structure_of_unit = list(found.structure_of_unit)
@@ -273,7 +269,6 @@ class LayerRangeRunner:
             self._copies_carry,
             self._names_of_taps,
             self.nested_in,
-            self.is_called_once,
             tuple((unit.name, unit.stack) for unit in self.units),
             self._structures,
             tuple(self._structure_of_unit),

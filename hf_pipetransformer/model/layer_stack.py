@@ -107,15 +107,6 @@ class LayerStack:
         return len(self.owners)
 
     @property
-    def runs_in_order(self) -> bool:
-        """Whether each step runs each unit once, in the same order, so that its weights can be gathered for that.
-
-        Not if training may skip units at random, if the loss calls the model several times, or on inputs of its own as
-        often as it likes.
-        """
-        return self.runner.takes_batch and self.runner.is_called_once and not self.is_random
-
-    @property
     def may_read_unseen(self) -> bool:
         """Whether units may read trained parameters where no gradient shows it (RT-DETR's choice of queries)."""
         pairs = zip(self.owners, self.trained_with, strict=True)
@@ -410,8 +401,7 @@ def refuse_overlapping_weights(model: nn.Module) -> None:
                 model,
                 f"{name!r} and {other!r} are different parameters, but share elements in memory, and would be moved"
                 " apart.",
-                "Make them one parameter (tied weights), or set pipeline_parallel_size=1 without"
-                " replica_sharding='full'.",
+                "Make them one parameter (tied weights), or set pipeline_parallel_size=1.",
             )
 
 

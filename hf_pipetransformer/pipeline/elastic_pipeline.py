@@ -6,11 +6,9 @@ plan; the handle, the optimizer and the user's model remain the same objects.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,29 +20,24 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.content_keys import KEYS_NAME, BatchKeys, named_inputs
-from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
 from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
-from ..model.placeholders import can_have_gradient
-from ..planning.plan import NEEDS_MORE, PipelinePlan
+from ..planning.plan import PipelinePlan
 from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
-from .divided_weights import DividedWeights, Layer
 from .holders import holders_under, source_of_buffers
 from .mesh import ProcessMesh
 from .moves import exchange, undivided
 from .optimizer_state import OptimizerState
 from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
-from .shards import Shards, Size, joined, rows_of_weights, shards_under
+from .shards import Shards, joined, shards_under
 from .stage import LossFunction
 from .state import Holders, WeightState, WholeParameter, synchronise_buffers
 from .virtual_stages import VirtualStages, names_of_stage
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,9 +164,9 @@ class ElasticPipeline(nn.Module):
 
     @property
     def missing_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that are placeholders: other stages hold them, or the replicas divide them."""
-        table, weights = self.stack.table, self.weights
-        return {n: table[n] for n in table.names if not weights.is_here(n) or n in weights.resting}
+        """The parameters that are placeholders here, because other stages hold them."""
+        table = self.stack.table
+        return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
     # ------------------------------------------------------------------------------------ changing the plan
     def place(self, plan: PipelinePlan, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
@@ -206,7 +199,6 @@ class ElasticPipeline(nn.Module):
         before, holders = optimizer.holders(), holders_under(plan, self.stack)
         after = {name: holders[name] for name in before}
         shards = undivided(before, self.stack.table), self._shards_under(plan)
-        optimizer.divides_weights = plan.divides_weights
         exchange(before, after, self.stack.table, self.weights, optimizer, self.mesh, self.device, shards)
 
     def _shards_under(self, plan: PipelinePlan) -> Shards:
@@ -223,7 +215,6 @@ class ElasticPipeline(nn.Module):
         if self._optimizer is not None and self.plan is not None:
             here, after = self.holders(), shards if shards is not None else self._shards_under(self.plan)
             between = self._optimizer.shards(here), after
-            self._optimizer.divides_weights = shards is None and self.plan.divides_weights
             exchange(here, here, self.stack.table, self.weights, self._optimizer, self.mesh, self.device, between)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
@@ -244,7 +235,6 @@ class ElasticPipeline(nn.Module):
             The cost of the transformation on this process.
         """
         before = self.current_plan
-        self._undivide_weights()
         self.weights.onload()
         self.weights.follow_flags(self.holders())
         self.synchronise_buffers()
@@ -260,7 +250,6 @@ class ElasticPipeline(nn.Module):
             shards = None
             if self._optimizer is not None:
                 shards = self._optimizer.shards(self.holders()), self._shards_under(plan)
-                self._optimizer.divides_weights = plan.divides_weights
             moved = exchange(
                 self.holders(), after, table, self.weights, self._optimizer, self.mesh, self.device, shards
             )
@@ -296,7 +285,6 @@ class ElasticPipeline(nn.Module):
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
-        self._undivide_weights()
         self.weights.onload()
         thawed = self.weights.follow_flags(self.holders(), thaws)
         shared_are_summed = self._current.gradients.shared_are_summed
@@ -349,110 +337,12 @@ class ElasticPipeline(nn.Module):
         self.placed, self.stage = placed, stage
         self.train(self.training)
         self.offload_cached_layers()
-        if takes_optimizer:
-            self._divide_weights()
         return placed
 
     def _share_updates(self, optimizer: OptimizerState) -> None:
         plan = self.current_plan
         group = self.mesh.groups(plan.pipeline_parallel_size).replicas if plan.shards_optimizer else None
         optimizer.share_updates(group, plan.ranks_of_stage(self.stage_index))
-
-    # ------------------------------------------------------------------------------------ divided weights
-    def _divide_weights(self) -> None:
-        """Let the replicas of the stage here divide its weights, if the plan says so and an optimizer is attached.
-
-        Collective over all processes.
-        """
-        plan, optimizer, table = self.current_plan, self._optimizer, self.stack.table
-        if optimizer is None or not plan.divides_weights:
-            return
-        group = self.mesh.groups(plan.pipeline_parallel_size).replicas
-        second = self.mesh.second_replicas_group(plan.pipeline_parallel_size)
-        assert group is not None
-        here = self._names_here()
-        names = [n for n in table.names if n in here and can_have_gradient(table[n]) and not self.weights.is_frozen(n)]
-        sizes = {name: Size(table[name].numel(), table[name].itemsize) for name in names}
-        rows = rows_of_weights(sizes, optimizer.shards(self.holders()), plan.ranks_of_stage(self.stage_index))
-        mine: dict[str, torch.Tensor] = {
-            name: table[name].detach().reshape(-1)[slice(*span)] for name, span in rows[self.replica_index]
-        }
-        divided = DividedWeights(
-            self.weights,
-            rows,
-            {**mine, **{name: part for name, part in optimizer.parts.items() if name in mine}},
-            self._layers_apart(frozenset(names)),
-            self._current.rarely_reached,
-            group,
-            second,
-            self.mesh.control,  # with layers there is one stage, whose replicas are all processes
-            self.device,
-        )
-        divided.refuse_writes_before(optimizer.optimizer)
-        self._current.use_divided(divided)
-        if self.num_stages == 1 and not divided.runs_by_layer:
-            self._warn_of_gathering_all()
-
-    def _warn_of_gathering_all(self) -> None:
-        """Say why one stage does not gather layer by layer, unless only its head is trained."""
-        plan, stack = self.current_plan, self.stack
-        if plan.num_frozen_layers == plan.num_units:
-            return
-        if not (stack.runner.takes_batch and stack.runner.is_called_once):
-            why = "the loss may call it several times"
-        elif stack.is_random:
-            why = "it draws random numbers in training, and may skip layers"
-        else:
-            why = "no layer has weights of its own"
-        log_once(
-            logger,
-            logging.WARNING,
-            "replica_sharding='full': weights of %s are not gathered layer by layer, because %s: %s%s. Set"
-            " replica_sharding='optimizer'.",
-            type(self.model).__name__,
-            why,
-            NEEDS_MORE,
-            ", and more than was planned" if plan.gathers_by_layer else "",
-        )
-
-    def _layers_apart(self, names: frozenset[str]) -> list[Layer]:
-        """The layers whose weights can be gathered when they run, and those of the given weights that they alone need.
-
-        No layers if the plan or the model does not allow it. What another layer needs as well, or may read, is not
-        among them.
-        """
-        table = self.stack.table
-        if not self.current_plan.gathers_by_layer or not self.stack.runs_in_order:
-            return []
-        num_calls = Counter(unit.module for unit in self.stack.units)
-        num_owners = Counter(name for owned in self.stack.owners for name in owned)
-        layers = []
-        for unit in self.stack.units:
-            prefix = f"{unit.name}."
-            inside = [n for n in table.names if all(alias.startswith(prefix) for alias in table.aliases[n])]
-            inside = [name for name in inside if name in names and num_owners[name] == 1]
-            if num_calls[unit.module] == 1 and inside:
-                layers.append(Layer(unit.module, tuple(inside)))
-        return layers
-
-    def _undivide_weights(self) -> None:
-        """Give the parameters here their values for good. Collective over the replicas of a stage."""
-        if self.placed is None or self.placed.divided is None:
-            return
-        self.placed.divided.gather()
-        self.placed.end_dividing()
-        assert self._optimizer is not None
-        self._optimizer.keep_what_is_here()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inside, all parameters of the stage here have their values, if its replicas divide them between the steps.
-
-        Collective over the replicas of a stage.
-        """
-        divided = self.placed.divided if self.placed is not None else None
-        with divided.together() if divided is not None else nullcontext():
-            yield
 
     def _close(self) -> None:
         if self.placed is not None:
@@ -478,7 +368,6 @@ class ElasticPipeline(nn.Module):
         Args:
             device: the device that the weights are moved to.
         """
-        self._undivide_weights()
         self.synchronise_buffers()
         holders = self.holders()
         if self._optimizer is not None and self.current_plan.shards_optimizer:
@@ -576,8 +465,6 @@ class ElasticPipeline(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._optimizer is not None:
             self._optimizer.forget_gradients()
-        if self.placed is not None and self.placed.divided is not None:
-            self.placed.divided.forget_gradients()
         super().zero_grad(set_to_none)
 
     def forward(self, *positional: Any, **batch: Any) -> Any:
@@ -588,13 +475,8 @@ class ElasticPipeline(nn.Module):
 
         Raises:
             ValueError: if gradients are computed and there are several stages, of which one alone has no output, or
-                several replicas, where DDP would not see the call. Or if the replicas divide the weights.
+                several replicas, where DDP would not see the call.
         """
-        if self.weights.resting:
-            raise ValueError(
-                "With replica_sharding='full' each replica holds only its part of the weights between the steps. Call"
-                " trainer.evaluate() or trainer.predict() on all processes, or set replica_sharding='optimizer'."
-            )
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_split:
             if not is_trained and self._current.serves_callbacks:
@@ -718,8 +600,7 @@ class ElasticPipeline(nn.Module):
     ) -> torch.Tensor:
         """Clip by the norm of the whole model's gradient: `StageGradients.clip`. Collective over the pipeline."""
         stand_in = self._optimizer.stand_in if self._optimizer is not None else None
-        plan = self.current_plan
-        if unscale is not None and self._optimizer is not None and plan.shards_optimizer and not plan.divides_weights:
+        if unscale is not None and self._optimizer is not None and self.current_plan.shards_optimizer:
             unscale = partial(self._optimizer.over_whole_gradients, unscale)
         outside = self._optimizer.outside if self._optimizer is not None else ()
         norm = self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in, outside)
@@ -752,8 +633,6 @@ class ElasticPipeline(nn.Module):
         if self.plan is not None and self.plan.shards_optimizer:
             self._divide_optimizer_state()
             self._share_updates(self._optimizer)
-            if self.placed is not None:
-                self._divide_weights()
 
     def adopt_outside(self) -> None:
         """Train parameters outside of the model that the user has added to the optimizer since it was attached.

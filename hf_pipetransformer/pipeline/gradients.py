@@ -16,7 +16,6 @@ from torch import nn
 
 from ..model.frozen_prefix import squared_norms
 from .chunks import BUCKET_BYTES
-from .divided_weights import DividedWeights
 from .virtual_stages import VirtualStages
 
 
@@ -74,8 +73,6 @@ class StageGradients:
         self._shared = tuple(shared)
         self._counted: tuple[tuple[str, ...], torch.Tensor] | None = None  # copies of the parameters of a step
         self._replicated = replicated
-        self.divided: DividedWeights | None = None
-        """The weights and gradients here, if the replicas divide them."""
         self.shared_are_summed = False
         """Whether the last step has left the sums over the stages in shared parameters' gradients."""
 
@@ -167,14 +164,12 @@ class StageGradients:
         Returns:
             The norm before clipping, 0-dimensional, the same on every process.
         """
-        parameters: list[torch.Tensor] = list(self._stage.parameters())
-        if self.divided is not None:
-            parameters = [part for part in self.divided.parts.values() if part.grad is not None]
-        elif self._group is None:
+        parameters = list(self._stage.parameters())
+        if self._group is None:
             if unscale is not None:
                 unscale()
             return nn.utils.clip_grad_norm_(parameters, max_norm)
-        gradients = self._gradients_here()
+        gradients = self._stage.gradients()
         scaled = [] if unscale is None else [p.grad for p in outside if p.grad is not None]
         square = self._square_over_stages(gradients, scaled)
         if unscale is not None:
@@ -200,19 +195,8 @@ class StageGradients:
             square = (norms.square() / self._copies_of(tuple(gradients))).sum()
         for gradient in others:
             square += 0 * gradient.sum()
-        self._sum_over_parts(square)
+        dist.all_reduce(square, group=self._group)
         return square
-
-    def _gradients_here(self) -> dict[str, torch.Tensor]:
-        """The gradients of the parameters here, or of the parts of them, by the parameters' names in the model."""
-        return self.divided.gradients() if self.divided is not None else self._stage.gradients()
-
-    def _sum_over_parts(self, squares: torch.Tensor) -> None:
-        """Sum what the stages have found, and their replicas if each has its part of the gradients."""
-        if self.divided is not None:
-            dist.all_reduce(squares, group=self.divided.group)
-        if self._group is not None:
-            dist.all_reduce(squares, group=self._group)
 
     def _copies_of(self, names: tuple[str, ...]) -> torch.Tensor:
         """On how many stages each of these parameters is; on the device, to which it is copied once."""
@@ -236,6 +220,7 @@ class StageGradients:
         """
         # a shared parameter is counted in the unit it belongs to
         mine = [names if unit in self._stage.units else () for unit, names in enumerate(inside)]
-        squares = squared_norms(mine, self._gradients_here(), self._stage.device)
-        self._sum_over_parts(squares)
+        squares = squared_norms(mine, self._stage.gradients(), self._stage.device)
+        if self._group is not None:
+            dist.all_reduce(squares, group=self._group)
         return squares / loss_scale**2

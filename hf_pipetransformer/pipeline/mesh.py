@@ -83,10 +83,6 @@ class ProcessMesh:
         """Another group of the same processes as `groups(num_stages).pipeline`. Collective like `groups`."""
         return self.subgroup(self._pipelines(num_stages), number=1)
 
-    def second_replicas_group(self, num_stages: int) -> dist.ProcessGroup | None:
-        """Another group of the same processes as `groups(num_stages).replicas`. Collective like `groups`."""
-        return self.subgroup(self._replicas(num_stages), number=1)
-
     def _replicas(self, num_stages: int) -> list[range]:
         return [range(stage, self.world_size, num_stages) for stage in range(num_stages)]
 

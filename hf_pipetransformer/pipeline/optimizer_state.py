@@ -37,8 +37,7 @@ class OptimizerState:
 
     Replicas of a stage may divide its parameters (`assign`). Then the groups hold those that this process updates,
     and in the place of a parameter that is cut, its elements as a parameter of one dimension (a *part*); after each
-    step every replica gets what the others have updated. If they divide the weights as well (`divides_weights`), all
-    that a process updates is such a part, and while the weights are at rest its values are nowhere else.
+    step every replica gets what the others have updated.
 
     It may also update parameters outside of the model, such as a loss's own. They stay in their groups, at their
     places among the model's, and get their gradients where the loss is computed.
@@ -84,8 +83,6 @@ class OptimizerState:
         self._members: list[list[Member]] = []
         self._shards: Shards = {}  # a parameter that is missing is updated as a whole wherever it is
         self._parts: dict[str, tuple[Span, nn.Parameter]] = {}  # of the parameters that this process updates in part
-        self.divides_weights = False
-        """Whether the replicas divide the weights as well; takes effect with the next `assign`."""
         self._seen: dict[str, int] = {}  # where the gradients are that the parts have been shown for this step
         self._updated: UpdatedShards | None = None
         self._gathered: dict[str, Any] | None = None
@@ -149,11 +146,6 @@ class OptimizerState:
         return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
 
     @property
-    def parts(self) -> Mapping[str, nn.Parameter]:
-        """The parts of parameters that this process updates, by the parameters' names."""
-        return {name: part for name, (_, part) in self._parts.items()}
-
-    @property
     def names(self) -> list[str]:
         """The names of the model's parameters that are updated on some process, in the order of the groups."""
         return [name for names in self._group_names for name in names if not self._weights.is_frozen(name)]
@@ -182,7 +174,7 @@ class OptimizerState:
         self._parts = {}
         for name in shards:
             span = self._span(name)
-            if span is None or (span == (0, self._table[name].numel()) and not self.divides_weights):
+            if span is None or span == (0, self._table[name].numel()):
                 continue
             known, part = before.get(name, (None, None))
             if known != span or part is None:
@@ -203,7 +195,7 @@ class OptimizerState:
             ranks: their ranks.
         """
         self._updated = None
-        if group is not None and not self.divides_weights:
+        if group is not None:
             names = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
             spans = [(name, self._shards[name]) for name in names]
             rows = [[(name, of_ranks[rank]) for name, of_ranks in spans if rank in of_ranks] for rank in ranks]
@@ -255,8 +247,8 @@ class OptimizerState:
 
     @property
     def _has_idle_parameter(self) -> bool:
-        # some optimizers refuse to have none; and parts may all be of parameters without a gradient
-        return self.divides_weights or self._is_idle or not any(map(self._updates, self.names))
+        # some optimizers refuse to have none
+        return self._is_idle or not any(map(self._updates, self.names))
 
     def stand_in(self, value: float) -> None:
         """If nothing is updated here, give an unused parameter a gradient, so that a gradient scaler finds one.
@@ -347,10 +339,8 @@ class OptimizerState:
         return self._parts[name][1] if name in self._parts else self._table[name]
 
     def _values_of_part(self, name: str, span: Span) -> torch.Tensor:
-        """A view of a parameter's elements; in its shape if they are all of them."""
-        values = self._flat(name)[slice(*span)]
-        is_whole = span == (0, self._table[name].numel())
-        return values.view(self._table[name].shape) if is_whole else values
+        """A view of a parameter's elements."""
+        return self._flat(name)[slice(*span)]
 
     def _flat(self, name: str) -> torch.Tensor:
         """The values of a parameter, flattened; no copy."""
@@ -404,15 +394,6 @@ class OptimizerState:
 
     def _show_changed_gradients(self) -> None:
         """Before the step, the same for gradients that have been set since then; one that a part was given stays."""
-        if self.divides_weights:  # the parts have values and gradients of their own
-            added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in self._name_of]
-            if added:
-                raise ValueError(
-                    f"{self._name_of[id(added[0])]!r} and {len(added) - 1} more parameters were added to the optimizer"
-                    " during training, where replica_sharding='full' has divided them. Add them before train(), or set"
-                    " replica_sharding='optimizer'."
-                )
-            return
         for name, (span, part) in self._parts.items():
             gradient = self._table[name].grad
             part.data = self._flat(name)[slice(*span)]

@@ -6,7 +6,7 @@ An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ from ..model.micro_batch import Batch
 from ..planning.plan import PipelinePlan
 from .calls_apart import CallsApart
 from .devices import synchronise
-from .divided_weights import DividedWeights
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
@@ -113,22 +112,14 @@ class PlacedPipeline:
         is_driven = is_driven and groups.pipeline is not None
         if is_driven:
             unreached |= frozenset(trainable)  # the loss may call the model on anything, or not at all
-        self.rarely_reached = unreached
-        """Parameters that get a gradient only if the samples of some replica reach them."""
         slices_tokens = slicing is not None and groups.pipeline is not None
         replicated: ReplicatedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
-        self.divided: DividedWeights | None = None
-        # replicas that divide the weights reduce gradients themselves, layer by layer if there is one stage.
         # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward, and
         # not of a parameter of several virtual stages
         averages_at_end = (
-            slices_tokens
-            or is_driven
-            or not stage.stack.runner.takes_batch
-            or plan.num_virtual_stages > 1
-            or plan.divides_weights
+            slices_tokens or is_driven or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1
         )
         if groups.replicas is not None and averages_at_end:
             replicated = ReplicatedParameters(
@@ -154,7 +145,7 @@ class PlacedPipeline:
         self._channels = tuple(
             BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
         )
-        if self._served is not None and serves_callbacks and not plan.divides_weights:
+        if self._served is not None and serves_callbacks:
             self._apart = CallsApart(stage, self.messages, self._served, self.of_each_stage)
         if self.wrapped is None and stage.device.type == "cpu":
             self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
@@ -181,20 +172,8 @@ class PlacedPipeline:
             partial(synchronise, stage.device),
         )
 
-    def use_divided(self, divided: DividedWeights) -> None:
-        """From now on, the replicas of the stage divide its weights. Not collective."""
-        self.divided = self.gradients.divided = divided
-
-    def end_dividing(self) -> None:
-        """The weights of the stage are together from now on. Not collective."""
-        assert self.divided is not None
-        self.divided.close()
-        self.divided = self.gradients.divided = None
-
     def close(self) -> None:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
-        if self.divided is not None:
-            self.divided.close()
         if self._apart is not None:
             self._apart.close()
         if self._sparse_embeddings is not None:
@@ -240,8 +219,7 @@ class PlacedPipeline:
                 over the replicas, as DDP does.
         """
         self.gradients.keep_sums_once()
-        with self._having_weights():
-            self._run(batch, gradients_synchronise)
+        self._run(batch, gradients_synchronise)
 
     def drive(
         self, batch: Batch, code: Callable[[], None], unread: Collection[str], gradients_synchronise: bool = True
@@ -257,9 +235,8 @@ class PlacedPipeline:
             gradients_synchronise: as in `step`.
         """
         self.gradients.keep_sums_once()
-        with self._having_weights():
-            self.serve(batch, code, unread)
-            self._complete_gradients(gradients_synchronise)
+        self.serve(batch, code, unread)
+        self._complete_gradients(gradients_synchronise)
 
     def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
         """Run the user's code on the last stage, whose calls of the model all stages serve: `ServedCalls`.
@@ -290,12 +267,6 @@ class PlacedPipeline:
         """Whether calls of the model can be served: there are several stages, each with layers that follow another."""
         return self._served is not None
 
-    def _having_weights(self) -> AbstractContextManager[None]:
-        """Inside, a step can run although the replicas divide the weights. Collective over the stage's replicas."""
-        if self.divided is None:
-            return nullcontext()
-        return self.divided.running() if self.divided.runs_by_layer else self.divided.together()
-
     def _run(self, batch: Batch, gradients_synchronise: bool) -> None:
         """Run forward and backward of this pipeline's share of a batch."""
         if self._token_scheduler is not None:
@@ -312,21 +283,12 @@ class PlacedPipeline:
         """Reduce the gradients over replicas and stages when the backward is over. Collective over all processes."""
         if self._sparse_embeddings is not None:
             self._sparse_embeddings.finish_step()
-        if gradients_synchronise and (self.divided is None or not self.divided.runs_by_layer):
+        if gradients_synchronise:
             self.gradients.average_over_replicas()
             self.gradients.sum_over_stages()
-            if self.divided is not None:
-                self.divided.keep_gradients()
 
     def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:
-        stage, wrapped, divided = self.stage.first, self.wrapped, self.divided
-        if divided is not None and divided.runs_by_layer:
-            with stage.holding((batch,)):
-                with divided.saving():
-                    loss = stage(index=FIRST)
-                divided.begin_backward()
-                loss.backward()
-            return
+        stage, wrapped = self.stage.first, self.wrapped
         unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
         with stage.holding((batch,)), unreduced:
             (wrapped if wrapped is not None else stage)(index=FIRST).backward()

@@ -87,21 +87,6 @@ def _cut_before(position: float, size: Size) -> int:
     return size.elements if element >= size.elements else element // CUT_ELEMENTS * CUT_ELEMENTS
 
 
-def rows_of_weights(sizes: Mapping[str, Size], shards: Shards, ranks: Sequence[int]) -> list[list[tuple[str, Span]]]:
-    """The part that each replica of a stage has of its weights, if they divide these as well (ZeRO-3).
-
-    Args:
-        sizes: the weights of the stage that are divided.
-        shards: who has which part of the optimizer's state; the weights that have none are divided evenly.
-        ranks: the replicas.
-    """
-    others = divided_evenly({name: size for name, size in sizes.items() if name not in shards}, len(ranks))
-    return [
-        [(name, shards[name][rank]) for name in sizes if rank in shards.get(name, ())] + list(part.items())
-        for rank, part in zip(ranks, others, strict=True)
-    ]
-
-
 def divided_whole(sizes: Mapping[str, Size], parts: int) -> list[dict[str, Span]]:
     """Give each parameter to one part: the largest first, to the part that has the fewest bytes."""
     divided: list[dict[str, Span]] = [{} for _ in range(parts)]

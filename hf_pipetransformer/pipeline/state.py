@@ -65,8 +65,6 @@ class WeightState:
         self._lists_placeholders = False
         self._hooks: list[Any] = []
         self._reading = ExitStack()  # while `model.state_dict()` runs
-        self.resting: frozenset[str] = frozenset()
-        """Parameters of the stage here that are placeholders, because its replicas divide them (`DividedWeights`)."""
         self._here: tuple[nn.Parameter, ...] = ()
         self._flags_here: list[bool] = []  # the flags that `keep_only` has left in `_here`
 
@@ -212,7 +210,7 @@ class WeightState:
 
     def containing_nan(self) -> list[str]:
         """Names of the parameters here whose values contain NaN. Not collective."""
-        here = (name for name in self._table.names if self.is_here(name) and name not in self.resting)
+        here = filter(self.is_here, self._table.names)
         return [
             name
             for name in here
@@ -412,8 +410,6 @@ class WeightState:
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if module is not self._table.model:
             return
-        if self.resting:
-            raise self._divided("load_state_dict() would fill placeholders")
         self.onload()  # because the loaded values are copied into the weights
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
@@ -428,8 +424,6 @@ class WeightState:
         """Refuse `model.state_dict()`, or let it read placeholders, which `_put_gathered` replaces."""
         if module is not self._table.model:
             return
-        if self.resting and not self._lists_placeholders:
-            raise self._divided("state_dict() would return placeholders")
         if self._gathered is None and self._missing and not self._lists_placeholders:
             raise ValueError(
                 f"{type(module).__name__} is split over the pipeline stages during training, and"
@@ -447,13 +441,6 @@ class WeightState:
             tensor = gathered()
             for alias in self._table.aliases[name]:
                 state_dict[prefix + alias] = tensor
-
-    def _divided(self, what: str) -> ValueError:
-        return ValueError(
-            f"{type(self._table.model).__name__}.{what}: with replica_sharding='full' each replica holds its part of"
-            f" {len(self.resting)} parameters between the steps. Call trainer.save_model() or trainer.evaluate() on"
-            " all processes, or do it before train() or after it has returned."
-        )
 
 
 def synchronise_weights(table: ParameterTable, mesh: ProcessMesh, known_equal: Collection[str] = ()) -> list[str]:

@@ -1,6 +1,4 @@
-"""Each replica of a stage gets the values that the other replicas have: after an optimizer step those that they have
-updated (ZeRO-1), and if the replicas divide the weights themselves (ZeRO-3), those of a layer before it runs.
-"""
+"""Each replica of a stage gets the values that the other replicas have updated in an optimizer step (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch.distributed import broadcast  # by name: a layer may gather its weights inside a loss, see `run.collectives`
 
 from ..model.placeholders import ParameterTable
 from .chunks import BUCKET_BYTES, as_bytes
@@ -22,36 +19,8 @@ Row = Sequence[tuple[str, Span]]
 """The parameters that one replica updates, by name, with their elements."""
 
 
-class Arriving:
-    """Values that are on their way to the parameters here.
-
-    Args:
-        under_way: for each message its work, the values that it fills, and the buffer that they are copied from.
-        copies: parameters that are not contiguous, with the copies of their values that the messages fill.
-    """
-
-    def __init__(
-        self,
-        under_way: Sequence[tuple[dist.Work, Sequence[torch.Tensor], torch.Tensor | None]],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self._under_way, self._copies = under_way, copies
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait until the values are here."""
-        for work, message, buffer in self._under_way:
-            work.wait()
-            if buffer is not None:
-                parts = buffer.split([value.nbytes for value in message])
-                for value, part in zip(message, parts, strict=True):
-                    as_bytes(value).copy_(part)
-        for parameter, value in self._copies:
-            parameter.copy_(value)
-
-
 class UpdatedShards:
-    """The parameters that each replica of a stage has or updates, and how the others get them.
+    """The parameters that each replica of a stage updates, and how the others get them.
 
     Each replica broadcasts its values, all replicas in turns. Large values are read and written where they are.
 
@@ -60,7 +29,7 @@ class UpdatedShards:
 
     Args:
         table: the model's parameters.
-        rows: what each replica has, in the order of the group's ranks.
+        rows: what each replica updates, in the order of the group's ranks.
         group: the replicas of the stage.
     """
 
@@ -68,13 +37,9 @@ class UpdatedShards:
         assert group.size() == len(rows)
         self._table, self._rows, self._group = table, rows, group
 
-    def gather(self) -> None:
-        """Copy into the parameters here what the other replicas have. Collective over the stage's replicas."""
-        self.begin().finish()
-
     @torch.no_grad()
-    def begin(self) -> Arriving:
-        """Begin to do so; the parameters must not be used before `Arriving.finish`. Collective over the replicas."""
+    def gather(self) -> None:
+        """Copy into the parameters here what the other replicas have updated. Collective over the stage's replicas."""
         dense = {name: self._table[name].detach().contiguous() for row in self._rows for name, _ in row}
         values = [[dense[name].view(-1)[start:stop] for name, (start, stop) in row] for row in self._rows]
         under_way = [
@@ -83,8 +48,15 @@ class UpdatedShards:
             for replica, indices in enumerate(messages)
             if indices is not None
         ]
-        copies = {name: value for name, value in dense.items() if not self._table[name].is_contiguous()}
-        return Arriving(under_way, [(self._table[name], value) for name, value in copies.items()])
+        for work, message, buffer in under_way:
+            work.wait()
+            if buffer is not None:
+                parts = buffer.split([value.nbytes for value in message])
+                for value, part in zip(message, parts, strict=True):
+                    as_bytes(value).copy_(part)
+        for name, value in dense.items():
+            if not self._table[name].is_contiguous():
+                self._table[name].copy_(value)
 
     def _broadcast(
         self, message: list[torch.Tensor], replica: int
@@ -98,7 +70,7 @@ class UpdatedShards:
         else:
             size = sum(value.nbytes for value in message)
             sent = buffer = torch.empty(size, dtype=torch.uint8, device=message[0].device)
-        work = broadcast(sent, group=self._group, group_src=replica, async_op=True)
+        work = dist.broadcast(sent, group=self._group, group_src=replica, async_op=True)
         assert work is not None
         return work, message, buffer
 

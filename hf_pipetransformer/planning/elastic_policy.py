@@ -35,7 +35,6 @@ class ElasticPolicy:
         replica_sharding: what the replicas of a stage divide among them, or "auto", with which it is chosen once, for
             the first plan, and kept by the plans that follow (`sharding_choice`).
         virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
-        runs_layers_in_order: whether each step runs each layer once, in the same order.
         autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
@@ -48,7 +47,6 @@ class ElasticPolicy:
     plan_by: str = "counts"
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
-    runs_layers_in_order: bool = True
     autocasts: bool = False
 
     def first(self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None) -> PipelinePlan:
@@ -100,7 +98,6 @@ class ElasticPolicy:
             "times": times,
             "plan_by": self.plan_by,
             "virtual_pipeline_parallel_size": self.virtual_pipeline_parallel_size,
-            "runs_layers_in_order": self.runs_layers_in_order,
             "autocasts": self.autocasts,
         }
 

@@ -1,34 +1,20 @@
 """What full sharding takes (FSDP, ZeRO-3; Zhao et al., VLDB 2023): a device's memory, and what its transfers cost.
 
-R devices divide the parameters, the gradients and the optimizer state of the same units; at rest each has 1 / R of all
-that. Computing needs whole parameters, so they are gathered. When, depends on what runs them:
-
-**Layer by layer**, in plain FSDP and in a pipeline of one stage. A layer's parameters are gathered before its forward
-and again before its backward, while its neighbour computes, and its gradient is reduced and scattered after that:
+N devices divide the parameters, the gradients and the optimizer state of the same units; at rest each has 1 / N of all
+that. A layer's parameters are gathered before its forward and again before its backward, while its neighbour computes,
+and its gradient is reduced and scattered after that:
 
     computes    |--- forward 0 ---|--- forward 1 ---| ... |------ backward 1 ------|------ backward 0 ------|
     transfers   |-- gather 1 --|   |-- gather 2 --|   ...  |- gather 0 -|- reduce 2 -|        |- reduce 1 -|
 
 What is outside of the layers (embeddings, head, parameters of several layers) is gathered before the first forward,
 and its gradient is reduced after the last backward.
-
-**Once for each batch**, in a stage of several, whose micro-batches would have to gather each layer again and again.
-Parameters are gathered before the first forward, and whole gradients are reduced after the last backward. So nothing
-but the optimizer state is divided when most memory is needed, and `"optimizer"` needs less.
-
-    computes                | F0 | F1 | B0 | F2 | B1 | B2 |
-    transfers   |- gather -|                               |---- all-reduce ----|
-
-So does one stage whose layers do not run once each and in the same order in every step, or of which only the head is
-trained.
-
-What a freeze policy has frozen is not divided: each replica holds it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -59,17 +45,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Divided:
-    """What devices divide of their units, and what each of them holds.
+    """What devices divide of their units.
 
     Attributes:
-        layers: what each unit's layer alone needs; nothing if the unit is frozen. `[len(units)]`
+        layers: what each unit's layer alone needs. `[len(units)]`
         outside: what is outside of the layers.
-        held_bytes: bytes of frozen parameters, which are not divided.
     """
 
     layers: tuple[Part, ...]
     outside: Part
-    held_bytes: int
 
     @property
     def all_parts(self) -> Part:
@@ -77,87 +61,55 @@ class Divided:
         parts = (self.outside, *self.layers)
         return Part(sum(part.parameter_bytes for part in parts), sum(part.trained_bytes for part in parts))
 
-    @property
-    def has_layers(self) -> bool:
-        """Whether there is a layer that can be gathered by itself."""
-        return any(part.parameter_bytes for part in self.layers)
-
 
 def parameter_bytes(units: Sequence[UnitCost]) -> int:
     """Return the bytes of the units' parameters; a parameter that several of them need is counted once."""
     return sum({name: size for unit in units for name, size in unit.parameters.items()}.values())
 
 
-def divide(units: Sequence[UnitCost], num_frozen: int) -> Divided:
-    """Return what devices divide of their units.
-
-    Args:
-        units: the units in execution order.
-        num_frozen: number of units, from the first one on, that are frozen; of a last one the head is still trained.
-    """
-    frozen, active = units[:num_frozen], units[num_frozen:]
+def divide(units: Sequence[UnitCost]) -> Divided:
+    """Return what devices divide of their units, given in execution order."""
     num_units = Counter(name for unit in units for name in unit.parameters)
-    held = {name for unit in frozen for name in unit.parameters}
-    layers, outside, trained_outside = [Part()] * len(frozen), dict[str, int](), 0.0
-    for unit in active:
+    layers, outside, trained_outside = [], dict[str, int](), 0.0
+    for unit in units:
         inside, others = 0, dict[str, int]()
         for name, size in unit.parameters.items():
-            if _is_alone(name, unit, num_units):
+            if name.startswith(f"{unit.name}.") and num_units[name] == 1:  # the layer alone needs it
                 inside += size
-            elif name not in held and name not in outside:
+            elif name not in outside:
                 others[name] = size
         own = sum(unit.parameters.values())
         trained = unit.trainable_bytes / own if own else 0.0  # of each of them, as it is not known of which
         layers.append(Part(inside, inside * trained))
         outside.update(others)
         trained_outside += sum(others.values()) * trained
-    head = 0 if active else units[-1].head.trainable_bytes
-    of_others = Part(sum(outside.values()) + head, trained_outside + head)
-    return Divided(tuple(layers), of_others, parameter_bytes(frozen) - head)
+    return Divided(tuple(layers), Part(sum(outside.values()), trained_outside))
 
 
-def copied_bytes(units: Sequence[UnitCost], num_frozen: int, by_layer: bool) -> int:
+def copied_bytes(units: Sequence[UnitCost], num_frozen: int) -> int:
     """Return the bytes of the 16-bit copies of weights that autocast has made when a forward of the units ends.
 
     Args:
         units: the units in execution order.
-        num_frozen: as for `divide`.
-        by_layer: whether weights are gathered layer by layer; the copies of a layer's own weights then go with them.
+        num_frozen: number of units, from the first one on, that are frozen; of a last one the head is still trained.
     """
-    active = units[num_frozen:]
-    costs: list[UnitCost | HeadCost] = [*(unit.head for unit in units[:num_frozen]), *active]
+    costs: list[UnitCost | HeadCost] = [*(unit.head for unit in units[:num_frozen]), *units[num_frozen:]]
     copies = {name: size for cost in costs for name, size in cost.copies.items()}
-    whole = sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in costs)
-    if not by_layer:
-        return whole
-    num_units = Counter(name for unit in units for name in unit.parameters)
-    layers = [sum(size for name, size in unit.copies.items() if _is_alone(name, unit, num_units)) for unit in active]
-    return whole - sum(layers) + max(layers, default=0)
+    return sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in costs)
 
 
-def _is_alone(name: str, unit: UnitCost, num_units: Mapping[str, int]) -> bool:
-    """Whether a unit's layer alone needs a parameter, so that it is gathered with the layer."""
-    return name.startswith(f"{unit.name}.") and num_units[name] == 1
-
-
-def state_bytes(divided: Divided, num_devices: int, by_layer: bool) -> int:
-    """Return the bytes of parameters, gradients and Adam's state on each device, at most at any time of a step.
+def state_bytes(divided: Divided, num_devices: int) -> int:
+    """Return the bytes of parameters, gradients and Adam's state on each of N devices, at most at any time of a step.
 
     Args:
         divided: what the devices divide.
-        num_devices: number of devices R.
-        by_layer: whether it is gathered layer by layer, or else all of it for a batch.
+        num_devices: number of devices N.
     """
     whole, outside, layers = divided.all_parts, divided.outside, divided.layers
-    rest = whole.parameter_bytes + whole.trained_bytes * ADAM_BYTES_PER_PARAMETER_BYTE
-    if by_layer:
-        rest += whole.trained_bytes
-        gathered = outside.parameter_bytes + sum(nlargest(LAYERS_GATHERED, (part.parameter_bytes for part in layers)))
-        largest = max((part.trained_bytes for part in layers), default=0.0)
-        gradients = outside.trained_bytes + GRADIENTS_AT_ONCE * largest
-    else:
-        gathered, gradients = whole.parameter_bytes, whole.trained_bytes
-    return divided.held_bytes + round(rest / num_devices + gathered + gradients)
+    at_rest = whole.parameter_bytes + whole.trained_bytes * (1 + ADAM_BYTES_PER_PARAMETER_BYTE)
+    gathered = outside.parameter_bytes + sum(nlargest(LAYERS_GATHERED, (part.parameter_bytes for part in layers)))
+    largest = max((part.trained_bytes for part in layers), default=0.0)
+    return round(at_rest / num_devices + gathered + outside.trained_bytes + GRADIENTS_AT_ONCE * largest)
 
 
 def pass_seconds(

@@ -24,15 +24,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from .full_sharding import (
-    ADAM_BYTES_PER_PARAMETER_BYTE,
-    SHARE_OF_A_REDUCTION,
-    copied_bytes,
-    divide,
-    parameter_bytes,
-    pass_seconds,
-    state_bytes,
-)
+from .full_sharding import ADAM_BYTES_PER_PARAMETER_BYTE, SHARE_OF_A_REDUCTION, copied_bytes, parameter_bytes
 from .partition import choose_num_microbatches, microbatch_candidates
 from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
@@ -40,7 +32,6 @@ from .timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from .costs import HeadCost, UnitCost
-    from .full_sharding import Divided
     from .unit_times import ModelTimes
 
 MIB = 2**20
@@ -48,17 +39,8 @@ MIB = 2**20
 PLAN_BY = ("counts", "times")
 """What choices may go by: counts, which are the same in every run, or measured times."""
 
-REPLICA_SHARDINGS = ("none", "optimizer", "full")
-"""What the replicas of a stage may divide among them, from little to much: nothing, the optimizer's state (ZeRO-1), or
-parameters, gradients and optimizer state (`full_sharding`)."""
-
-WHAT_REPLICAS_DIVIDE = {
-    "optimizer": "the optimizer state",
-    "full": "parameters, gradients and optimizer state",
-}
-
-NEEDS_MORE = "all weights are gathered for a step, which needs more memory than 'optimizer'"
-"""What is said of `"full"` where weights are not gathered layer by layer."""
+REPLICA_SHARDINGS = ("none", "optimizer")
+"""What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +70,6 @@ class PipelinePlan:
         replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
         virtual_pipeline_parallel_size: Virtual stages per stage as requested by the user; a plan has fewer
             (`num_virtual_stages`) if there are too few units for so many.
-        runs_layers_in_order: Whether each step runs each layer once, in the same order (`LayerStack.runs_in_order`).
-            Otherwise one stage cannot gather weights layer by layer.
         autocasts: Whether autocast computes in 16 bits (`bf16=True`, `fp16=True`), and keeps copies of weights.
 
     Raises:
@@ -111,7 +91,6 @@ class PipelinePlan:
     memory_budget_bytes: int | None = None
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
-    runs_layers_in_order: bool = True
     autocasts: bool = False
 
     def __post_init__(self) -> None:
@@ -197,27 +176,6 @@ class PipelinePlan:
     def shards_optimizer(self) -> bool:
         """Whether the replicas of a stage divide the optimizer's state among them."""
         return self.replica_sharding != "none" and self.data_parallel_size > 1
-
-    @property
-    def divides_weights(self) -> bool:
-        """Whether the replicas of a stage divide its weights and gradients as well."""
-        return self.replica_sharding == "full" and self.data_parallel_size > 1
-
-    @property
-    def gathers_by_layer(self) -> bool:
-        """Whether replicas divide weights and gather them layer by layer, rather than once for each batch."""
-        is_possible = self.divides_weights and self.pipeline_parallel_size == 1 and self.runs_layers_in_order
-        return is_possible and self._divided(0).has_layers
-
-    @property
-    def what_replicas_divide(self) -> str | None:
-        """What the replicas of a stage divide, and when they gather it, in words; None if they divide nothing."""
-        if not self.shards_optimizer:
-            return None
-        what = WHAT_REPLICAS_DIVIDE[self.replica_sharding]
-        if not self.divides_weights:
-            return what
-        return f"{what} ({'layer by layer' if self.gathers_by_layer else NEEDS_MORE})"
 
     @property
     def num_virtual_stages(self) -> int:
@@ -334,13 +292,8 @@ class PipelinePlan:
         times = self.times
         assert times is not None
         units = range(*self.stage_bounds[virtual_stage : virtual_stage + 2])
-        prologue, computing = times.prologue.forward.of(rows), [self._unit_seconds(unit, rows) for unit in units]
-        if self.gathers_by_layer:
-            seconds_per_byte = self._share_of_ring * times.reduce_seconds_per_byte
-            forward, backward = pass_seconds(computing, self._divided(0), seconds_per_byte)
-        else:
-            forward, backward = map(sum, zip(*computing, strict=True))
-        return prologue + forward, backward
+        forward, backward = map(sum, zip(*(self._unit_seconds(unit, rows) for unit in units), strict=True))
+        return times.prologue.forward.of(rows) + forward, backward
 
     def stage_flops(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the FLOPs of a sample's forward and backward in each virtual stage."""
@@ -365,11 +318,6 @@ class PipelinePlan:
             backward += times.head.backward.of(rows)
         return forward, backward
 
-    def _divided(self, stage: int) -> Divided:
-        """Return what the replicas of a stage divide, if they divide weights."""
-        units = self.units_of(stage)
-        return divide([self.unit_costs[unit] for unit in units], sum(unit < self.num_frozen_layers for unit in units))
-
     @property
     def _share_of_ring(self) -> float:
         """Time of an all-reduce over the R replicas, in relation to the measured one, which had all ranks."""
@@ -378,23 +326,15 @@ class PipelinePlan:
         return (r - 1) / r * world / (world - 1) if world > 1 else 0.0
 
     def _seconds_at_end(self, stage: int) -> float:
-        """Return the seconds of a stage's gradient reduction over replicas and of its optimizer step.
-
-        With weights that are gathered once for each batch, there are the seconds of one such gather as well; what is
-        gathered layer by layer has been moved before (`full_sharding`).
-        """
+        """Return the seconds of a stage's gradient reduction over replicas and of its optimizer step."""
         times = self.times
         assert times is not None
         trainable, per_byte = self._trainable_bytes(stage), self._share_of_ring * times.reduce_seconds_per_byte
         update = trainable * times.update_seconds_per_byte
         if not self.shards_optimizer:
             return update + trainable * per_byte
-        update /= self.data_parallel_size
-        if not self.divides_weights:  # each replica updates its part and sends it to the others, which is a gather
-            return update + trainable * per_byte * (1 + SHARE_OF_A_REDUCTION)
-        if self.gathers_by_layer:
-            return update
-        return update + per_byte * (trainable + SHARE_OF_A_REDUCTION * self._divided(stage).all_parts.parameter_bytes)
+        # each replica updates its part and sends it to the others, which is a gather
+        return update / self.data_parallel_size + trainable * per_byte * (1 + SHARE_OF_A_REDUCTION)
 
     def _trainable_bytes(self, stage: int) -> int:
         # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
@@ -439,11 +379,10 @@ class PipelinePlan:
     def stage_bytes(self, stage: int, *, rows: int, num_microbatches: int) -> int:
         """Predict the bytes that training a stage takes on its device.
 
-        The sum of parameters, gradients, Adam's state (of a replica's part, if replicas divide it; if they divide
-        weights, what `full_sharding.state_bytes` counts), activations of the micro-batches in flight and autocast's
-        copies of weights for each of them, and the tensors received from neighbouring stages (PyTorch allocates these
-        for all micro-batches at once). It does not include the allocator's fragmentation, workspaces and communication
-        buffers.
+        The sum of parameters, gradients, Adam's state (of a replica's part, if replicas divide it), activations of the
+        micro-batches in flight and autocast's copies of weights for each of them, and the tensors received from
+        neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not include the
+        allocator's fragmentation, workspaces and communication buffers.
 
         Args:
             stage: Index of the stage.
@@ -474,12 +413,10 @@ class PipelinePlan:
         if not self.autocasts:
             return 0
         num_frozen = sum(unit < self.num_frozen_layers for unit in units)
-        return copied_bytes([self.unit_costs[unit] for unit in units], num_frozen, self.gathers_by_layer)
+        return copied_bytes([self.unit_costs[unit] for unit in units], num_frozen)
 
     def _state_bytes(self, stage: int) -> int:
         """Return the bytes of a stage's parameters, gradients and optimizer state on one device."""
-        if self.divides_weights:
-            return state_bytes(self._divided(stage), self.data_parallel_size, self.gathers_by_layer)
         replicas = self.data_parallel_size if self.shards_optimizer else 1
         state = self._trainable_bytes(stage) * (1 + ADAM_BYTES_PER_PARAMETER_BYTE / replicas)
         return self.parameter_bytes_of(stage) + round(state)
@@ -508,7 +445,7 @@ class PipelinePlan:
             f"{self.num_units} unit{_s(self.num_units)}"
             + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
             + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
-            + (f", replicas divide {self.what_replicas_divide}" if self.shards_optimizer else "")
+            + (", replicas divide the optimizer state" if self.shards_optimizer else "")
         )
         return "\n".join((head, *align(table, left=(1, 2)), self._describe_step(rows, m)))
 

@@ -55,7 +55,6 @@ def make_plan(
     plan_by: str = "counts",
     replica_sharding: str = "none",
     virtual_pipeline_parallel_size: int = 1,
-    runs_layers_in_order: bool = True,
     autocasts: bool = False,
 ) -> PipelinePlan:
     """Make the plan: choose K if that is requested, and split the units by their cost in a step.
@@ -79,7 +78,6 @@ def make_plan(
         replica_sharding: what the replicas of a stage divide among them.
         virtual_pipeline_parallel_size: Virtual stages per stage V of an interleaved schedule, if there are units for
             so many.
-        runs_layers_in_order: Whether each step runs each layer once, in the same order.
         autocasts: Whether autocast computes in 16 bits, and keeps copies of weights.
 
     Raises:
@@ -103,7 +101,6 @@ def make_plan(
         memory_budget_bytes=memory_budget_bytes,
         replica_sharding=replica_sharding,
         virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
-        runs_layers_in_order=runs_layers_in_order,
         autocasts=autocasts,
     )
 

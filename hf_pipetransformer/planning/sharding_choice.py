@@ -1,13 +1,12 @@
-"""`replica_sharding="auto"`: how many stages, and what their replicas divide among them.
+"""`replica_sharding="auto"`: how many stages, and whether their replicas divide the optimizer state.
 
-    K = 1   none | optimizer | full ─┐
-    K = 2   none | optimizer | full ─┤   of each K the least sharding    of these the shortest pipeline,
-    K = 4   none | optimizer | full ─┤   that fits                       or the shortest of the fast ones
-    K = 8   one replica: none       ─┘
+    K = 1   none | optimizer ─┐
+    K = 2   none | optimizer ─┤   of each K the least sharding    of these the shortest pipeline,
+    K = 4   none | optimizer ─┤   that fits                       or the shortest of the fast ones
+    K = 8   one replica: none ┘
 
-Of the same K, memory decides and not time: more sharding moves more and saves no time but that of the optimizer, and
-predictions cannot compare the transfers, because they count DDP's reduction as if nothing hid it, and those of full
-sharding as hidden.
+Of the same K, memory decides and not time: sharding moves as much and saves no time but that of the optimizer, and
+predictions count DDP's reduction as if nothing hid it.
 
 The choice is made once, for the plan that a training begins with. When layers freeze and K falls, the replicas that
 are added divide the same (`replan` leaves `replica_sharding` as it is). One replica has nothing to divide, so `"none"`

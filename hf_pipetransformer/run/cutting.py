@@ -226,8 +226,7 @@ def _find_layers(
     tells = job.is_probed_once(collate)
     with mesh.failing_together(), global_state_kept():
         padded = collate.padded(rows)
-        # who is told the rest only looks at what the loss calls the model on
-        called = how_called(job, sample, only_first=tells and mesh.rank > 0)
+        called = how_called(job, sample)
     told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
     if told is not None:
         stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
@@ -242,8 +241,7 @@ def _find_layers(
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     """Check that the loss calls the model in the same way on every process, and agree on what each has found.
 
-    That is whether the loss calls it once, and whether it fails on a part of a batch, whose inputs may be random.
-    Collective over all processes.
+    That is whether it fails on a part of a batch, whose inputs may be random. Collective over all processes.
 
     Raises:
         ValueError: it does not, so the processes would reduce gradients in different ways.
@@ -251,9 +249,8 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     runner = stack.runner
     called = runner.called
     mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
-    found = job.mesh.gather_objects((mine, runner.is_called_once, stack.fails_on_parts))
-    everyone, once, fails = zip(*found, strict=True)
-    runner.is_called_once = all(once)
+    found = job.mesh.gather_objects((mine, stack.fails_on_parts))
+    everyone, fails = zip(*found, strict=True)
     stack.fails_on_parts = next(filter(None, fails), "")
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
@@ -265,9 +262,9 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
 
 
 def _needs_units(job: TrainingJob) -> bool:
-    """Whether the model's layers are needed: to split it, to freeze it, or to gather its weights layer by layer."""
-    gathers_layers = job.args.replica_sharding in ("full", AUTO) and job.mesh.world_size > 1
-    return job.args.uses_pipeline or job.freeze_callback is not None or gathers_layers
+    """Whether the model's layers are needed: to split it, to freeze it, or to predict the memory that it takes."""
+    predicts = job.args.replica_sharding == AUTO and job.mesh.world_size > 1
+    return job.args.uses_pipeline or job.freeze_callback is not None or predicts
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
@@ -322,7 +319,6 @@ def _take_apart(
         called.note(stack)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
-        if job.args.uses_pipeline or job.args.replica_sharding in ("full", AUTO):
             refuse_overlapping_weights(model)
         if job.freeze_callback is not None or job.may_follow_freezing:
             freezable = FreezableLayers.of(stack, inputs, job.args.eval_frozen_modules)
@@ -402,13 +398,11 @@ class HowCalled:
         called: which of the batch's inputs it passes to the model, if it calls it on them.
         takes_batch: whether it calls the model on the batch's inputs.
         nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
-        is_called_once: whether it calls the model once, as far as was looked.
     """
 
     called: CalledWith = field(default_factory=CalledWith)
     takes_batch: bool = True
     nested_in: str | None = None
-    is_called_once: bool = True
 
     def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
         """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
@@ -422,30 +416,23 @@ class HowCalled:
         """Tell it to the runner of a model's units."""
         stack.runner.called = self.called
         stack.runner.takes_batch = self.takes_batch
-        stack.runner.is_called_once &= self.is_called_once  # who has looked at the first call only was told the rest
 
 
-def how_called(job: TrainingJob, sample: Batch, only_first: bool = False) -> HowCalled:
-    """Find out how `compute_loss` calls the model.
-
-    Args:
-        job: the training job.
-        sample: a batch of a few samples.
-        only_first: as in `calls_of_loss`.
-    """
+def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
+    """Find out on what `compute_loss` calls the model, from a batch of a few samples."""
     if not job.overrides_loss:
         return HowCalled(job.called_by_stock(sample))
-    calls, given = calls_of_loss(job, sample, only_first or job.args.replica_sharding not in ("full", AUTO))
+    calls, given = calls_of_loss(job, sample, only_first=True)
     if not calls:
         return HowCalled()
-    called_on, once = calls[0].keys(), len(calls) == 1
-    if called_on.isdisjoint(sample) and tensors_of(calls[0]):
-        only = next(iter(called_on)) if len(called_on) == 1 else None
-        is_nested = only is not None and all(isinstance(call.get(only), Mapping) for call in calls)
-        return HowCalled(takes_batch=False, nested_in=only if is_nested else None, is_called_once=once)
-    if given.are_exchanged(calls[0], job.not_in_keys):
-        return HowCalled(is_called_once=once)
-    return HowCalled(called_with(sample, calls[0]), is_called_once=once)
+    call = calls[0]
+    if call.keys().isdisjoint(sample) and tensors_of(call):
+        only = next(iter(call)) if len(call) == 1 else None
+        is_nested = only is not None and isinstance(call[only], Mapping)
+        return HowCalled(takes_batch=False, nested_in=only if is_nested else None)
+    if given.are_exchanged(call, job.not_in_keys):
+        return HowCalled()
+    return HowCalled(called_with(sample, call))
 
 
 def called_with(batch: Batch, call: Batch) -> CalledWith:

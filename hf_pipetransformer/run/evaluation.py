@@ -147,7 +147,6 @@ def in_training(
     """
     loader = dataloader if isinstance(dataloader, KeysApart) else KeysApart(dataloader)
     with phase("evaluation"), ExitStack() as stack:
-        stack.enter_context(pipeline.together())
         if generates:
             stack.enter_context(generating(pipeline))
         elif cache is not None and generations is not None:

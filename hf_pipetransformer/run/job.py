@@ -146,7 +146,7 @@ class TrainingJob:
     def may_cache_front(self) -> bool:
         """Whether the arguments allow what the user has frozen to be computed once: with one stage, without policy."""
         args = self.args
-        is_whole = not args.uses_pipeline and args.replica_sharding in ("none", "optimizer") and not args.torch_compile
+        is_whole = not args.uses_pipeline and not args.torch_compile
         return self._wants_cache and self.freeze_callback is None and is_whole
 
     @property

@@ -29,7 +29,6 @@ class Planner:
             another.
         is_driven: whether the loss drives the pipeline: all forwards come first, as in GPipe, and each stage has
             layers that follow one another.
-        runs_layers_in_order: whether each step runs each layer once, in the same order.
         autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
@@ -42,7 +41,6 @@ class Planner:
         may_replicate: bool = True,
         *,
         is_driven: bool = False,
-        runs_layers_in_order: bool = True,
         autocasts: bool = False,
     ) -> None:
         self._args = args
@@ -59,7 +57,6 @@ class Planner:
             args.plan_by,
             args.replica_sharding,
             1 if is_driven else args.num_virtual_stages,
-            runs_layers_in_order,
             autocasts,
         )
         self.first = self._policy.first(unit_costs, mesh.world_size, times)

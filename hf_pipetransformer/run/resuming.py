@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -65,12 +65,28 @@ WEIGHT_FILES = (
 # ---------------------------------------------------------------------------------------------------------
 
 
-def stock_checkpoint_to_resume(output_dir: str | None, wanted: str | bool | None) -> str | bool | None:
-    """Return the checkpoint to resume from when the stock Trainer does everything; it does not support "last"."""
+def stock_checkpoint_to_resume(
+    output_dir: str | None, wanted: str | bool | None, is_sharded: bool
+) -> str | bool | None:
+    """Return the checkpoint to resume from when the stock Trainer does everything; it does not support "last".
+
+    Args:
+        output_dir: the folder of the checkpoints.
+        wanted: as for `checkpoint_to_resume`.
+        is_sharded: whether FSDP shards the model.
+
+    Raises:
+        ValueError: FSDP shall resume from a checkpoint that was saved without FSDP.
+    """
     folder = output_dir or "."
-    if wanted == LAST:
-        return get_last_checkpoint(folder) if Path(folder).is_dir() else None
-    return wanted
+    newest = get_last_checkpoint(folder) if wanted in (LAST, True) and Path(folder).is_dir() else None
+    found = wanted if isinstance(wanted, str) and wanted != LAST else newest
+    if is_sharded and found is not None and not any(Path(found).glob(f"{FSDP_MODEL_NAME}*")):
+        raise ValueError(
+            f"{found} was saved without FSDP, and FSDP resumes only from its own files ({FSDP_MODEL_NAME}*). Resume"
+            " with replica_sharding='optimizer' or 'none' instead of fsdp, or begin a new training with its model."
+        )
+    return newest if wanted == LAST else wanted
 
 
 def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | bool | None:

@@ -186,7 +186,7 @@ class PipelineRun(TrainerCallback):
         """Inside the context, translate torch's error for a write to a placeholder parameter.
 
         Raises:
-            ValueError: the user's code has written to parameters that other stages or replicas hold.
+            ValueError: the user's code has written to parameters that other stages hold.
         """
         try:
             yield
@@ -194,14 +194,10 @@ class PipelineRun(TrainerCallback):
         except RuntimeError as error:
             if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
                 raise
-            if self.pipeline.weights.resting:
-                who, remedy = "replica", "replica_sharding='optimizer'"
-            else:
-                who, remedy = f"of the {self.pipeline.num_stages} stages", "pipeline_parallel_size=1"
             raise ValueError(
                 "A callback, or your training_step or loss, wrote to parameters of the model or to their gradients,"
-                f" but each {who} of the pipeline holds only its own. Change weights before or after train(), or set"
-                f" {remedy}. The original error was: {error}"
+                f" but each of the {self.pipeline.num_stages} stages of the pipeline holds only its own. Change"
+                f" weights before or after train(), or set pipeline_parallel_size=1. The original error was: {error}"
             ) from error
 
     @property
@@ -325,7 +321,6 @@ class PipelineRun(TrainerCallback):
             job.mesh,
             may_replicate=may_replicate(job, setup.reduction),
             is_driven=pipeline.is_driven,
-            runs_layers_in_order=pipeline.stack.runs_in_order,
             autocasts=job.autocasts,
         )
         say_how_loss_adds_up(job, setup.reduction, planner.first)

@@ -51,7 +51,7 @@ def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: 
     if plan.pipeline_parallel_size > 1:
         m = plan.num_microbatches_for(rows)
         parts.append(f"{_many(m, 'micro-batch', 'es')} of {_many(rows // m, 'sample')}, schedule {plan.schedule}")
-    parts += [f"replicas divide {plan.what_replicas_divide}"] if plan.shards_optimizer else []
+    parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
     parts += [freezing] if freezing is not None else []
     parts += [f"activation cache: {cache}"] if cache is not None else []
     parts += [f"{by_times} by measured times, so another run may differ by rounding"] if by_times else []

@@ -133,7 +133,7 @@ def test_sharding_lowers_the_memory_of_each_layout() -> None:
 def test_sharding_is_chosen_by_memory() -> None:
     """Weights, gradients and AdamW's moments take 1.63 GiB, 1.02 with three quarters of the moments elsewhere."""
     bert = ("bert", "--devices", "4", "--batch", "4", "--seq", "16", "--epochs", "2", "--no-freeze")
-    for gib, sharding in (("8", "none"), ("1.2", "optimizer"), ("1", "full")):
+    for gib, sharding in (("8", "none"), ("1.2", "optimizer")):
         auto = values(*bert, "--memory-gib", gib, "--replica-sharding", "auto")
         assert auto["replica_sharding"] == sharding and auto["epochs"][0]["stages"] == 1
         assert f"Set replica_sharding={sharding!r}, pipeline_parallel_size='auto' (K = 1 " in auto["advice"][0]
@@ -143,12 +143,12 @@ def test_sharding_is_chosen_by_memory() -> None:
         assert chosen["largest_stage_bytes"] == given["epochs"][0]["stage_bytes"][0] <= auto["memory_budget_bytes"]
         assert chosen["step_seconds"] == given["epochs"][0]["step_seconds"]
     accumulated = (*bert[:4], "8", *bert[5:], "--gradient-accumulation-steps", "2")
-    out = run(*accumulated, "--memory-gib", "1", "--replica-sharding", "auto").stdout
+    out = run(*accumulated, "--memory-gib", "1.2", "--replica-sharding", "auto").stdout
     assert "(gradient_accumulation_steps=2, per_device_train_batch_size=1)" in out
     assert re.search(r"^sharding +K × R +GiB +step ms$", out, re.MULTILINE)
-    assert re.search(r"^full +1 × 4 +0\.\d +[\d.]+ +chosen$", out, re.MULTILINE)
-    assert "the replicas of a stage divide parameters, gradients and optimizer state; one stage gathers" in out
-    assert "data parallelism with replica_sharding='full' (pipeline_parallel_size=1)" in out
+    assert re.search(r"^optimizer +1 × 4 +1\.\d +[\d.]+ +chosen$", out, re.MULTILINE)
+    assert "the replicas of a stage divide the optimizer state, and exchange updated weights" in out
+    assert "data parallelism with replica_sharding='optimizer' (pipeline_parallel_size=1)" in out
 
 
 def test_the_schedule_is_chosen(tmp_path: Path) -> None:
@@ -216,10 +216,9 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (
             ["--replica-sharding", "all"],
             2,
-            "replica_sharding is 'all', but must be one of none, optimizer, full, auto",
+            "replica_sharding is 'all', but must be one of none, optimizer, auto",
         ),
         (["--replica-sharding", "auto", "--memory-gib", "0.0001"], 2, "are 'auto', but no pipeline fits"),
-        (["--replica-sharding", "full", "--token-slices", "auto"], 2, "Set token_slices='off', or replica_sharding="),
         (["--token-slices", "4"], 2, "token_slices is '4', but must be one of off, auto"),
         (["--token-slices", "auto", "--pipeline-parallel-size", "1"], 2, "which requires several stages"),
         (["--token-slices", "auto"], 2, "causal language model, but BertForSequenceClassification is not one"),

@@ -112,15 +112,6 @@ def test_shares_add_up_and_name_the_limit() -> None:
     assert forecast(job(2, 3, SchedulePolicy({1: 12})), workload(), fast).epochs[2].limit == "loading"
 
 
-def test_slow_transfers_of_full_sharding_are_shown() -> None:
-    """A second a byte: 100 in each of 12 forwards and 200 in each backward; 36 x 4 s of computing."""
-    slow = dataclasses.replace(machine(), times=dataclasses.replace(times_of(12), reduce_seconds_per_byte=2.0))
-    epoch = forecast(job(4, replica_sharding="full", pipeline_parallel_size=1), workload(), slow).epochs[0]
-    assert epoch.step_seconds == 12 * (100 + 200)
-    assert epoch.limit == "transfers" and epoch.shares["transfers"] == pytest.approx(1 - 36 * 4 / epoch.step_seconds)
-    assert sum(epoch.shares.values()) == pytest.approx(1)
-
-
 def test_a_step_of_several_batches() -> None:
     """Two batches of two rows on each of four devices: as long as one of four; 1,200 bytes are reduced once."""
     times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=0.1, update_seconds_per_byte=0.2)
@@ -135,25 +126,8 @@ def test_a_step_of_several_batches() -> None:
     assert one.ddp.seconds == two.ddp.seconds and one.fsdp == two.fsdp
 
 
-def test_one_stage_that_divides_everything_takes_what_fsdp_takes() -> None:
-    """With as many batches as FSDP needs to fit."""
-    costs = tuple(dataclasses.replace(cost, activation_bytes=100) for cost in workload().unit_costs)
-    rows = dataclasses.replace(workload(), unit_costs=costs)
-    computer = dataclasses.replace(
-        machine(budget=5000), times=dataclasses.replace(times_of(12), reduce_seconds_per_byte=0.01)
-    )
-    fsdp = forecast(job(4), rows, computer).fsdp
-    assert fsdp is not None and fsdp.fits and fsdp.num_microbatches == 2
-    result = forecast(
-        job(4, replica_sharding="auto", gradient_accumulation_steps=fsdp.num_microbatches), rows, computer
-    )
-    assert result.first.replica_sharding == "full" and result.first.pipeline_parallel_size == 1
-    assert result.seconds == pytest.approx(fsdp.seconds)
-    assert max(result.epochs[0].stage_bytes) == fsdp.largest_bytes
-
-
 def test_advice_on_sharding() -> None:
-    """One stage needs 4,800 bytes, with sharding 3,000 or 1,600; one of two 2,400 or 1,800, one of four 1,200."""
+    """One stage needs 4,800 bytes, with sharding 3,000; one of two 2,400 or 1,800, one of four 1,200."""
 
     def advice(budget: int, reduce: float, k: Any = "auto") -> str:
         times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=reduce)
@@ -168,14 +142,6 @@ def test_advice_on_sharding() -> None:
     # by counts, 'auto' would find one stage, whose reduction takes too long
     assert "Set replica_sharding='none', pipeline_parallel_size=4 (K = 4 at" in advice(4800, 4.0)
     assert "Set replica_sharding" not in advice(1599, 0.01, k=1), "nothing fits"
-
-
-def test_advice_against_full_in_several_stages() -> None:
-    def advice(k: int) -> str:
-        return advise(forecast(job(4, replica_sharding="full", pipeline_parallel_size=k), workload(), machine()))[0]
-
-    assert advice(2).startswith("Set replica_sharding='optimizer': with 'full' and several stages all weights are ga")
-    assert not advice(1).startswith("Set replica_sharding") and not advice(4).startswith("Set replica_sharding")
 
 
 def test_reading_takes_the_time_of_a_nodes_rows() -> None:

@@ -1,4 +1,4 @@
-"""Memory and seconds of replicas that divide parameters, gradients and optimizer state."""
+"""Memory and seconds of devices that divide parameters, gradients and optimizer state, and autocast's copies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import pytest
 from test_plan import plan_of, times_of, unit
 
 from hf_pipetransformer.forecast.fsdp import fsdp_run
-from hf_pipetransformer.planning.costs import HeadCost
-from hf_pipetransformer.planning.full_sharding import Part, divide
+from hf_pipetransformer.planning.full_sharding import Part, divide, state_bytes
 from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import largest_bytes_with_whole_model
-from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 SIZES = (100, 200, 400, 100)
 OUTSIDE = 50
@@ -28,58 +25,22 @@ UNITS = tuple(
 )
 
 
-def full(k: int, world_size: int = 4, **changes: Any) -> PipelinePlan:
-    return plan_of(k, world_size, UNITS, replica_sharding="full", rows_per_device=2, **changes)
-
-
-def state_of(plan: PipelinePlan, stage: int) -> int:
-    """What a device holds beside activations, of which one micro-batch of all samples is in flight."""
-    rows = plan.rows_per_pipeline
-    activations = sum(UNITS[u].activation_bytes for u in plan.units_of(stage) if u >= plan.num_frozen_layers) * rows
-    return plan.stage_bytes(stage, rows=rows, num_microbatches=1) - activations
-
-
 def test_layers_and_what_is_outside_of_them() -> None:
-    divided = divide(UNITS, 0)
-    assert divided.layers == tuple(Part(size, size) for size in SIZES)
-    assert (divided.outside, divided.held_bytes) == (Part(50, 50), 0)
-    frozen = divide(UNITS, 2)
-    assert frozen.layers == (Part(), Part(), Part(400, 400), Part(100, 100))
-    assert (frozen.outside, frozen.held_bytes) == (Part(), 350)
-    shared = divide([unit(i, parameters={"layer.0.weight": 100}) for i in range(2)], 0)
+    divided = divide(UNITS)
+    assert divided.layers == tuple(Part(size, size) for size in SIZES) and divided.outside == Part(50, 50)
+    shared = divide([unit(i, parameters={"layer.0.weight": 100}) for i in range(2)])
     assert shared.layers == (Part(), Part()) and shared.outside == Part(100, 100), "ALBERT"
-    adapters = divide([unit(0, parameters={"layer.0.weight": 90, "head": 10}, trainable_bytes=20)], 0)
+    adapters = divide([unit(0, parameters={"layer.0.weight": 90, "head": 10}, trainable_bytes=20)])
     assert adapters.layers == (Part(90, 18),) and adapters.outside == Part(10, 2)
 
 
-def test_one_stage_holds_its_part_two_gathered_layers_and_two_gradients() -> None:
+def test_a_device_holds_its_part_two_gathered_layers_and_two_gradients() -> None:
     whole = (400 + 200 + OUTSIDE) + (2 * 400 + OUTSIDE)
-    assert state_of(full(1), 0) == 850 * (1 + 1 + 2) // 4 + whole
-    assert state_of(full(1, 1), 0) == 850 * 4, "nobody to divide with"
-
-
-def test_a_stage_of_several_needs_more_than_if_only_the_optimizer_state_is_divided() -> None:
-    """Parameters and gradients are whole during a batch, and the part that is left between the steps is there, too."""
-    plan = full(2)  # units 0 1 | 2 3, two replicas
-    assert [state_of(plan, stage) for stage in range(2)] == [size * (1 + 2) // 2 + size * 2 for size in (350, 500)]
-    optimizer = dataclasses.replace(plan, replica_sharding="optimizer")
-    assert [state_of(plan, stage) - state_of(optimizer, stage) for stage in range(2)] == [350 // 2, 500 // 2]
-    assert [state_of(full(4), stage) for stage in range(4)] == [600, 800, 1600, 400], "one replica"
-
-
-def test_one_stage_that_cannot_gather_layers_holds_what_a_stage_of_several_does() -> None:
-    plan = full(1, runs_layers_in_order=False)
-    assert state_of(plan, 0) == round(850 * (1 + 2) / 4) + 850 * 2
-    assert state_of(plan, 0) > state_of(dataclasses.replace(plan, replica_sharding="optimizer"), 0)
-    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)  # a second a byte, gathered or scattered
-    timed = dataclasses.replace(plan, times=slow)
-    assert timed.predict(2, 1).seconds_at_end == (1 + 2) * 850
-    together = [unit(i, parameters={"layer.0.weight": 100}) for i in range(2)]  # ALBERT: no layer has its own
-    assert not plan_of(1, 4, tuple(together), replica_sharding="full").gathers_by_layer
+    assert state_bytes(divide(UNITS), 4) == 850 * (1 + 1 + 2) // 4 + whole
 
 
 def test_autocast_keeps_copies_of_each_forward() -> None:
-    """Of a device's units in one stage, once for each micro-batch in flight; gathered layer by layer, of one layer."""
+    """Of a device's units, once for each micro-batch in flight."""
     copies = [{f"layer.{i}.weight": size // 2} for i, size in enumerate(SIZES)]
     copies[3]["head"] = 7
     units = tuple(
@@ -95,87 +56,26 @@ def test_autocast_keeps_copies_of_each_forward() -> None:
             stage, rows=rows, num_microbatches=m
         )
 
-    def plan_with(k: int, sharding: str, **changes: Any) -> PipelinePlan:
-        return plan_of(k, 4, units, replica_sharding=sharding, rows_per_device=2, autocasts=True, **changes)
+    def plan_with(k: int, **changes: Any) -> PipelinePlan:
+        return plan_of(k, 4, units, rows_per_device=2, autocasts=True, **changes)
 
-    whole = (100 + 200 + 400 + 100) // 2 + 7 + 3
     for sharding in ("none", "optimizer"):
-        assert copied(plan_with(1, sharding), 0, 1) == whole
-    assert copied(plan_with(1, "full"), 0, 1) == 400 // 2 + 7 + 3
-    assert copied(plan_with(1, "full", runs_layers_in_order=False), 0, 1) == whole
-    assert copied(plan_with(1, "full", num_frozen_layers=3), 0, 1) == 100 // 2 + 7
-    two = plan_with(2, "full")  # units 0 1 | 2 3; two micro-batches in flight in the first stage, one in the last
+        assert copied(plan_with(1, replica_sharding=sharding), 0, 1) == (100 + 200 + 400 + 100) // 2 + 7 + 3
+    assert copied(plan_with(1, num_frozen_layers=3), 0, 1) == 100 // 2 + 7
+    two = plan_with(2)  # units 0 1 | 2 3; two micro-batches in flight in the first stage, one in the last
     assert [copied(two, stage, 4) for stage in range(2)] == [2 * (100 + 200) // 2, (400 + 100) // 2 + 7 + 3]
 
 
-def test_frozen_units_are_not_divided() -> None:
-    assert state_of(full(1, num_frozen_layers=3), 0) == 750 + 100 * 4 // 4 + 100 + 2 * 100
-
-
-def test_a_device_that_generates_has_the_whole_model_in_place_of_the_stage() -> None:
-    plan = full(2)
-    rows = plan.rows_per_pipeline
-    m = plan.num_microbatches_for(rows)
-    others = [plan.stage_bytes(s, rows=rows, num_microbatches=m) - gathered for s, gathered in enumerate((350, 500))]
-    assert largest_bytes_with_whole_model(plan, 850) == 850 + max(others)
-
-
-# -- seconds: of a row 1 forward and 2 backward, two rows in a batch of one stage ------------------------------------
-def seconds(plan: PipelinePlan, m: int) -> float:
-    return plan.predict(plan.rows_per_pipeline, m).seconds
-
-
-def test_transfers_hide_behind_computing() -> None:
-    """All but those of the embeddings and the first gather, at half of an all-reduce of all ranks."""
-    times = dataclasses.replace(times_of(4), reduce_seconds_per_byte=0.004, update_seconds_per_byte=0.01)
-    plan = full(1, times=times)
-    assert seconds(plan, 1) == pytest.approx(4 * 3 * 2 + 0.5 * 0.004 * (50 + 100 + 50) + 850 * 0.01 / 4)
-    assert seconds(dataclasses.replace(plan, replica_sharding="none"), 1) == pytest.approx(24 + 850 * (0.004 + 0.01))
-
-
-def test_one_stage_takes_what_plain_fsdp_takes() -> None:
-    ends = PartTimes(Seconds(1.0, 2.0), Seconds(3.0, 4.0))
-    for reduce in (0.004, 0.1):
-        times = ModelTimes(ends, times_of(4).units, ends, update_seconds_per_byte=0.01, reduce_seconds_per_byte=reduce)
-        fsdp, plan = fsdp_run(UNITS, times, 4, 2, 1, None), full(1, times=times)
-        assert seconds(plan, 1) == pytest.approx(fsdp.step_seconds)
-        assert plan.stage_bytes(0, rows=2, num_microbatches=1) == fsdp.largest_bytes
-
-
-def test_slow_transfers_of_one_stage() -> None:
-    """A gather before each pass and a reduction after the backward; the last layer stays gathered for its backward."""
-    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)  # a second a byte, gathered or scattered
-    assert seconds(full(1, times=slow), 1) == (50 + 100 + 50) + 800 + (2 * 700 + 100)
-    frozen = full(1, times=slow, num_frozen_layers=2)
-    assert seconds(frozen, 1) == 400 + (2 + 2 + 400 + 100) + (2 * 400 + 100)
-    assert seconds(dataclasses.replace(frozen, num_cached_layers=2), 1) == 400 + (400 + 100) + (2 * 400 + 100)
-
-
-def test_the_head_of_a_frozen_unit_is_divided() -> None:
-    """It is gathered and reduced once for each batch, as there is no layer to gather."""
-    units = (*UNITS[:3], dataclasses.replace(UNITS[3], head=HeadCost(0.5, 5, 30)))
-    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)
-    plan = plan_of(1, 4, units, replica_sharding="full", rows_per_device=2, times=slow, num_frozen_layers=4)
-    assert not plan.gathers_by_layer
-    assert seconds(plan, 1) == 4 * 2 + (30 + 2 * 30)
-    assert plan.stage_bytes(0, rows=2, num_microbatches=1) == 850 - 30 + round(30 * 3 / 4) + 30 + 30 + 5 * 2
-
-
-def test_several_stages_gather_and_reduce_while_nothing_computes() -> None:
-    """Two replicas of four ranks: a ring of two sends 2/3 of the bytes of one of four."""
-    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=3.0)  # two seconds a byte, one to gather
-    plan = full(2, times=slow)
-    none = dataclasses.replace(plan, replica_sharding="none")
-    assert plan.predict(4, 2).timeline == none.predict(4, 2).timeline
-    assert none.predict(4, 2).seconds_at_end == 2 * 500
-    assert plan.predict(4, 2).seconds_at_end == (2 + 1) * 500
-    frozen = full(2, times=slow, num_frozen_layers=2, num_cached_layers=2)  # units 0 1 2 | 3
-    assert frozen.stage_bounds == (0, 3, 4) and frozen.predict(4, 2).seconds_at_end == (2 + 1) * 400
-
-
-def test_it_prints_what_replicas_divide() -> None:
-    whole = "replicas divide parameters, gradients and optimizer state"
-    assert f"{whole} (layer by layer)" in str(full(1))
-    for plan in (full(2), full(1, runs_layers_in_order=False)):
-        assert f"{whole} (all weights are gathered for a step, which needs more memory than 'optimizer')" in str(plan)
-    assert "divide" not in str(full(4))
+@pytest.mark.parametrize(
+    ("per_byte", "seconds"),
+    [
+        # all transfers hide behind computing but those of the embeddings and the first gather, at half of a reduction
+        (0.004, 4 * 3 * 2 + 0.5 * 0.004 * (50 + 100 + 50)),
+        # a gather before each pass and a reduction after the backward; the last layer stays for its backward
+        (2.0, (50 + 100 + 50) + 800 + (2 * 700 + 100)),
+    ],
+)
+def test_seconds_of_a_step(per_byte: float, seconds: float) -> None:
+    """Of a row 1 forward and 2 backward, two rows in a batch; each device updates its quarter."""
+    times = dataclasses.replace(times_of(4), reduce_seconds_per_byte=per_byte, update_seconds_per_byte=0.01)
+    assert fsdp_run(UNITS, times, 4, 2, 1, None).step_seconds == pytest.approx(seconds + 850 * 0.01 / 4)

@@ -146,12 +146,12 @@ def test_flops_predict_what_equal_times_do(schedule: str, v: int) -> None:
 
 
 def test_the_schedule_is_chosen_with_stages_and_sharding() -> None:
-    """Two replicas of two stages do not fit without sharding; the shortest pipeline is one stage."""
+    """Neither one stage nor two replicas of two fit without sharding, and one stage does not with it."""
     units = tuple(unit(i) for i in range(8))
     policy = ElasticPolicy("auto", 4, True, 1300, "auto", num_microbatches=2, replica_sharding="auto")
-    assert policy.first(units, 4, None).pipeline_parallel_size == 1
-    first = dataclasses.replace(policy, pipeline_parallel_size=2).first(units, 4, None)
-    assert (of(first), first.replica_sharding) == (V2, "optimizer")
+    for stages in ("auto", 2):
+        first = dataclasses.replace(policy, pipeline_parallel_size=stages).first(units, 4, None)
+        assert (first.pipeline_parallel_size, of(first), first.replica_sharding) == (2, V2, "optimizer")
 
 
 def test_the_shortest_pipeline_that_fits_has_a_schedule_of_its_own() -> None:

@@ -36,7 +36,7 @@ def layout(plan: PipelinePlan) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
-    [(None, "none"), (3200, "none"), (3199, "optimizer"), (2000, "optimizer"), (1999, "full"), (1200, "full")],
+    [(None, "none"), (3200, "none"), (3199, "optimizer"), (2000, "optimizer")],
 )
 def test_memory_decides_the_sharding_of_one_stage(budget: int | None, expected: str) -> None:
     for by_times in (True, False):
@@ -49,42 +49,22 @@ def test_memory_decides_the_sharding_of_one_stage(budget: int | None, expected: 
 def test_what_is_considered() -> None:
     """Two stages need 1,600 bytes without sharding and 1,200 with that of the optimizer's state; one replica 800."""
     choice = chosen(1300)
-    assert [layout(plan) for plan in choice.considered] == [(1, "full"), (2, "optimizer"), (4, "none")]
-    assert [fits(plan) for plan in choice.considered] == [True, True, True]
-    assert choice.plan is choice.considered[0]
-    choice = chosen(1199)
-    assert [fits(plan) for plan in choice.considered] == [False, False, True]
-    assert [layout(plan) for plan in choice.considered] == [(1, "full"), (2, "optimizer"), (4, "none")]
-    assert choice.plan is choice.considered[2]
+    assert [layout(plan) for plan in choice.considered] == [(1, "optimizer"), (2, "optimizer"), (4, "none")]
+    assert [fits(plan) for plan in choice.considered] == [False, True, True]
+    assert choice.plan is choice.considered[1]
 
 
 def test_slow_links_make_a_longer_pipeline_faster() -> None:
     """One stage moves 2,400 bytes in a step, and a pipeline of one replica none."""
     slow = dataclasses.replace(TIMES, reduce_seconds_per_byte=4.0)
-    assert layout(chosen(1300, times=slow).plan) == (4, "none")
-    assert layout(chosen(1300, times=slow, by_times=False).plan) == (1, "full"), "by counts: the shortest"
-    assert layout(chosen(1300, times=None, by_times=False).plan) == (1, "full")
-
-
-@pytest.mark.parametrize("budget", [3200, 2000, 1999, 1200, 800])
-def test_full_only_where_it_needs_less_than_optimizer(budget: int) -> None:
-    """One stage that cannot gather layers needs more with it, and so does each of several, whether it fits or not."""
-    choice = choose_sharding(
-        UNITS, 4, "auto", memory_budget_bytes=budget, seconds=None, rows_per_device=16, runs_layers_in_order=False
-    )
-    assert [plan.replica_sharding for plan in choice.considered] == [
-        "none" if budget >= 3200 else "optimizer",
-        "none" if budget >= 1600 else "optimizer",
-        "none",
-    ]
-    assert all(
-        plan.replica_sharding != "full" for plan in chosen(budget).considered if plan.pipeline_parallel_size > 1
-    )
+    assert layout(chosen(2000, times=slow).plan) == (4, "none")
+    assert layout(chosen(2000, times=slow, by_times=False).plan) == (1, "optimizer"), "by counts: the shortest"
+    assert layout(chosen(2000, times=None, by_times=False).plan) == (1, "optimizer")
 
 
 def test_a_given_number_of_stages_that_does_not_fit_is_kept() -> None:
-    choice = chosen(1199, k=1)
-    assert layout(choice.plan) == (1, "full") and not fits(choice.plan)
+    choice = chosen(1999, k=1)
+    assert layout(choice.plan) == (1, "optimizer") and not fits(choice.plan)
 
 
 def test_nothing_fits() -> None:
@@ -111,9 +91,9 @@ def test_an_elastic_training_keeps_what_was_chosen_at_its_begin() -> None:
 
 def test_only_plans_by_times_depend_on_times() -> None:
     slow = dataclasses.replace(TIMES, reduce_seconds_per_byte=4.0)
-    assert layout(policy("counts", 1300).first(UNITS, 4, slow)) == (1, "full")
-    assert layout(policy("times", 1300).first(UNITS, 4, slow)) == (4, "none")
-    assert layout(policy("times", 1300).first(UNITS, 4, None)) == (1, "full")
+    assert layout(policy("counts", 2000).first(UNITS, 4, slow)) == (1, "optimizer")
+    assert layout(policy("times", 2000).first(UNITS, 4, slow)) == (4, "none")
+    assert layout(policy("times", 2000).first(UNITS, 4, None)) == (1, "optimizer")
 
 
 def test_a_plan_has_no_choice_left() -> None:

@@ -69,9 +69,6 @@ FAULTS = [
     Fault("kill", 2, "update", 4, entry=2, sharding="optimizer"),  # while replicas exchange what they have updated
     Fault("stop", 1, "update", 4, entry=2, sharding="optimizer"),
     Fault("kill", 1, "move", 5, sharding="optimizer"),
-    Fault("kill", 2, "weights", 4, entry=2, sharding="full"),  # while replicas bring their weights together
-    Fault("stop", 3, "weights", 7, sharding="full"),  # layer by layer
-    Fault("kill", 1, "move", 5, sharding="full"),
 ]
 WHO = (2, EVERYONE, 0)
 TERMS = [
@@ -97,7 +94,6 @@ FEW = {
     Fault("terms", EVERYONE, "move", 5),
     Fault("kill", 2, "update", 4, entry=2, sharding="optimizer"),
     Fault("stop", 1, "update", 4, entry=2, sharding="optimizer"),
-    Fault("kill", 2, "weights", 4, entry=2, sharding="full"),
 }
 assert {*FAULTS, *TERMS} >= FEW
 IN_AN_EPOCH = 8

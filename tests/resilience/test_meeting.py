@@ -33,7 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1F1B": {"pipeline_parallel_size": 2},
     "DDP": {"pipeline_parallel_size": 1},
     "ZBV": {"pipeline_parallel_size": 2, "pipeline_schedule": "zbv"},
-    "full": {"pipeline_parallel_size": 1, "replica_sharding": "full"},
     "lazy": {"pipeline_parallel_size": 2},
 }
 
@@ -71,7 +70,7 @@ def assert_both_are_named(outcomes: list[RankOutcome], method: str, event: str, 
         assert f"[rank {outcome.rank}] {said}" in outcome.log  # by the watchdog, also if it can raise an error
 
 
-@pytest.mark.parametrize("layout", ["1F1B", *slow("DDP", "ZBV", "full", "lazy")])
+@pytest.mark.parametrize("layout", ["1F1B", *slow("DDP", "ZBV", "lazy")])
 @pytest.mark.parametrize("method", ["evaluate", "save_model", *slow("predict")])
 def test_on_the_main_process_only(layout: str, method: str, tmp_path: Path) -> None:
     """It takes no timeout: ten minutes here."""

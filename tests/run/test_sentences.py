@@ -55,12 +55,6 @@ def test_a_chosen_schedule() -> None:
     assert "1f1b 1.00 (does not fit), interleaved1f1b with" in describe_schedules(choose_schedule(small, 2))
 
 
-def test_a_start_says_how_divided_weights_are_gathered() -> None:
-    one, two = (describe_start("Bert", plan(stages, sharding="full"), None, None, "") for stages in (1, 2))
-    assert one.endswith("replicas divide parameters, gradients and optimizer state (layer by layer).")
-    assert two.endswith("state (all weights are gathered for a step, which needs more memory than 'optimizer').")
-
-
 def test_a_change() -> None:
     change = Transformation(plan(4), plan(2, 2, 2), {"move": 0.1}, 0)
     assert describe_change(change, 7, 0.5, 2**21) == (
