@@ -264,7 +264,7 @@ class PipeTransformerTrainer(Trainer):
         make_stock = super().get_train_dataloader
         if self._is_stock:
             return make_stock()
-        generations = training_data.generations_file(self._job)
+        generations = training_data.generations_file(self._job, is_training=self._pipeline_run is not None)
         loader = training_data.training_loader(self._job, make_stock, generations)
         if self._pipeline_run is not None:
             self._pipeline_run.latest_loader = loader if isinstance(loader, NumberedLoader) else None

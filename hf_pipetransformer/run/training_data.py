@@ -148,12 +148,14 @@ def set_workers_apart(loader: Any) -> None:
         base.worker_init_fn = WorkerStart(base.worker_init_fn)
 
 
-def generations_file(job: TrainingJob) -> Path | None:
+def generations_file(job: TrainingJob, is_training: bool = True) -> Path | None:
     """Return the file that names the cache generations being read; None if nothing is cached.
 
-    Collective over all processes if something may be cached.
+    Collective over all processes, in a training: what the arguments allow depends on the weights that a process has.
+    Outside of one, where a process alone may ask for a loader, only if something may be cached.
     """
-    return store_file(job) if job.may_cache else None
+    may_cache = all(job.mesh.gather_objects(job.may_cache)) if is_training else job.may_cache
+    return store_file(job) if may_cache else None
 
 
 def store_file(job: TrainingJob) -> Path:
