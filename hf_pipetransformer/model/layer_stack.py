@@ -106,12 +106,6 @@ class LayerStack:
     def num_units(self) -> int:
         return len(self.owners)
 
-    @property
-    def may_read_unseen(self) -> bool:
-        """Whether units may read trained parameters where no gradient shows it (RT-DETR's choice of queries)."""
-        pairs = zip(self.owners, self.trained_with, strict=True)
-        return any(not own - trained <= self.unreached for own, trained in pairs)
-
     def owned(self, start: int, stop: int) -> frozenset[str]:
         """Names of the parameters that a stage with the units [start, stop) needs."""
         return frozenset().union(*self.owners[start:stop])
