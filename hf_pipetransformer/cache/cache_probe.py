@@ -247,6 +247,7 @@ class _Probe:
         """Part 1: what crosses each boundary, and what it is computed of."""
         table, rows = self._stack.table, self._unkeyed([0])
         read: dict[int, frozenset[str]] = {}
+        decided: dict[int, frozenset[str]] = {}  # inputs whose values the code has looked at
         seen: Origins | None = None
         for _ in range(2):  # what was first seen in one pass, and is the same object in the next, is a constant
             origins = Origins(self._stack.model, rows, self._device, {name: table[name] for name in table.names})
@@ -255,7 +256,9 @@ class _Probe:
             done = itertools.count(1)
 
             def note(unit: Unit, output: Any, origins: Origins = origins, done: Iterator[int] = done) -> None:
-                read[next(done)] = frozenset(origins.union(tensors_of(output)) | origins.decided)
+                boundary = next(done)
+                decided[boundary] = frozenset(origins.decided)
+                read[boundary] = frozenset(origins.union(tensors_of(output)) | origins.decided)
 
             with origins:
                 _, carry = self._forward(rows, note)
@@ -282,6 +285,8 @@ class _Probe:
                 self.open[boundary] = crossing[0]
         self.open = {boundary: slot for boundary, slot in self.open.items() if boundary <= self._most}
         used = frozenset[str]().union(*(read[boundary] for boundary in self.open))
+        if any(decided[boundary] - {MASK} for boundary in self.open):
+            used |= rows.keys()  # with other values, another branch of the code may read more
         tells_padding = {MASK} if used & TOKEN_INPUTS else set()
         self.unread = frozenset(rows) - used - tells_padding
         self._keeps_padding |= MASK in self.unread

@@ -21,6 +21,9 @@ NOT_OF_BATCH = frozenset({TRAINED, RANDOM, UNKNOWN})
 
 METADATA = frozenset(
     {
+        "_base",
+        "_version",
+        "data_ptr",
         "device",
         "dim",
         "dtype",
@@ -30,6 +33,7 @@ METADATA = frozenset(
         "is_complex",
         "is_contiguous",
         "is_floating_point",
+        "is_inference",
         "is_leaf",
         "is_meta",
         "is_nested",

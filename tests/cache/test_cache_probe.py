@@ -564,6 +564,28 @@ def test_images_beside_text_are_kept_by_the_images_alone():
     assert trial.unread == {"input_ids", "attention_mask"}
 
 
+class LooksFirst(nn.Module):
+    """Reads hints only where a sentence begins with the word 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny("BertForSequenceClassification")
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, hint: Tensor, labels: Tensor) -> Any:
+        words = self.model.bert.embeddings.word_embeddings(input_ids)
+        if bool((input_ids[:, 0] == 7).any()):
+            words = words + hint[:, None, None]
+        return self.model(inputs_embeds=words, attention_mask=attention_mask, labels=labels)
+
+
+def test_an_input_that_another_branch_may_read_is_in_the_key():
+    samples = [{**row, "hint": torch.tensor(float(number))} for number, row in enumerate(text())]
+    assert not any(bool(row["input_ids"][0] == 7) for row in samples)
+    trial = probe_boundaries(*taken_apart(LooksFirst(), samples, padding()), samples, padding())
+    assert accepted(trial.verdicts) == [1, 2, 3, 4]
+    assert "hint" not in trial.unread
+
+
 def test_a_mask_that_does_not_tell_rows_from_padding_is_refused():
     def collate(samples: list[Sample]) -> dict[str, Any]:
         batch = padding()(samples)
