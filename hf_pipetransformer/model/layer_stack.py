@@ -463,11 +463,7 @@ def _members_of(model: nn.Module, name: str) -> list[str]:
     """
     modules = dict(model.named_modules())
     if isinstance(modules.get(name), (nn.ModuleList, nn.Sequential)) and len(modules[name]):
-        children = [child for child, _ in modules[name].named_children()]
-        # a module that occurs several times is one child
-        return [
-            f"{name}.{k if isinstance(modules[name], nn.ModuleList) else child}" for k, child in enumerate(children)
-        ]
+        return [f"{name}.{child}" for child, _ in modules[name].named_children()]
     found = f"is a {type(modules[name]).__name__}" if name in modules else "does not exist"
     lists = [repr(n) for n, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential)) and n]
     raise ValueError(
