@@ -56,7 +56,6 @@ SIZES = {
     "bert-base": dict(zip(FIELDS, (12, 768, 12, 30522, 48, 128, 12), strict=True)),
     "tiny": dict(zip(FIELDS, (6, 32, 2, 512, 12, 16, 8), strict=True)),
 }
-"""Of the model, of a global batch, and of an epoch."""
 BYTES_FOR_LARGE = 14 * 2**30
 WARM_UP = 3  # first steps of each epoch that are not measured
 LEAST_SECONDS = 5.0  # a step for which less is left is not started: imports take as long
@@ -74,10 +73,10 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 def size_of(options: argparse.Namespace) -> dict[str, int]:
     device = device_of(options)
-    if device.type == "cpu":
+    if options.model_size or device.type == "cpu":
         return SIZES[options.model_size or "tiny"]
     memory = getattr(torch.get_device_module(device).get_device_properties(device), "total_memory", 0)
-    return SIZES[options.model_size or ("bert-base" if memory < BYTES_FOR_LARGE else "bert-large")]
+    return SIZES["bert-base" if memory < BYTES_FOR_LARGE else "bert-large"]
 
 
 def make_model(size: dict[str, int], dropout: float) -> nn.Module:
@@ -213,7 +212,8 @@ def difference(values: list[float], expected: list[float]) -> float:
 
 # The steps: each returns figures and checks
 def half(options: argparse.Namespace) -> str:
-    return "bf16" if device_of(options).type == "cpu" or torch.cuda.is_bf16_supported() else "fp16"
+    kind = device_of(options).type
+    return "bf16" if kind == "cpu" or torch.cuda.is_bf16_supported() else "fp16" if kind == "cuda" else "fp32"
 
 
 def machine(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
@@ -247,8 +247,7 @@ def parity(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
 
 
 def cache(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
-    figures: Found = {}
-    checks = {}
+    figures, checks = Found(), dict[str, bool]()
     layers = size_of(options)["layers"]
     for frozen in (layers // 3, 2 * layers // 3):
         freezing = {"freeze_policy": "schedule", "freeze_schedule": {"0": frozen}}
@@ -282,8 +281,7 @@ def overflow(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
 
 def two_stages(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
     frozen = {"freeze_policy": "schedule", "freeze_schedule": {"0": size_of(options)["layers"] // 2}}
-    figures: Found = {}
-    checks = {}
+    figures, checks = Found(), dict[str, bool]()
     for name, freezing in (("trained", {}), ("first stage frozen", {**frozen, "activation_cache": "off"})):
         one = train(options, True, dropout=0.0, **freezing)
         with tempfile.TemporaryDirectory() as folder:
