@@ -61,7 +61,7 @@ Turn = dict[str, Figures]
 """Name of each case -> its figures."""
 
 OTHERS = "others"
-TABLE_WIDTH = 130  # where the output is no terminal
+TABLE_WIDTH = 150  # where the output is no terminal
 MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 """The size of MiniLM-L6; what `BertConfig` says of the rest is MiniLM's, too."""
 
@@ -257,7 +257,7 @@ def report(
     table = Table(title=f"Medians of {len(turns)} turns, {num_processes()} process(es)", title_justify="left")
     targets = any(ratio.targets for ratio in ratios)
     for column in ("case", *figures, *(n for r in ratios for n in (r.name, "in each turn")), *["target"] * targets):
-        table.add_column(column, justify="left" if column == "case" else "right")
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=column == "case")
     for case, values in summary.items():
         cells = [case, *(shown(values[figure]) if figure in values else "" for figure in figures)]
         for ratio in ratios:
