@@ -1,49 +1,28 @@
+#!/usr/bin/env python
 """What it costs that a loss drives the pipeline, beside the same loss by parts and beside DDP.
 
-    torchrun --nproc_per_node 2 benchmarks/driven_loss.py [--out benchmarks/results/driven_loss.json]
+    python benchmarks/driven_loss.py --processes 2 --out results.json
 
-Two processes, a BERT of MiniLM's size, M = 4. In turn, several times: by parts (GPipe, 1F1B), driven with one call of
-the model, driven with two calls (R-Drop), and DDP. Seconds are those of a step, the median of each training; ratios
-are of one turn, and their median is shown.
+A BERT of MiniLM's size without dropout, K = 2, M = 4: by parts (GPipe, 1F1B), driven with one call of the model,
+driven with two calls (R-Drop), and DDP.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import time
-from pathlib import Path
+import tempfile
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, set_seed
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer import PipeTransformerTrainer
 
-ROWS, TOKENS, STEPS, WARM_UP = 32, 64, 12, 3
-CONFIG = {
-    "vocab_size": 30522,
-    "hidden_size": 384,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "intermediate_size": 1536,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+import harness
+from harness import Figures, RandomRows, Ratio, StepClock
 
-
-class Rows(torch.utils.data.Dataset):
-    """Random tokens with classes."""
-
-    def __len__(self) -> int:
-        return ROWS * STEPS
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(index)
-        return {"input_ids": torch.randint(1, 30000, (TOKENS,), generator=generator), "labels": index % 2}
+BASE, ONCE, TWICE = "GPipe by parts", "driven, one call", "driven, two calls"
+STEPS, WARM_UP = 12, 4
 
 
 class Own(PipeTransformerTrainer):
@@ -68,77 +47,42 @@ class Twice(PipeTransformerTrainer):
         return loss + F.kl_div(one.log_softmax(-1), two.softmax(-1), reduction="batchmean")
 
 
-class Clock(TrainerCallback):
-    """Takes the time at the end of each step."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        steps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        return statistics.median(steps[WARM_UP:])
-
-
-WAYS: dict[str, tuple[type, dict[str, Any]]] = {
-    "GPipe by parts": (Own, {"pipeline_schedule": "gpipe", "loss_reduction": "mean"}),
+CASES: dict[str, tuple[type[PipeTransformerTrainer], dict[str, Any]]] = {
+    BASE: (Own, {"pipeline_schedule": "gpipe", "loss_reduction": "mean"}),
     "1F1B by parts": (Own, {"loss_reduction": "mean"}),
-    "driven, one call": (Own, {}),
-    "driven, two calls": (Twice, {}),
+    ONCE: (Own, {}),
+    TWICE: (Twice, {}),
     "DDP": (Own, {"pipeline_parallel_size": 1}),
 }
 
 
-def seconds_of(way: str, folder: str) -> float:
-    trainer_class, options = WAYS[way]
-    set_seed(0)
-    clock = Clock()
-    arguments = PipeTransformerTrainingArguments(
-        output_dir=folder,
-        **{
-            "pipeline_parallel_size": 2,
-            "num_microbatches": 4,
-            "per_device_train_batch_size": ROWS // 2,
-            "num_train_epochs": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            **options,
-        },
-    )
-    model = BertForSequenceClassification(BertConfig(**CONFIG))
-    trainer_class(model=model, args=arguments, train_dataset=Rows(), callbacks=[clock]).train()
-    return clock.seconds
+def step(trainer_class: type[PipeTransformerTrainer], case: dict[str, Any], options: argparse.Namespace) -> Figures:
+    """Train for some steps. Collective over all processes."""
+    config, clock = harness.load_config(options.model), StepClock()
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        harness.make_trainer(
+            harness.make_model(options.model, config),
+            RandomRows(options.rows * STEPS, options.tokens, config.vocab_size),
+            folder,
+            [clock],
+            is_ours=True,
+            trainer_class=trainer_class,
+            per_device_train_batch_size=options.rows // harness.num_processes(),
+            max_steps=STEPS,
+            **{"pipeline_parallel_size": 2, "num_microbatches": 4, **case},
+        ).train()
+    return {"step_ms": clock.step_ms(WARM_UP)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    folder = f"/tmp/driven-loss-{os.environ.get('MASTER_PORT', '0')}"
-    turns = [{way: seconds_of(way, folder) for way in WAYS} for _ in range(args.turns)]
-    if os.environ.get("RANK", "0") != "0":
-        return
-    base = "GPipe by parts"
-    found = {
-        way: {
-            "seconds": statistics.median(turn[way] for turn in turns),
-            f"times {base}": statistics.median(turn[way] / turn[base] for turn in turns),
-        }
-        for way in WAYS
-    }
-    twice = statistics.median(turn["driven, two calls"] / (2 * turn["driven, one call"]) for turn in turns)
-    result = {"ways": found, "two calls / twice one": twice, "turns": turns, "torch": torch.__version__}
-    print(json.dumps(result, indent=2))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    """Time all cases and print the table. Every process must call this."""
+    parser = harness.parser_of(__doc__, processes=2)
+    harness.add_model_arguments(parser, tokens=64)
+    options = harness.start(parser)
+    turns = harness.take_turns({name: partial(step, *case, options) for name, case in CASES.items()}, options)
+    per_call = Ratio("to two single calls", "step_ms", lambda name: ONCE if name == TWICE else None)
+    harness.report(options, turns, [Ratio("to GPipe", "step_ms", BASE), per_call])
 
 
 if __name__ == "__main__":

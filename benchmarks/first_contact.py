@@ -1,133 +1,338 @@
 #!/usr/bin/env python
 """The first run on a new GPU: is what the CPU's tests show true there as well, and how fast is it?
 
-    python benchmarks/first_contact.py --output first_contact.json
+    python benchmarks/first_contact.py --out first_contact.json
+    python benchmarks/first_contact.py --use_cpu --steps parity cache     # some of the steps; a tiny model on the CPU
 
-It takes one device and at most eight minutes, and needs no launcher, no data set and no hub: BERT-large with random
-weights trains on random tokens. The steps, in their order:
+It needs one device and at most eight minutes, no launcher, no data set and no hub: BERT-large with random weights
+(BERT-base on less than 14 GiB) trains on random tokens.
 
-    machine          versions, the device, speed of matrix products, of copies and of the disk
-    parity           the stock Trainer, and this library with one stage: losses in fp32 must be equal; time of a step
-                     in bf16; how often a step waits for the device
-    cache            a third and two thirds of the layers frozen: time of a step that fills the cache, reads it, or
-                     computes the frozen layers; idle share of the device; peak memory; what "auto" decides
-    overflow         fp16's loss scaler, where the gradients of one step overflow
-    two_stages       K = 2, both stages on the one device, over gloo: results and memory (its times mean nothing)
-    three_stages     K = 3 goes on from a checkpoint whose frozen layers fill the first stage (likewise)
-    killed_rank      one process of K = 3 is killed: the others must end by themselves and name it
-    epochs           three epochs of (a) the stock Trainer and (g) this library with freezing and the cache
+    machine       versions, the device, speed of matrix products
+    parity        the stock Trainer, and this library with one stage: losses in fp32 must be equal; time of a step in
+                  bf16; how often a step waits for the device, and where
+    cache         a third and two thirds of the layers frozen: time and peak memory of a step that fills the cache,
+                  reads it, or computes the frozen layers; what "auto" decides
+    overflow      fp16's loss scaler, where the gradients of one step overflow
+    two_stages    K = 2, with nothing frozen and with the whole first stage frozen: losses as of one process, and less
+                  memory for each stage. On one device over gloo, by copies in the host's memory, as NCCL refuses two
+                  processes on one device: its times then mean nothing
+    epochs        three epochs of the stock Trainer, and of this library with freezing and the cache
 
-Each step runs in a process of its own, which may take its share of the time that is left. The results are written
-after each step; a step that fails does not stop the next ones. On a machine without an accelerator, or with --use_cpu,
-a tiny model trains on the CPU in about two minutes: a test of this script, whose times say nothing.
-
-In the results a step has one of these for "status", and the exit code is 0 if all are "passed":
-
-    passed           it has come to its end, and all its checks hold
-    failed           a check does not hold
-    error            it has raised an error or has died: "error" is the end of what it wrote
-    timed out        its time was over; the figures that it had by then are there
-    skipped          no time was left for it
+Each step runs in a process of its own, within its share of the time that is left; a step that fails does not stop the
+next ones. The exit code is 0 if all have passed. On a CPU a tiny model trains: a test of this script without times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import Counter
 from contextlib import suppress
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-STEPS = {
-    "machine": 5,
-    "parity": 20,
-    "cache": 25,
-    "overflow": 7,
-    "two_stages": 10,
-    "three_stages": 12,
-    "killed_rank": 8,
-    "epochs": 13,
+import torch
+from torch import nn
+from torch.utils.benchmark import Timer
+from transformers import BertConfig, BertForSequenceClassification, Trainer, set_seed
+
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.run.metrics_file import FILE_NAME as METRICS
+
+import harness
+from harness import RandomRows
+
+FIELDS = ("layers", "hidden", "heads", "vocabulary", "rows", "tokens", "steps")
+SIZES = {
+    "bert-large": dict(zip(FIELDS, (24, 1024, 16, 30522, 48, 128, 12), strict=True)),
+    "bert-base": dict(zip(FIELDS, (12, 768, 12, 30522, 48, 128, 12), strict=True)),
+    "tiny": dict(zip(FIELDS, (6, 32, 2, 512, 12, 16, 8), strict=True)),
 }
-"""Name of each step -> its weight when the time that is left is shared out."""
-MODEL_SIZES = ("auto", "bert-large", "bert-base", "tiny")
-PACKAGES = ("torch", "transformers", "accelerate", "numpy", "hf_pipetransformer")
-WORKER = Path(__file__).with_name("first_contact_steps.py")
-LEAST_SECONDS = 5.0
-"""A step for which less is left is not started: imports take as long."""
-LOG_TAIL = 3000
-"""Characters of a failed step's output that are kept."""
-SECONDS_PER_MINUTE = 60
+BYTES_FOR_LARGE = 14 * 2**30
+WARM_UP = 3  # first steps of each epoch that are not measured
+LEAST_SECONDS = 5.0  # a step for which less is left is not started: imports take as long
+LARGEST_DIFFERENCE = 1e-3  # of a pipeline's losses from those of one process, relative, in fp32
+SYNCHRONISING = "called a synchronizing CUDA operation"  # what torch says of each
+HOST_COPIES = Path(__file__).parents[1] / "tests" / "accelerator"
+Found = dict[str, Any]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("first_contact.json"), help="JSON file for the results")
-    parser.add_argument(
-        "--steps", nargs="+", metavar="STEP", choices=list(STEPS), default=list(STEPS), help="default: all"
+# A training, and what is measured meanwhile
+def device_of(options: argparse.Namespace) -> torch.device:
+    is_cpu = options.use_cpu or not torch.accelerator.is_available()
+    return torch.device("cpu") if is_cpu else torch.device(str(torch.accelerator.current_accelerator()), 0)
+
+
+def size_of(options: argparse.Namespace) -> dict[str, int]:
+    device = device_of(options)
+    if options.model_size or device.type == "cpu":
+        return SIZES[options.model_size or "tiny"]
+    memory = getattr(torch.get_device_module(device).get_device_properties(device), "total_memory", 0)
+    return SIZES["bert-base" if memory < BYTES_FOR_LARGE else "bert-large"]
+
+
+def make_model(size: dict[str, int], dropout: float) -> nn.Module:
+    set_seed(0)
+    sizes = {"hidden_size": size["hidden"], "num_hidden_layers": size["layers"], "num_attention_heads": size["heads"]}
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=size["vocabulary"], intermediate_size=4 * size["hidden"], **sizes, **rates)
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all steps together; default: 8")
-    parser.add_argument(
-        "--model_size",
-        choices=MODEL_SIZES,
-        default="auto",
-        help="auto: bert-large, bert-base on a device with less than 14 GiB, tiny on the CPU",
-    )
-    parser.add_argument("--rows", type=int, help="samples of a global batch, a multiple of 12; default: by model size")
-    parser.add_argument("--tokens", type=int, help="tokens of a sample; default: by model size")
-    parser.add_argument("--use_cpu", action="store_true", help="train on the CPU although there is an accelerator")
-    parser.add_argument(
-        "--folder", type=Path, help="for checkpoints and the cache; default: the system's temporary one"
-    )
-    options = parser.parse_args(arguments)
-    if options.minutes <= 0:
-        parser.error(f"--minutes {options.minutes} must be above 0")
-    if options.rows is not None and (options.rows < 1 or options.rows % 12):
-        parser.error(
-            f"--rows {options.rows} must be a multiple of 12, for two and three stages with four micro-batches"
-        )
-    if options.tokens is not None and options.tokens < 1:
-        parser.error(f"--tokens {options.tokens} must be at least 1")
-    if options.folder is not None and not options.folder.is_dir():
-        parser.error(f"--folder {options.folder} is no folder")
-    return options
 
 
-def seconds_for(step: str, later: Sequence[str], seconds_left: float) -> float:
-    """The share of a step in the time that is left for it and the later ones."""
-    return seconds_left * STEPS[step] / (STEPS[step] + sum(STEPS[name] for name in later))
+class Watched:
+    """Measures around `training_step`; a callback would keep weights on the device that are otherwise offloaded."""
+
+    steps_of_epoch = 0
+    counts_waits = False
+
+    def begin(self) -> None:
+        self.count, self.losses, self.epoch_ms, self.peaks = 0, [], [], []  # type: ignore[var-annotated]
+        self.sites: Counter[str] = Counter()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        step, device = self.count % self.steps_of_epoch, self.args.device  # type: ignore[attr-defined]
+        if step in (WARM_UP, self.steps_of_epoch - 1):
+            synchronise(device)
+            if step == WARM_UP:
+                self.began = time.perf_counter()
+                reset_peak(device)
+                self._listen(True)
+            else:
+                self._listen(False)
+                seconds = time.perf_counter() - self.began
+                self.epoch_ms.append(1e3 * seconds / (step - WARM_UP))
+                self.peaks.append(peak_bytes(device))
+        self.count += 1
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def _listen(self, begins: bool) -> None:
+        """Have torch warn of each call for which the program waits for the device, and count them."""
+        if not self.counts_waits:
+            return
+        if begins:
+            self._caught = warnings.catch_warnings(record=True)
+            self._warnings = self._caught.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        else:
+            torch.cuda.set_sync_debug_mode("default")
+            self._caught.__exit__(None, None, None)
+            self.sites.update(f"{w.filename}:{w.lineno}" for w in self._warnings if SYNCHRONISING in str(w.message))
 
 
-def supervise(
-    command: Sequence[str], record: Path, limit_seconds: float, environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Run a step in a process group of its own, and end the group when the step ends, or its time does.
+def synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def reset_peak(device: torch.device) -> None:
+    getattr(torch.get_device_module(device), "reset_peak_memory_stats", lambda _: None)(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    return getattr(torch.get_device_module(device), "max_memory_allocated", lambda _: None)(device)
+
+
+def train(
+    options: argparse.Namespace,
+    ours: bool,
+    precision: str = "fp32",
+    epochs: int = 1,
+    dropout: float = 0.1,
+    processes: int = 1,
+    watched: Found | None = None,
+    **arguments: Any,
+) -> Found:
+    """Train once, by this library or the stock Trainer, and return what was measured. Collective over all processes.
 
     Args:
-        command: starts the step.
-        record: file in which the step notes its "figures" and "checks".
-        limit_seconds: after which it is ended.
-        environ: environment of the step.
-
-    Returns:
-        What the results say of the step.
+        options: of the command line.
+        ours: whether this library trains.
+        precision: fp32, bf16 or fp16.
+        epochs: number of epochs.
+        dropout: rate of it in all layers.
+        processes: that share the global batch.
+        watched: attributes of `Watched`.
+        **arguments: further training arguments.
     """
-    log = record.with_suffix(".log")
-    began = time.monotonic()
-    exit_code: int | None = None
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=dict(environ), start_new_session=True
+    size = size_of(options)
+    base: type[Trainer] = PipeTransformerTrainer if ours else Trainer
+    attributes = {"steps_of_epoch": size["steps"], **(watched or {})}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer: Any = harness.make_trainer(
+            make_model(size, dropout),
+            RandomRows(size["rows"] * size["steps"], size["tokens"], size["vocabulary"]),
+            folder,
+            [],
+            is_ours=ours,
+            trainer_class=type(base.__name__, (Watched, base), attributes),
+            per_device_train_batch_size=size["rows"] // processes,
+            num_train_epochs=epochs,
+            use_cpu=device_of(options).type == "cpu",
+            **{precision: True} if precision != "fp32" else {},
+            **arguments,
         )
+        trainer.begin()
+        began = time.perf_counter()
+        trainer.train()
+        synchronise(trainer.args.device)
+        metrics = Path(folder, METRICS)
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    values = [line.get("values") or {} for line in lines]
+    return {
+        "losses": [float(loss) for loss in trainer.losses],
+        "epoch_ms": trainer.epoch_ms,
+        "peak_bytes": trainer.peaks,
+        "waits_per_step": sum(trainer.sites.values()) / max(1, len(trainer.epoch_ms) * (size["steps"] - WARM_UP - 1)),
+        "waits": dict(trainer.sites.most_common(20)),
+        "scale": trainer.accelerator.scaler.get_scale() if trainer.accelerator.scaler else None,
+        "hit_rates": [v["cache_hit_rate"] for v in values if "cache_hit_rate" in v],
+        "cache_off": next((line["reason"] for line in lines if line.get("kind") == "cache_off"), None),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def difference(values: list[float], expected: list[float]) -> float:
+    """The largest, relative; infinite if one is not a number."""
+    if len(values) != len(expected) or not all(map(math.isfinite, (*values, *expected))):
+        return math.inf
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, expected, strict=True))
+
+
+# The steps: each returns figures and checks
+def half(options: argparse.Namespace) -> str:
+    kind = device_of(options).type
+    return "bf16" if kind == "cpu" or torch.cuda.is_bf16_supported() else "fp16" if kind == "cuda" else "fp32"
+
+
+def machine(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    device, size = device_of(options), size_of(options)
+    figures: Found = {"device": str(device), "model": size, "cores": os.cpu_count(), "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        figures |= {"name": torch.cuda.get_device_name(device), "devices": torch.cuda.device_count()}
+    width = 8 * size["hidden"]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a = torch.randn(width, width, device=device, dtype=dtype)
+        figures[f"{str(dtype)[6:]}_tflops"] = 2 * width**3 / Timer("a @ a", globals={"a": a}).timeit(5).mean / 1e12
+    return figures, {"the_device_computes": bool(torch.ones(3, device=device).sum().cpu() == 3)}
+
+
+def parity(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    stock, again, ours = (train(options, kind, max_steps=6)["losses"] for kind in (False, False, True))
+    noise = difference(again, stock)  # 0 unless kernels add in another order each time
+    figures: Found = {"stock_differs_from_itself_by": noise, "ours_differs_from_stock_by": difference(ours, stock)}
+    checks = {"losses_are_equal": figures["ours_differs_from_stock_by"] <= 10 * noise < LARGEST_DIFFERENCE}
+    runs = [train(options, kind, half(options)) for kind in (False, True, True, False)]
+    figures["step_ms"] = {
+        "stock": [runs[k]["epoch_ms"] for k in (0, 3)],
+        "ours": [runs[k]["epoch_ms"] for k in (1, 2)],
+    }
+    figures["peak_bytes"] = {"stock": runs[0]["peak_bytes"], "ours": runs[1]["peak_bytes"]}
+    if device_of(options).type == "cuda":
+        counted = [train(options, kind, half(options), watched={"counts_waits": True}) for kind in (False, True)]
+        figures["waits"] = dict(zip(("stock", "ours"), (run["waits"] for run in counted), strict=True))
+        checks["no_more_waits_than_stock"] = counted[1]["waits_per_step"] <= counted[0]["waits_per_step"]
+    return figures, checks
+
+
+def cache(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    figures, checks = Found(), dict[str, bool]()
+    layers = size_of(options)["layers"]
+    for frozen in (layers // 3, 2 * layers // 3):
+        freezing = {"freeze_policy": "schedule", "freeze_schedule": {"0": frozen}}
+        on, off, auto = (
+            train(options, True, half(options), epochs=3, activation_cache=mode, **freezing)
+            for mode in ("on", "off", "auto")
+        )
+        kept = ("epoch_ms", "peak_bytes", "hit_rates", "cache_off")
+        figures[f"f{frozen}"] = {
+            name: {key: run[key] for key in kept} for name, run in (("on", on), ("off", off), ("auto", auto))
+        }
+        checks[f"f{frozen}_all_samples_are_read"] = on["hit_rates"][-1:] == [1.0]
+        checks[f"f{frozen}_auto_has_decided"] = bool(auto["hit_rates"]) or auto["cache_off"] is not None
+    return figures, checks
+
+
+def overflowing(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`compute_loss` whose fourth value is still finite, but its gradients are not."""
+    loss = super(Watched, self).compute_loss(*args, **kwargs)  # type: ignore[misc]
+    return loss * 1e38 if self.count == 4 else loss
+
+
+def overflow(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    if device_of(options).type != "cuda":
+        return {"about": "fp16 has a loss scaler on accelerators only"}, {}
+    runs = [train(options, kind, "fp16", watched={"compute_loss": overflowing}) for kind in (False, True)]
+    figures = {"stock": runs[0]["scale"], "ours": runs[1]["scale"], "losses": [run["losses"] for run in runs]}
+    later = difference(runs[1]["losses"][4:], runs[0]["losses"][4:])  # that of the step itself may be infinite
+    return figures, {"scale_as_in_stock": runs[0]["scale"] == runs[1]["scale"], "losses": later < LARGEST_DIFFERENCE}
+
+
+def two_stages(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    frozen = {"freeze_policy": "schedule", "freeze_schedule": {"0": size_of(options)["layers"] // 2}}
+    figures, checks = Found(), dict[str, bool]()
+    for name, freezing in (("trained", {}), ("first stage frozen", {**frozen, "activation_cache": "off"})):
+        one = train(options, True, dropout=0.0, **freezing)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+            given = [*sys.argv[1:], "--rank_of", json.dumps({"folder": folder, "arguments": freezing})]
+            subprocess.run([*command, *given], check=True)
+            ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(2)]
+        largest = max(difference(rank["losses"], one["losses"]) for rank in ranks)
+        figures[name] = {"differs_from_one_process_by": largest, "peak_bytes": [r["peak_bytes"] for r in ranks]}
+        checks[f"{name}_losses_as_of_one_process"] = largest < LARGEST_DIFFERENCE
+        if one["peak_bytes"][0] and not freezing:
+            checks["stages_need_less_memory"] = all(r["peak_bytes"][0] < one["peak_bytes"][0] for r in ranks)
+    return figures, checks
+
+
+def as_rank(options: argparse.Namespace, asked: Found) -> None:
+    """Train as one of two stages. Collective over both."""
+    arguments: Found = {"pipeline_parallel_size": 2, "num_microbatches": 4, "elastic": False, **asked["arguments"]}
+    if device_of(options).type != "cpu" and torch.accelerator.device_count() < 2:
+        sys.path.append(str(HOST_COPIES))
+        from host_copies import use_host_copies
+
+        use_host_copies()
+        arguments["ddp_backend"] = "gloo"
+    found = train(options, True, dropout=0.0, processes=2, **arguments)
+    Path(asked["folder"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def epochs(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    freezing = {"freeze_policy": "alpha", "freeze_alpha": 1 / 3}
+    stock, ours = train(options, False, half(options), 3), train(options, True, half(options), 3, **freezing)
+    figures = {
+        "stock_s": stock["seconds"],
+        "ours_s": ours["seconds"],
+        "epoch_ms": [stock["epoch_ms"], ours["epoch_ms"]],
+    }
+    return figures, {"losses_are_finite": all(map(math.isfinite, ours["losses"]))}
+
+
+STEPS = {machine: 5, parity: 20, cache: 30, overflow: 7, two_stages: 20, epochs: 13}
+"""Each step, and its weight when the time that is left is shared out."""
+NAMES = {step.__name__: step for step in STEPS}
+
+
+# The supervisor
+def supervise(command: list[str], record: Path, limit_seconds: float, environment: dict[str, str]) -> Found:
+    """Run a step in a process group of its own, and end the group when the step or its time ends."""
+    log, began, exit_code = record.with_suffix(".log"), time.monotonic(), None
+    with log.open("wb") as stream:
+        streams: Any = {"stdout": stream, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command, env=environment, **streams)
         try:
             exit_code = process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
@@ -136,100 +341,58 @@ def supervise(
             with suppress(ProcessLookupError):  # nobody of the group is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    noted: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {"figures": {}, "checks": {}}
-    if exit_code is None:
-        status = "timed out"
-    elif exit_code != 0:
-        status = "error"
-    else:
-        status = "passed" if all(noted["checks"].values()) else "failed"
-    result = {
-        "status": status,
-        "seconds": round(time.monotonic() - began, 2),
-        "limit_seconds": round(limit_seconds, 2),
-        **noted,
-    }
-    if status in ("error", "timed out"):
-        result["exit_code"] = exit_code
-        result["error"] = log.read_text(errors="replace")[-LOG_TAIL:]
-    return result
+    found: Found = json.loads(record.read_text()) if record.exists() else {"figures": {}, "checks": {}}
+    status = "timed out" if exit_code is None else "error" if exit_code else "passed"
+    if status == "passed" and not all(found["checks"].values()):
+        status = "failed"
+    ended = {"error": log.read_text(errors="replace")[-3000:]} if status in ("error", "timed out") else {}
+    return {"status": status, "seconds": round(time.monotonic() - began, 1), **found, **ended}
 
 
-def run_step(name: str, options: argparse.Namespace, limit_seconds: float) -> dict[str, Any]:
-    """Run one step, with a temporary folder of its own."""
-    with tempfile.TemporaryDirectory(
-        prefix="first-contact-", dir=options.folder, ignore_cleanup_errors=True
-    ) as folder:
-        wanted = {key: getattr(options, key) for key in ("model_size", "rows", "tokens", "use_cpu")}
-        request, record = Path(folder, "request.json"), Path(folder, "record.json")
-        request.write_text(
-            json.dumps({"step": name, "folder": folder, "ends_at": time.time() + limit_seconds, **wanted})
-        )
-        return supervise(
-            [sys.executable, str(WORKER), str(request), str(record)], record, limit_seconds, environment()
-        )
-
-
-def environment() -> dict[str, str]:
-    """That of a step: one device, even where there are more, and nothing of a launcher."""
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {name: value for name, value in os.environ.items() if name not in launcher}
-    environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    environ["HF_HUB_OFFLINE"] = "1"
-    return environ
-
-
-def facts(options: argparse.Namespace) -> dict[str, Any]:
-    """What all steps have in common."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {package: version_of(package) for package in PACKAGES},
-        "commit": commit(),
-        "options": {
-            **{key: value for key, value in vars(options).items() if key not in ("output", "folder")},
-        },
-    }
-
-
-def version_of(package: str) -> str | None:
-    """The installed version; None if a package runs from its sources."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """The commit of the sources; None if they are not in a repository."""
-    command = ["git", "-C", str(WORKER.parent), "describe", "--always", "--dirty"]
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_all(options: argparse.Namespace) -> int:
     """Run the steps one after the other; the results are in the file after each of them."""
-    options = parse_arguments(arguments)
-    began = time.monotonic()
-    results: dict[str, Any] = {**facts(options), "seconds": 0.0, "steps": {}}
-    chosen = [name for name in STEPS if name in options.steps]
+    began, results = time.monotonic(), {}
+    chosen = [name for name in NAMES if name in options.steps]
     for number, name in enumerate(chosen):
-        left = options.minutes * SECONDS_PER_MINUTE - (time.monotonic() - began)
-        limit = seconds_for(name, chosen[number + 1 :], left)
+        left = 60 * options.minutes - (time.monotonic() - began)
+        weights = [STEPS[NAMES[one]] for one in chosen[number:]]
+        limit = left * weights[0] / sum(weights)
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        if name != two_stages.__name__:  # one device, even where there are more
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         if limit < LEAST_SECONDS:
-            result = {"status": "skipped", "error": f"{left:.0f} s were left for this step and those behind it"}
+            results[name] = {"status": "skipped", "error": f"{left:.0f} s were left for it and those behind it"}
         else:
-            result = run_step(name, options, limit)
-        results["steps"][name] = result
-        results["seconds"] = round(time.monotonic() - began, 2)
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
-        broken = [check for check, holds in result.get("checks", {}).items() if not holds]
-        print(f"{name:13} {result['status']:9} {result.get('seconds', 0):6.1f} s  {', '.join(broken)}", flush=True)
-    print(f"{options.output}: {results['seconds']:.0f} s")
-    return int(any(result["status"] != "passed" for result in results["steps"].values()))
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                record = Path(folder, "record.json")
+                command = [sys.executable, __file__, *sys.argv[1:], "--step", name, "--record", str(record)]
+                results[name] = supervise(command, record, limit, environment)
+        harness.write(options, steps=results, seconds=time.monotonic() - began)
+        broken = [check for check, holds in results[name].get("checks", {}).items() if not holds]
+        print(f"{name:11} {results[name]['status']:9} {results[name].get('seconds', 0):6.1f} s  {broken or ''}")
+    return int(any(result["status"] != "passed" for result in results.values()))
+
+
+def main() -> int:
+    """Run all steps, or be one of them, or one of a step's processes."""
+    parser = harness.parser_of(__doc__, turns=1)
+    parser.set_defaults(out=Path("first_contact.json"))
+    parser.add_argument("--steps", nargs="+", metavar="STEP", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all steps together; default: 8")
+    parser.add_argument("--model_size", choices=SIZES, help="default: by the device's memory")
+    parser.add_argument("--use_cpu", action="store_true", help="train on the CPU although there is an accelerator")
+    parser.add_argument("--step", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank_of", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not (options.rank_of or options.step):
+        return run_all(options)
+    if options.rank_of:
+        as_rank(options, options.rank_of)
+    else:
+        figures, checks = NAMES[options.step](options)
+        options.record.write_text(json.dumps({"figures": figures, "checks": checks}))
+    return 0
 
 
 if __name__ == "__main__":

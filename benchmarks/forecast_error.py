@@ -1,47 +1,24 @@
 #!/usr/bin/env python
 """How far `hf-pipetransformer plan --profile cpu` (or cuda) is from the steps that it predicts.
 
-    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/forecast_error.py \
-        --output results.json
+    python benchmarks/forecast_error.py --processes 2 --out results.json
 
-In rounds: the model's parts are timed, as `plan` does it, then trainings of a few steps are measured, one after the
-other in the same processes:
-
-    round 1    profile   DDP   K = 1   K = 2   K = 2, f = 2   f = 2, filling and from the cache   f = 4 ...
-    round 2    profile   DDP   K = 1   ...
-
-DDP is the stock Trainer, which a forecast takes for K = 1. A pipeline with frozen layers has no cache; the rows of f
-alone have K = 1. Sequences are not cut along their tokens in any row.
-
-A row's error is predicted over measured step, less 1; what counts is the median over the rounds. Prediction and
-measurement of a round lie a minute apart, so the machine should have nothing else to do.
+In each turn the model's parts are timed, as `plan` does it, then trainings of a few steps are measured. DDP is the
+stock Trainer, which a forecast takes for K = 1. A pipeline with frozen layers has no cache; the rows of f alone have
+K = 1. "predicted / measured" is taken within a turn; prediction and measurement of a turn lie a minute apart, so the
+machine should have nothing else to do.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import os
-import statistics
-import tempfile
-import warnings
-from datetime import datetime, timezone
-from importlib.metadata import version
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-import cached_step
-import pipeline_step
 import torch
-import torch.distributed as dist
-import transformers
-from accelerate import PartialState
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.forecast.command import ROWS_TO_TIME
 from hf_pipetransformer.forecast.device_table import CacheHost
 from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
@@ -50,176 +27,95 @@ from hf_pipetransformer.forecast.local_profile import profile_here
 from hf_pipetransformer.forecast.workload import Workload, measure_workload
 from hf_pipetransformer.freezing.policies import FreezePolicy, NeverFreeze, SchedulePolicy
 
-GOAL = 0.15
+import cached_step
+import harness
+import pipeline_step
+from harness import Figures, Ratio
+
 FILLING, READING = 1, 2  # epochs of a training whose layers freeze after the first one
-Row = dict[str, float]
-"""Name of what was measured -> ms of a step."""
+PROFILE = "profile"
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="folder or name of a configuration; default: MiniLM-L6's size")
-    parser.add_argument("--rows", type=int, default=32, help="rows of the global batch")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each row")
-    parser.add_argument("--frozen", type=int, nargs="+", default=[2, 4, 5], help="numbers of frozen layers f")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4], help="M of the pipelines, K = processes")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help="of each epoch")
-    parser.add_argument(
-        "--warmup", type=int, default=9, help="of each epoch, not counted: in eight the loss is checked"
-    )
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
-    arguments = parser.parse_args()
-    if not 0 < arguments.warmup < arguments.steps:
-        parser.error(f"--warmup {arguments.warmup} must lie between 1 and --steps {arguments.steps} - 1")
-    return arguments
-
-
-def predict(arguments: argparse.Namespace, config: PreTrainedConfig, workload: Workload) -> Row:
-    """Profile this machine and forecast each of the trainings. For one process only."""
-    world, device = dist.get_world_size(), "cuda" if torch.cuda.is_available() else "cpu"
-    rows = min(arguments.rows // world, ROWS_TO_TIME)
-    row_bytes = workload.cache_row_bytes(1)
-    profile = profile_here(
-        config, AutoModelForSequenceClassification, device, world, rows, arguments.tokens, row_bytes
-    )
-    machine = Machine(profile.times, None, world, CacheHost(profile.read_bytes_per_second, 1e9))
-
-    def step_ms(epoch: Epoch) -> float:
-        return 1e3 * epoch.step_seconds
-
-    def epochs(k: int, m: int | None, policy: FreezePolicy, caches: bool) -> tuple[Epoch, ...]:
-        job = Job(
-            world, arguments.rows, cached_step.EPOCHS, arguments.rows * arguments.steps, policy, None, k,
-            is_elastic=False, caches=caches, num_microbatches=m or "auto",
-        )  # fmt: skip
-        return forecast(job, workload, machine).epochs
-
-    one_stage = step_ms(epochs(1, None, NeverFreeze(), False)[0])
-    predicted = {"DDP": one_stage, "K = 1": one_stage}
-    frozen = arguments.frozen[0]
-    for m in arguments.microbatches:
-        predicted[f"K = {world}, M = {m}"] = step_ms(epochs(world, m, NeverFreeze(), False)[0])
-        course = epochs(world, m, SchedulePolicy({0: frozen}), False)
-        predicted[f"K = {world}, M = {m}, f = {frozen}"] = step_ms(course[0])
-    for f in arguments.frozen:
-        course = epochs(1, None, SchedulePolicy({1: f}), True)
-        predicted[f"f = {f}, filling"] = step_ms(course[FILLING])
-        predicted[f"f = {f}, cached"] = step_ms(course[READING])
-    return predicted
-
-
-def measure(arguments: argparse.Namespace, config: PreTrainedConfig) -> Row:
-    """Train a little in each way. Collective over all processes."""
-    world = dist.get_world_size()
-
-    def step_ms(variant: pipeline_step.Variant) -> float:
-        return pipeline_step.run(variant, arguments, config).median_ms
-
-    measured = {"DDP": step_ms(pipeline_step.Variant()), "K = 1": step_ms(pipeline_step.Variant(1))}
-    frozen = arguments.frozen[0]
-    for m in arguments.microbatches:
-        measured[f"K = {world}, M = {m}"] = step_ms(pipeline_step.Variant(world, "1f1b", m))
-        measured[f"K = {world}, M = {m}, f = {frozen}"] = frozen_pipeline_ms(world, m, frozen, arguments, config)
-    for f in arguments.frozen:
-        epochs = cached_step.run(f, "on", arguments, config)
-        measured[f"f = {f}, filling"] = epochs[FILLING]
-        measured[f"f = {f}, cached"] = statistics.median(epochs[READING:])
-    return measured
-
-
-def frozen_pipeline_ms(
-    num_stages: int, num_microbatches: int, frozen: int, arguments: argparse.Namespace, config: PreTrainedConfig
-) -> float:
-    """Median step of a pipeline whose lowest layers are frozen from the start. Collective over all processes."""
-    clock = pipeline_step.StepClock()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = PipeTransformerTrainer(
-            model=pipeline_step.make_model(arguments.model, config),
-            args=PipeTransformerTrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=arguments.rows // dist.get_world_size(),
-                max_steps=arguments.steps,
-                pipeline_parallel_size=num_stages,
-                num_microbatches=num_microbatches,
-                freeze_policy="schedule",
-                freeze_schedule={0: frozen},
-                elastic=False,
-                activation_cache="off",
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                log_level="error",
-            ),
-            train_dataset=pipeline_step.RandomRows(
-                arguments.rows * arguments.steps, arguments.tokens, config.vocab_size
-            ),
-            callbacks=[clock],
+def predict(options: argparse.Namespace, workload: Workload) -> Figures:
+    """Profile this machine and forecast each of the trainings, on the main process. Collective over all processes."""
+    found: Figures = {}
+    if harness.PartialState().is_main_process:
+        config, world = harness.load_config(options.model), harness.num_processes()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        rows, row_bytes = min(options.rows // world, ROWS_TO_TIME), workload.cache_row_bytes(1)
+        profile = profile_here(
+            config, AutoModelForSequenceClassification, device, world, rows, options.tokens, row_bytes
         )
-        cached_step.train_alone(trainer)
-    return statistics.median([1e3 * (b - a) for a, b in pairwise(clock.wall)][arguments.warmup - 1 :])
+        machine = Machine(profile.times, None, world, CacheHost(profile.read_bytes_per_second, 1e9))
+
+        def epochs(k: int, policy: FreezePolicy, caches: bool) -> tuple[Epoch, ...]:
+            job = Job(
+                world, options.rows, cached_step.EPOCHS, options.rows * options.steps, policy, None, k,
+                is_elastic=False, caches=caches, num_microbatches=options.microbatches if k > 1 else "auto",
+            )  # fmt: skip
+            return forecast(job, workload, machine).epochs
+
+        first, m = options.frozen[0], options.microbatches
+        steps = {"DDP": epochs(1, NeverFreeze(), False)[0], "K=1": epochs(1, NeverFreeze(), False)[0]}
+        steps[f"K={world} 1f1b M={m}"] = epochs(world, NeverFreeze(), False)[0]
+        steps[f"K={world} 1f1b M={m} f={first}"] = epochs(world, SchedulePolicy({0: first}), False)[0]
+        for f in options.frozen:
+            course = epochs(1, SchedulePolicy({1: f}), True)
+            steps[f"f={f}, filling"], steps[f"f={f}, cached"] = course[FILLING], course[READING]
+        found = {name: 1e3 * epoch.step_seconds for name, epoch in steps.items()}
+    return harness.everyone(found)[0]
+
+
+def measured_step(options: argparse.Namespace, case: dict[str, Any]) -> Figures:
+    return {"step_ms": pipeline_step.step(case, options)["step_ms"]}
+
+
+def measured_cache(options: argparse.Namespace, frozen: int) -> Figures:
+    return cached_step.frozen_case(options, frozen, "on")
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    arguments.dtype = "auto"
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    if state.num_processes < 2:
-        raise SystemExit("Start at least two processes, by accelerate launch (see the top of this file).")
-    config = pipeline_step.load_config(arguments.model)
-    console = Console(quiet=not state.is_main_process)
-    placeholders = build_placeholder_model(config, AutoModelForSequenceClassification)
-    workload = measure_workload(placeholders, arguments.tokens)
-    rounds: list[dict[str, Row]] = []
-    for number in range(arguments.rounds):
-        everyone = [predict(arguments, config, workload) if state.is_main_process else None]
-        dist.broadcast_object_list(everyone)
-        assert everyone[0] is not None
-        rounds.append({"predicted_ms": everyone[0], "measured_ms": measure(arguments, config)})
-        console.print(f"round {number + 1}", rounds[-1])
-    errors = {
-        name: [r["predicted_ms"][name] / r["measured_ms"][name] - 1 for r in rounds]
-        for name in rounds[0]["measured_ms"]
+    """Predict and measure all cases and print the table. Every process must call this."""
+    parser = harness.parser_of(__doc__, turns=2, processes=2)
+    harness.add_model_arguments(parser)
+    parser.add_argument("--frozen", type=int, nargs="+", default=[2, 4, 5], help="numbers of frozen layers f")
+    parser.add_argument("--microbatches", type=int, default=4, help="M of the pipelines, K = processes")
+    parser.add_argument("--steps", type=int, default=20, help="of each epoch")
+    parser.add_argument("--warmup", type=int, default=3, help="first steps of each epoch that do not count")
+    options = harness.start(parser)
+    options.dtype, world = "auto", harness.num_processes()
+    config = harness.load_config(options.model)
+    workload = measure_workload(build_placeholder_model(config, AutoModelForSequenceClassification), options.tokens)
+    pipeline = {"pipeline_parallel_size": world, "num_microbatches": options.microbatches}
+    first = options.frozen[0]
+    frozen = {"freeze_policy": "schedule", "freeze_schedule": {0: first}, "elastic": False, "activation_cache": "off"}
+    name = f"K={world} 1f1b M={options.microbatches}"
+    cases: dict[str, Callable[[], Figures]] = {
+        PROFILE: partial(predict, options, workload),
+        "DDP": partial(measured_step, options, {}),
+        "K=1": partial(measured_step, options, {"pipeline_parallel_size": 1}),
+        name: partial(measured_step, options, pipeline),
+        f"{name} f={first}": partial(measured_step, options, {**pipeline, **frozen}),
     }
-    summary = {
-        name: {
-            **{kind: statistics.median(r[kind][name] for r in rounds) for kind in ("predicted_ms", "measured_ms")},
-            "error": statistics.median(values),
-        }
-        for name, values in errors.items()
-    }
-    table = Table(
-        title=f"A step of {arguments.rows} x {arguments.tokens} tokens, {state.num_processes} processes x"
-        f" {torch.get_num_threads()} thread(s); goal: at most {GOAL:.0%} off"
-    )
-    for column in ("", "predicted ms", "measured ms", "error", "in each round"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, figures in summary.items():
-        table.add_row(
-            name,
-            f"{figures['predicted_ms']:.1f}",
-            f"{figures['measured_ms']:.1f}",
-            f"{figures['error']:+.0%}" + ("" if abs(figures["error"]) <= GOAL else " !"),
-            " ".join(f"{error:+.0%}" for error in errors[name]),
-        )
-    console.print(table)
-    if arguments.output and state.is_main_process:
-        facts = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **{package: version(package) for package in ("torch", "transformers", "accelerate")},
-            "processes": state.num_processes,
-            "threads_per_process": torch.get_num_threads(),
-            "load_average": os.getloadavg()[0],
-            "options": {key: str(value) for key, value in vars(arguments).items() if key not in ("model", "output")},
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({**facts, "summary": summary, "rounds": rounds}, indent=2) + "\n")
-    dist.destroy_process_group()
+    cases |= {f"f={f}": partial(measured_cache, options, f) for f in options.frozen}
+    turns = [beside_each_other(turn) for turn in harness.take_turns(cases, options)]
+    names = list(turns[0])
+    ratio = Ratio("predicted / measured", "ms", lambda case: f"{case} " if f"{case} " in names else None, True)
+    harness.report(options, turns, [ratio])
+
+
+def beside_each_other(turn: harness.Turn) -> harness.Turn:
+    """For each case one of what was measured, and one with a space behind its name of what was predicted."""
+    found: harness.Turn = {}
+    for case, predicted in turn[PROFILE].items():
+        if case == harness.OTHERS:
+            continue
+        of_f, _, phase = case.partition(", ")
+        figures = turn[of_f if phase else case]
+        measured = figures["filling_ms" if phase == "filling" else "step_ms"]
+        found[case] = {"ms": measured, harness.OTHERS: figures[harness.OTHERS]}
+        found[f"{case} "] = {"ms": predicted}
+    return found
 
 
 if __name__ == "__main__":

@@ -3,21 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/frozen_front.py [--out results.json] [--overhead] [names ...]
 
 Tiny models whose frozen part computes most of a step (8 layers, 256 wide), one process, fp32. For each: the largest
-difference of a final weight, and the CPU seconds of the first epoch and of the later ones, in one run: of the stock
-Trainer, of ours, and of the part that trains alone (frozen modules return the same each time).
+difference of a final weight from the stock Trainer's, and the CPU milliseconds of a step of the first epoch and of
+the later ones: of the stock Trainer, of ours, and of the part that trains alone (frozen modules return the same each
+time).
 
---overhead: CPU seconds of a step, ours over stock, where there is nothing to gain, in several turns.
+--overhead: where there is nothing to gain; the fastest epoch, as a busy machine only makes epochs longer.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +34,6 @@ from transformers import (
     SegformerForSemanticSegmentation,
     T5Config,
     T5ForConditionalGeneration,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
@@ -49,8 +43,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.model.frozen_prefix import frozen_modules
+
+import harness
+from harness import Figures, Ratio, StepClock
 
 WIDTH, LAYERS, SAMPLES, BATCH, EPOCHS = 256, 8, 256, 8, 3
 IMAGE = {"image_size": 32, "patch_size": 8}
@@ -185,19 +181,6 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-class Clock(TrainerCallback):
-    """CPU seconds of each epoch."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.process_time())
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.seconds[-1] = time.process_time() - self.seconds[-1]
-
-
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return batch if "labels" in batch else {**batch, "return_loss": True}
@@ -219,47 +202,44 @@ def keep_first_output(module: nn.Module) -> None:
 
 
 def train(
-    build: Callable[[], Built], is_ours: bool, computes_frozen: bool = True, **options: Any
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+    build: Callable[[], Built], kind: str, weights: dict[str, dict[str, torch.Tensor]], **options: Any
+) -> Figures:
+    """Train a new model.
+
+    Args:
+        build: returns model and data.
+        kind: "stock", "ours", or "alone" with the stock Trainer, of the part that trains.
+        weights: kind -> final weights; added to.
+        **options: further training arguments.
+    """
     torch.manual_seed(0)
     model, columns = build()
-    for module in frozen_modules(model).values() if not computes_frozen else ():
+    for module in frozen_modules(model).values() if kind == "alone" else ():
         keep_first_output(module)
     rows: Any = [{name: column[row] for name, column in columns.items()} for row in range(SAMPLES)]
-    kinds: Any = (
-        (PipeTransformerTrainer, PipeTransformerTrainingArguments) if is_ours else (Trainer, TrainingArguments)
-    )
-    clock = Clock()
+    clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = kinds[1](
+        harness.make_trainer(
+            model,
+            rows,
             folder,
+            [clock],
+            is_ours=kind == "ours",
+            keywords={"data_collator": collate},
             per_device_train_batch_size=BATCH,
             num_train_epochs=EPOCHS,
             learning_rate=1e-3,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_strategy="no",
             remove_unused_columns=False,
             **options,
+        ).train()
+    first, *later = [1e3 * epoch["cpu_seconds"] * BATCH / SAMPLES for epoch in clock.epochs]
+    figures = {"first_ms": first, "later_ms": sum(later) / len(later), "fastest_ms": min(later)}
+    weights[kind] = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    if kind == "ours" and "stock" in weights:
+        figures["difference"] = max(
+            float((weights["stock"][name] - w).abs().max()) for name, w in weights["ours"].items()
         )
-        kinds[0](model, arguments, train_dataset=rows, data_collator=collate, callbacks=[clock]).train()
-    return {name: weight.detach() for name, weight in model.named_parameters()}, clock.seconds
-
-
-def compare(build: Callable[[], Built]) -> dict[str, float]:
-    weights, stock = train(build, is_ours=False)
-    found, ours = train(build, is_ours=True)
-    _, alone = train(build, is_ours=False, computes_frozen=False)
-    return {
-        "largest difference of a weight": max(float((found[n] - weight).abs().max()) for n, weight in weights.items()),
-        "first epoch, ours / stock": ours[0] / stock[0],
-        "later epochs, stock / ours": sum(stock[1:]) / sum(ours[1:]),
-        "later epochs, ours / the part that trains": sum(ours[1:]) / sum(alone[1:]),
-        "milliseconds of a later epoch, stock": 1e3 * sum(stock[1:]) / (EPOCHS - 1),
-        "milliseconds of a later epoch, ours": 1e3 * sum(ours[1:]) / (EPOCHS - 1),
-    }
+    return figures
 
 
 def small(width: int, layers: int, num_frozen: int) -> Callable[[], Built]:
@@ -285,35 +265,33 @@ OVERHEAD: dict[str, tuple[Callable[[], Built], dict[str, Any]]] = {
     "60 ms, nothing frozen": (small(192, 4, 0), {}),
     "60 ms, half frozen, activation_cache='off'": (small(192, 4, 2), {"activation_cache": "off"}),
 }
-TURNS = 8
-
-
-def overhead(build: Callable[[], Built], options: dict[str, Any]) -> dict[str, float]:
-    """By the fastest epoch of each, as a busy machine only makes epochs longer."""
-    stock, ours = [], []
-    for _ in range(TURNS):
-        stock += train(build, is_ours=False)[1][1:]
-        ours += train(build, is_ours=True, **options)[1][1:]
-    return {
-        "milliseconds of a step, stock": 1e3 * min(stock) / (SAMPLES // BATCH),
-        "CPU seconds of a step, ours / stock": min(ours) / min(stock),
-        "the same, medians of all epochs": statistics.median(ours) / statistics.median(stock),
-    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure the models that are named, by default all, and print the table."""
+    parser = harness.parser_of(__doc__, turns=1)
     parser.add_argument("names", nargs="*", metavar="names", help=f"some of {list(MODELS)}")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--overhead", action="store_true", help="measure what it costs where nothing is gained")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {}
-    for name in args.names or (OVERHEAD if args.overhead else MODELS):
-        results[name] = overhead(*OVERHEAD[name]) if args.overhead else compare(MODELS[name])
-        print(name, json.dumps(results[name]), flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps({"models": results, "torch": torch.__version__}, indent=2))
+    options = harness.start(parser)
+    models = OVERHEAD if options.overhead else {name: (build, {}) for name, build in MODELS.items()}
+    cases: dict[str, Callable[[], Figures]] = {}
+    for name in options.names or models:
+        build, more = models[name]
+        weights: dict[str, dict[str, torch.Tensor]] = {}
+        for kind in ("stock", "ours") if options.overhead else ("stock", "ours", "alone"):
+            cases[f"{name}: {kind}"] = partial(train, build, kind, weights, **(more if kind == "ours" else {}))
+
+    def beside(kind: str) -> Callable[[str], str | None]:
+        return lambda name: name.replace(": ours", f": {kind}") if name.endswith(": ours") else None
+
+    ratios = [
+        Ratio("first, to stock", "first_ms", beside("stock")),
+        Ratio("later, stock / ours", "later_ms", beside("stock"), is_speed_up=True),
+        Ratio("later, to what trains", "later_ms", beside("alone")),
+    ]
+    if options.overhead:
+        ratios = [Ratio("fastest, to stock", "fastest_ms", beside("stock"))]
+    harness.report(options, harness.take_turns(cases, options), ratios)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,32 @@
 #!/usr/bin/env python
 """What each process has in memory when a Llama-shaped checkpoint is loaded eagerly and lazily, and how long it takes.
 
-    python benchmarks/lazy_loading.py --gigabytes 3 --processes 4 --output results.json
+    python benchmarks/lazy_loading.py --gigabytes 3 --processes 4 --out results.json
 
 1. A checkpoint with random weights is written file by file, unless the folder has it already.
 2. For each way of loading, `torchrun` starts the processes anew, which train a few steps and save the model.
 3. The same with a small model of four layers: losses and saved weights must be the same, to the last bit.
 
-It is measured on each process, with what imports and process groups take, measured just before loading, subtracted.
-The small model's figures are in the results as well: they show what training takes apart from weights (modules that
-are imported later, buffers of the process groups).
+It is measured on each process, in MiB, with what imports and process groups take, measured just before loading,
+subtracted. The table has the process with most of it, the file all of them:
 
-    anonymous   the most memory of its own (RssAnon, looked at every 5 ms)
-    resident    the most memory including pages of files, which processes share and the kernel can take back (VmHWM)
-    own         its parameters (as many bytes as its gradients), gradients and optimizer state
-    start       from the call that loads the model to the first step's end
-    read        how long reading the files of the own weights takes (a copy of the tensors, right after the training)
-
-separately until training has ended and while the model is saved.
+    own            its parameters (as many bytes as its gradients), gradients and optimizer state
+    train, save    the most memory of its own (RssAnon, looked at every 5 ms) until training has ended, while saving
+    resident       the same including pages of files, which processes share and the kernel can take back (VmHWM)
+    over_target    the most memory of its own while training, less 1.2 times "own" and the checkpoint's largest file
+    start_s        from the call that loads the model to the first step's end
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +37,10 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.model.checkpoint_files import weight_files
+
+import harness
+from harness import Figures, Ratio
 
 EAGER, LAZY = "eager", "lazy"
 LOOK_S = 0.005
@@ -193,122 +191,96 @@ def work(how: str, checkpoint: Path, folder: Path, optimizer: str) -> None:
     )
     trainer.train()
     training = peak.take()
-    pipeline = trainer.pipeline
-    assert pipeline is not None and trainer.optimizer is not None
-    plan = pipeline.plan
-    names = [
-        name
-        for name in pipeline.stack.table.names
-        if plan is None or name not in pipeline.missing_parameters  # None: the model is whole again
-    ]
-    held = sum(pipeline.stack.table[name].nbytes for name in names)
+    assert trainer.optimizer is not None
     states = [v for s in trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     trainer.save_model(str(folder / "saved"))
     saving = peak.take()
     peak.end()
     result = {
-        "how": how,
-        "rank": args.process_index,
-        "before_bytes": {"anonymous": anonymous, "resident": resident},
-        "train_peak_bytes": {"anonymous": training[0] - anonymous, "resident": training[1] - resident},
-        "save_peak_bytes": {"anonymous": saving[0] - anonymous, "resident": saving[1] - resident},
-        "gradient_bytes": first.gradient_bytes,
-        "state_bytes": sum(state.nbytes for state in states),
-        "held_at_the_end_bytes": held,
+        "own": (2 * first.gradient_bytes + sum(state.nbytes for state in states)) / MIB,
+        "train": (training[0] - anonymous) / MIB,
+        "train_resident": (training[1] - resident) / MIB,
+        "save": (saving[0] - anonymous) / MIB,
+        "save_resident": (saving[1] - resident) / MIB,
         "start_s": first.ended_at - began,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
-    if how == LAZY:
-        result["read_s"] = seconds_to_read(checkpoint, names)
     (folder / f"rank{args.process_index}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def seconds_to_read(checkpoint: Path, names: list[str]) -> float:
-    began = time.perf_counter()
-    for file in weight_files(checkpoint):
-        if any(name in names for name in check_file(file)):
-            for name, tensor in load_file(file).items():
-                if name in names:
-                    tensor.clone()
-    return time.perf_counter() - began
+    harness.finish()
 
 
 # ---------------------------------------------------------------------------------------------------------
 # All of them
 # ---------------------------------------------------------------------------------------------------------
-
-
-def run(how: str, checkpoint: Path, processes: int, optimizer: str, keep: Path) -> list[dict[str, Any]]:
+def run(how: str, checkpoint: Path, options: argparse.Namespace, keep: Path) -> list[dict[str, Any]]:
+    """Train in processes of their own; what each of them has measured."""
     keep.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"),
-        *(__file__, "--worker", how, "--checkpoint", str(checkpoint), "--folder", str(keep), "--optimizer", optimizer),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"),
+        *(__file__, "--worker", how, "--checkpoint", str(checkpoint), "--folder", str(keep)),
+        *("--optimizer", options.optimizer),
     ]
     subprocess.run(command, check=True)
-    return [json.loads((keep / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return [json.loads((keep / f"rank{rank}.json").read_text()) for rank in range(options.processes)]
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    weights = [{n: t for file in weight_files(f) for n, t in load_file(file).items()} for f in (one, other)]
-    return weights[0].keys() == weights[1].keys() and all(torch.equal(t, weights[1][n]) for n, t in weights[0].items())
+def case(how: str, checkpoint: Path, options: argparse.Namespace, every_rank: dict[str, Any]) -> Figures:
+    """The figures of the process with most of each; those of all of them are added to `every_rank`."""
+    largest_file = max(file.stat().st_size for file in weight_files(checkpoint)) / MIB
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        ranks = every_rank[how] = run(how, checkpoint, options, Path(folder))
+    figures = {name: max(rank[name] for rank in ranks) for name in ranks[0] if name != "losses"}
+    over = max(rank["train"] - 1.2 * rank["own"] - largest_file for rank in ranks)
+    return {**figures, "over_target": over}
+
+
+def is_same_training(options: argparse.Namespace, scratch: Path) -> dict[str, bool]:
+    """Whether losses and saved weights of a small model are the same in both ways, to the last bit."""
+    small = scratch / "small"
+    write_checkpoint(small, config_of(SMALL_SHAPE, SMALL_LAYERS, getattr(torch, options.dtype)))
+    losses, weights = [], []
+    for how in (EAGER, LAZY):
+        ranks = run(how, small, options, scratch / how)
+        losses.append([rank["losses"] for rank in ranks])
+        weights.append({n: t for file in weight_files(scratch / how / "saved") for n, t in load_file(file).items()})
+    same = weights[0].keys() == weights[1].keys()
+    return {
+        "losses": losses[0] == losses[1],
+        "weights": same and all(torch.equal(t, weights[1][n]) for n, t in weights[0].items()),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure both ways and print the table; or be one of the processes."""
+    parser = harness.parser_of(__doc__, turns=1)
     parser.add_argument("--gigabytes", type=float, default=3.0, help="size of the checkpoint, in 10^9 bytes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--optimizer", default="sgd", help="as TrainingArguments.optim")
     parser.add_argument("--only", choices=(EAGER, LAZY), help="one way of loading, where the other has no memory")
     parser.add_argument("--checkpoint", type=Path, help="where the checkpoint is, or is written; None: temporary")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", choices=(EAGER, LAZY), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker, options.checkpoint, options.folder, options.optimizer)
+    given = parser.parse_args()
+    if given.worker:
+        work(given.worker, given.checkpoint, given.folder, given.optimizer)
         return
-    dtype = getattr(torch, options.dtype)
-    layers = layers_for(options.gigabytes * 1e9, dtype)
-    results: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
-        "platform": platform.platform(),
-        "layers": layers,
-        "processes": options.processes,
-        "dtype": options.dtype,
-        "optimizer": options.optimizer,
-    }
-    ways = [options.only] if options.only else [EAGER, LAZY]
+    processes, given.processes = given.processes, 1  # this process starts them itself, for each way anew
+    options = harness.start(parser, given)
+    options.processes, dtype = processes, getattr(torch, given.dtype)
+    every_rank: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="lazy-loading-") as temporary:
         scratch = Path(temporary)
-        small = scratch / "small"
-        write_checkpoint(small, config_of(SMALL_SHAPE, SMALL_LAYERS, dtype))
-        parity = {how: run(how, small, options.processes, options.optimizer, scratch / f"small-{how}") for how in ways}
-        results["small_model"] = parity
-        if len(ways) == 2:
-            results["parity"] = {
-                "losses": all(a["losses"] == b["losses"] for a, b in zip(*parity.values(), strict=True)),
-                "weights": same_weights(*(scratch / f"small-{how}" / "saved" for how in ways)),
-            }
+        parity = None if options.only else is_same_training(options, scratch)
+        print("the same to the last bit:", parity)
         checkpoint = options.checkpoint or scratch / "checkpoint"
+        layers = layers_for(options.gigabytes * 1e9, dtype)
         write_checkpoint(checkpoint, config_of(SHAPE, layers, dtype))
-        files = weight_files(checkpoint)
-        results["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
-        results["largest_file_bytes"] = max(file.stat().st_size for file in files)
-        for how in ways:
-            with tempfile.TemporaryDirectory(prefix="run-", dir=scratch) as one:
-                results[how] = run(how, checkpoint, options.processes, options.optimizer, Path(one))
-    for how in ways:
-        for rank in (*results["small_model"][how], *results[how]):
-            own = 2 * rank["gradient_bytes"] + rank["state_bytes"]
-            numbers = (*rank["train_peak_bytes"].values(), *rank["save_peak_bytes"].values(), own)
-            print(how, rank["rank"], *(f"{number / MIB:8,.0f}" for number in numbers), f"{rank['start_s']:6.1f} s")
-    print(results.get("parity"))
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1))
+        ways = [options.only] if options.only else [EAGER, LAZY]
+        cases = {how: partial(case, how, checkpoint, options, every_rank) for how in ways}
+        turns = harness.take_turns(cases, options)
+    ratios = [Ratio("memory to eager", "train", EAGER), Ratio("start to eager", "start_s", EAGER)]
+    harness.report(options, turns, ratios, layers=layers, parity=parity, every_rank=every_rank)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,38 @@
+#!/usr/bin/env python
 """What a data set of many rows costs before the first step: memory and CPU seconds, the stock Trainer beside ours.
 
     OMP_NUM_THREADS=1 python benchmarks/many_rows.py [--rows 100000000] [--out results.json]
 
-Each of the four runs (in the set's order and shuffled) is a process of its own, of which it is the peak of resident
-memory above that of a run of 1,000 rows, and the seconds until the first step has ended.
+Each run (in the set's order and shuffled) is a process of its own, of which it is the peak of resident memory, and the
+CPU seconds, above those of a run of 1,000 rows, until the first step has ended.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer
+
+from hf_pipetransformer import PipeTransformerTrainer
+
+import harness
+from harness import Figures, Ratio
+
+FEW = 1000
 
 
 class Rows(Dataset[Any]):
+    """Samples that take no memory."""
+
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -41,52 +50,49 @@ class InOrder:
         return SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
 
 
-def run(kind: str, order: str, rows: int) -> None:
-    from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-
-    classes: Any = (Trainer, TrainingArguments)
-    if kind == "ours":
-        classes = PipeTransformerTrainer, PipeTransformerTrainingArguments
-    trainer_class = type("Run", (InOrder, classes[0]) if order == "sequential" else (classes[0],), {})
-    config = BertConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
+def train(kind: str, order: str, rows: int) -> None:
+    """Train one step, and print what it took."""
+    base: type[Trainer] = PipeTransformerTrainer if kind == "ours" else Trainer
+    trainer_class = type("Run", (InOrder, base) if order == "in order" else (base,), {})
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForSequenceClassification(BertConfig(vocab_size=60, **sizes))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = classes[1](folder, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")
-        trainer = trainer_class(BertForSequenceClassification(config), arguments, train_dataset=Rows(rows))
+        trainer = harness.make_trainer(
+            model, Rows(rows), folder, [], kind == "ours", trainer_class=trainer_class, max_steps=1
+        )
         began = time.process_time()
         trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print("FOUND", json.dumps({"peak_mib": peak, "cpu_seconds": time.process_time() - began}))
 
 
-def measured(kind: str, order: str, rows: int) -> dict[str, float]:
+def more_than_few(kind: str, order: str, rows: int) -> Figures:
+    few, many = (_in_process(kind, order, count) for count in (FEW, rows))
+    return {name: many[name] - few[name] for name in many}
+
+
+def _in_process(kind: str, order: str, rows: int) -> Figures:
     command = [sys.executable, __file__, "--run", kind, order, "--rows", str(rows)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, float] = json.loads(out.split("FOUND")[1])
+    found: Figures = json.loads(out.split("FOUND")[1])
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure all cases and print the table."""
+    parser = harness.parser_of(__doc__, turns=1)
     parser.add_argument("--rows", type=int, default=10**8)
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.run:
-        run(*args.run, args.rows)
+    parser.add_argument("--run", nargs=2, metavar=("KIND", "ORDER"), help="one training, in this process")
+    options = harness.start(parser)
+    if options.run:
+        train(*options.run, options.rows)
         return
-    results = {}
-    for order in ("sequential", "shuffled"):
-        for kind in ("stock", "ours"):
-            few, many = measured(kind, order, 1000), measured(kind, order, args.rows)
-            results[f"{kind}, {order}"] = {
-                "MiB more than for 1,000 rows": many["peak_mib"] - few["peak_mib"],
-                "CPU seconds more than for 1,000 rows": many["cpu_seconds"] - few["cpu_seconds"],
-            }
-            print(f"{kind}, {order}", json.dumps(results[f"{kind}, {order}"]), flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps(results, indent=2))
+    cases = {f"{k}, {o}": partial(more_than_few, k, o, options.rows) for o in ("in order", "shuffled") for k in KINDS}
+    stock = Ratio("memory to stock", "peak_mib", lambda name: name.replace("ours", "stock"))
+    harness.report(options, harness.take_turns(cases, options), [stock])
+
+
+KINDS = ("stock", "ours")
 
 
 if __name__ == "__main__":

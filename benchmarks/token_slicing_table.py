@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What slicing along the tokens gains with GPT-3 on V100s, by a latency model, beside the figures of TeraPipe's paper.
 
-    python benchmarks/token_slicing_table.py --output results.json
+    python benchmarks/token_slicing_table.py --out results.json
 
 Nothing is trained: a formula says how long a stage takes with a slice, the planner of this library cuts the batch
 under it, and both steps, with and without slices, are predicted. What is compared is whether the planner slices where
@@ -27,17 +27,12 @@ by setting. What is assumed:
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hf_pipetransformer.token_slices.slice_planning import (
@@ -48,6 +43,8 @@ from hf_pipetransformer.token_slices.slice_planning import (
     step_seconds,
 )
 
+import harness
+
 LENGTH = 2048
 HEAD_SIZE = 128
 VALUE_BYTES = 2
@@ -57,7 +54,6 @@ SCORE_PASSES = 18
 """Reads and writes of the scores, forward and backward: product, scale, mask, softmax, dropout, product."""
 CONTEXT_PASSES = 5
 """Over the earlier keys and values: appended to, and their gradients summed."""
-TABLE_WIDTH = 132  # where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -213,20 +209,13 @@ def predict(setting: Setting, granularity: int) -> dict[str, Any]:
     }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--granularity", type=int, default=16, help="slices are multiples of so many tokens")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Predict all settings and print the table."""
-    arguments = parse_arguments()
-    rows = [predict(setting, arguments.granularity) for setting in SETTINGS]
-    table = Table(
-        title="Seconds of a step without and with slices of tokens: TeraPipe's settings", title_justify="left"
-    )
+    parser = harness.parser_of(__doc__, turns=1)
+    parser.add_argument("--granularity", type=int, default=16, help="slices are multiples of so many tokens")
+    options = harness.start(parser)
+    rows = [predict(setting, options.granularity) for setting in SETTINGS]
+    table = Table(title="Seconds of a step without and with slices of tokens: TeraPipe's settings")
     columns = (
         "",
         "GPT-3",
@@ -238,9 +227,8 @@ def main() -> None:
         "model gains",
         "flat",
         "slices",
-        "plan ms",
     )
-    for column in columns:
+    for column in (*columns, "plan ms"):
         table.add_column(column, justify="right")
     for setting, row in zip(SETTINGS, rows, strict=True):
         table.add_row(
@@ -256,18 +244,14 @@ def main() -> None:
             str(row["num_slices"]),
             f"{1e3 * row['planning_seconds']:.0f}",
         )
-    console = Console(width=max(TABLE_WIDTH, Console().width))
+    console = harness.console()
     console.print(table)
     console.print("rows: of a replica; flat: fewer tokens than these take as long; slices: of all rows;")
     console.print("plan ms: CPU time of the planner that finds them. In full:")
     for row in rows:
         console.print(f"({row['setting']['number']})  without  {row['micro_batches']}", highlight=False)
         console.print(f"     with     {row['slices']}", highlight=False)
-    if arguments.output is not None:
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        facts = {"date": date, "granularity": arguments.granularity, "device": asdict(V100), "settings": rows}
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(facts, indent=2) + "\n")
+    harness.write(options, device=asdict(V100), settings=rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
 from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
-from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
+from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, schedule_names, virtual_stages_of
 from .planning.sharding_choice import AUTO
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
@@ -82,6 +82,19 @@ def _token_slices(value: Any) -> str | int | list[int]:
             " of slice lengths, such as [512, 256, 256]."
         )
     return lengths if isinstance(value, (list, tuple)) else value
+
+
+def _pipeline_layers(names: Any) -> list[str] | None:
+    """Parse `pipeline_layers`."""
+    if names is None:
+        return None
+    is_list = isinstance(names, (list, tuple)) and len(names) > 0
+    if not is_list or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"pipeline_layers={names!r} is invalid. Set it to a list of different names of modules that contain the"
+            " model's layers, such as ['model.blocks'], or leave it out."
+        )
+    return list(names)
 
 
 def _from_json(name: str, text: str) -> dict[str, Any]:
@@ -146,6 +159,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
             largest divisor up to twice the number of stages (see `plan_by`). `"interleaved1f1b"`
             runs multiples of the number of stages, all numbers below twice it, and a few others.
+        pipeline_layers (`list[str]`, *optional*):
+            Names of the `nn.ModuleList` or `nn.Sequential` modules whose members are the model's layers and run in
+            order, such as `("model.blocks",)`, for a model whose layers are not found, or where others should be
+            split. Whether the model can be split there is checked as for layers that are found.
         loss_reduction (`str`, *optional*):
             How a loss of your own (`compute_loss`, `compute_loss_func`, a model that is not from transformers) adds up
             over the parts of a batch: `"sum"` if it divides by `num_items_in_batch`, `"mean"` if it is a mean over
@@ -257,7 +274,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         metadata={
             "help": "Order of the micro-batches: '1f1b', 'gpipe', or with several parts of the model on each process"
             " 'interleaved1f1b' or 'zbv'; 'auto' chooses.",
-            "choices": list(SCHEDULE_NAMES),
+            "choices": list(schedule_names()),
         },
     )
     virtual_pipeline_parallel_size: int | None = field(
@@ -267,6 +284,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     num_microbatches: IntOrAuto = field(
         default="auto",
         metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
+    )
+    pipeline_layers: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of the modules that contain the model's layers, in order; unset: they are found."},
     )
     loss_reduction: str | None = field(
         default=None,
@@ -352,10 +373,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = _token_slices(self.token_slices)
-        if self.pipeline_schedule not in SCHEDULE_NAMES:  # of any type, also one that cannot be hashed
+        self.pipeline_layers = _pipeline_layers(self.pipeline_layers)
+        if self.pipeline_schedule not in schedule_names():  # of any type, also one that cannot be hashed
             raise ValueError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, SCHEDULE_NAMES))}."
+                f" {', '.join(map(repr, schedule_names()))}."
             )
         self._check_sharding()
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit

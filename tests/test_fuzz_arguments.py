@@ -67,6 +67,9 @@ FIELDS: dict[str, Values] = {
         {"pipeline_schedule": "interleaved1f1b"},
     ),
     "num_microbatches": Values(("auto", 1, 2, "3", 64, HUGE), NO_SIZES),
+    "pipeline_layers": Values(
+        (None,), ("", "bert.encoder.layer", 0, 1.5, True, NAN, [], {}, [1], [""], [None], ["a", "a"], {"a": 1})
+    ),
     "loss_reduction": Values(("sum", "mean", None), tuple(name for name in NO_NAMES if name is not None)),
     "plan_by": Values(("counts", "times"), NO_NAMES),
     "token_slices": Values(

@@ -21,7 +21,7 @@ from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
 from ..planning.plan import PLAN_BY, REPLICA_SHARDINGS, PipelinePlan
-from ..planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, SCHEDULE_NAMES, virtual_stages_of
+from ..planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, schedule_names, virtual_stages_of
 from ..planning.sharding_choice import AUTO
 from ..token_slices.kv_slices import attention_windows
 from . import inspection
@@ -90,9 +90,9 @@ class Request:
                 "token_slices is 'auto', which requires several stages, but pipeline_parallel_size is 1. Increase"
                 " pipeline_parallel_size, or set token_slices='off'."
             )
-        if self.pipeline_schedule not in SCHEDULE_NAMES:
+        if self.pipeline_schedule not in schedule_names():
             raise ValueError(
-                f"pipeline_schedule is {self.pipeline_schedule!r}, but must be one of {', '.join(SCHEDULE_NAMES)}."
+                f"pipeline_schedule is {self.pipeline_schedule!r}, but must be one of {', '.join(schedule_names())}."
             )
         if self.token_slices != "off" and self.pipeline_schedule not in (ONE_F_ONE_B.name, AUTO_SCHEDULE):
             raise ValueError(

@@ -29,6 +29,9 @@ from .placeholders import ParameterTable, evaluation_mode, has_state, is_wrapper
 LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 """Fields of configurations with the rate at which layers are skipped in training."""
 
+MOST_NAMES = 8
+"""Of modules that an error message lists."""
+
 USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 
 
@@ -120,7 +123,13 @@ class LayerStack:
 
     # ------------------------------------------------------------------------------------ discovery
     @classmethod
-    def discover(cls, model: nn.Module, batch: dict[str, Any], nested_in: str | None = None) -> LayerStack:
+    def discover(
+        cls,
+        model: nn.Module,
+        batch: dict[str, Any],
+        nested_in: str | None = None,
+        named: Sequence[str] | None = None,
+    ) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
         Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
@@ -138,8 +147,10 @@ class LayerStack:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
             nested_in: the model's only argument, if it is called on the batch as one dict.
+            named: names of the modules that contain the layers (`pipeline_layers`); None if they are to be found.
 
         Raises:
+            ValueError: if a module in `named` does not exist or contains no layers.
             UnsupportedModelError: if the model has no sequential layers, or they depend on one another in a way that
                 prevents a split.
             Exception: any error that the unsplit model raises on the batch.
@@ -147,7 +158,7 @@ class LayerStack:
         refuse_by_configuration(model)
         with evaluation_mode(model):
             versions = {name: parameter._version for name, parameter in model.named_parameters()}
-            stacks = find_stacks(model, batch if nested_in is None else {nested_in: batch})
+            stacks = find_stacks(model, batch if nested_in is None else {nested_in: batch}, named)
             alone = [[name] for names in stacks for name in names]
             refusals: list[UnsupportedModelError] = []
             taps = (
@@ -179,6 +190,8 @@ class LayerStack:
         runner.install()
         try:
             whole = output_tensors(runner.trace(batch))  # 1
+            if not runner.units:
+                raise UnsupportedModelError(model, "its forward calls none of its layers.", USE_ONE_STAGE)
             table = ParameterTable(model)
             with _refusing_what_fails(model):
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
@@ -399,16 +412,19 @@ def refuse_overlapping_weights(model: nn.Module) -> None:
             )
 
 
-def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
-    """Names of the layer modules of each stack.
+def find_stacks(model: nn.Module, batch: dict[str, Any], named: Sequence[str] | None = None) -> list[list[str]]:
+    """Names of the layer modules of each stack, in the modules with the given names if there are any.
 
     A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`. In a model without such
     a list, it is a list whose members are called one after the other, each on the output of the previous one. In a
     model without any of these, each member of a list is a stack of its own, if each depends on the previous one.
 
     Raises:
+        ValueError: if a module in `named` does not exist or contains no layers.
         UnsupportedModelError: if the model has no stack.
     """
+    if named is not None:
+        return [_members_of(model, name) for name in named]
     lists = _outermost_module_lists(model)
     stacks = [names for names in lists if _are_layers([model.get_submodule(name) for name in names])]
     stacks = stacks or _chained_lists(model, lists, batch) or _dependent_members(model, lists, batch)
@@ -417,9 +433,27 @@ def find_stacks(model: nn.Module, batch: dict[str, Any]) -> list[list[str]]:
             model,
             "no sequential stack of layers was found in it (an nn.ModuleList in which each layer depends on the"
             " previous one).",
-            USE_ONE_STAGE,
+            "Name the modules that contain its layers (PipeTransformerTrainingArguments.pipeline_layers), or set"
+            " pipeline_parallel_size=1.",
         )
     return stacks
+
+
+def _members_of(model: nn.Module, name: str) -> list[str]:
+    """Names of the members of a module that the user has named in `pipeline_layers`.
+
+    Raises:
+        ValueError: if there is no such module, or it is no non-empty list of modules.
+    """
+    modules = dict(model.named_modules())
+    if isinstance(modules.get(name), (nn.ModuleList, nn.Sequential)) and len(modules[name]):
+        return [f"{name}.{child}" for child, _ in modules[name].named_children()]
+    found = f"is a {type(modules[name]).__name__}" if name in modules else "does not exist"
+    lists = [repr(n) for n, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential)) and n]
+    raise ValueError(
+        f"pipeline_layers: {name!r} {found} in the {type(model).__name__}, but must be an nn.ModuleList or"
+        f" nn.Sequential with layers in it. It has {', '.join(lists[:MOST_NAMES]) or 'none'}."
+    )
 
 
 def _outermost_module_lists(module: nn.Module, prefix: str = "") -> list[list[str]]:

@@ -11,7 +11,7 @@
 Such a schedule is described by its warm-up: the number of forwards that a stage runs before its first backward. Then
 backwards and forwards alternate until no forward is left, and the other backwards follow. The arguments, the planner,
 the simulated timeline, the prediction of memory and the running pipeline all read the table `SCHEDULES`: a further
-schedule is one more entry in it.
+schedule is one more entry in it (CONTRIBUTING.md shows one).
 
 Interleaved 1F1B (Narayanan et al., SC 2021) gives each stage V parts of the model, its virtual stages. Part v of stage
 s is virtual stage s + v K, so a micro-batch goes round the K processes V times, and the pipeline fills and empties in
@@ -35,7 +35,7 @@ waits, and W those of the weights, which nobody waits for. W fills what would be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -190,26 +190,28 @@ ZERO_BUBBLE_V = Schedule(
     splits_backward=True,
 )
 
-SCHEDULES: Mapping[str, Schedule] = {
+SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule for schedule in (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE_V)
 }
+"""Value of `pipeline_schedule` -> schedule. Entries may be added before a trainer's arguments are made."""
 
 AUTO_SCHEDULE = "auto"
 """The value of `pipeline_schedule` with which the schedule is chosen."""
-SCHEDULE_NAMES = (*SCHEDULES, AUTO_SCHEDULE)
-"""The values of `pipeline_schedule`."""
-
-INTERLEAVED_NAMES = " and ".join(repr(name) for name, schedule in SCHEDULES.items() if schedule.is_interleaved)
 
 DEFAULT_VIRTUAL_STAGES = 2
 """Virtual stages per stage of an interleaved schedule, if none are requested."""
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return the values of `pipeline_schedule`."""
+    return (*SCHEDULES, AUTO_SCHEDULE)
 
 
 def virtual_stages_of(schedule: str, requested: int | None) -> int:
     """Return the number of virtual stages per stage to ask for; 1 where the choice of the schedule determines it.
 
     Args:
-        schedule: value of `pipeline_schedule`, one of `SCHEDULE_NAMES`.
+        schedule: value of `pipeline_schedule`, one of `schedule_names()`.
         requested: value of `virtual_pipeline_parallel_size`; None if the user has not set it.
 
     Raises:
@@ -232,7 +234,8 @@ def virtual_stages_of(schedule: str, requested: int | None) -> int:
     if not is_number or requested < 1 or (requested > 1) != chosen.is_interleaved or requested > (most or requested):
         fitting = "at least 2" if most is None else str(most)
         if not chosen.is_interleaved:
-            fitting += f", because only {INTERLEAVED_NAMES} have more"
+            interleaved = [repr(name) for name, one in SCHEDULES.items() if one.is_interleaved]
+            fitting += f", because only {' and '.join(interleaved)} have more"
         other = INTERLEAVED if is_number and requested > 1 else ONE_F_ONE_B
         raise ValueError(
             f"virtual_pipeline_parallel_size={requested!r} cannot be combined with pipeline_schedule={schedule!r},"

@@ -315,7 +315,7 @@ def _take_apart(
     inputs, padded = called.inputs(job, sample), called.inputs(job, padded)
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
-        stack = LayerStack.discover(model, inputs, called.nested_in)
+        stack = LayerStack.discover(model, inputs, called.nested_in, job.args.pipeline_layers)
         called.note(stack)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)

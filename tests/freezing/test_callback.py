@@ -490,7 +490,7 @@ def test_a_model_without_layers_is_refused() -> None:
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     with pytest.raises(
-        UnsupportedModelError, match=r"trained with frozen layers: no sequential stack of layers.*Freeze nothing"
+        UnsupportedModelError, match=r"trained with frozen layers: no sequential stack of layers.*freeze nothing"
     ):
         make_trainer(Flat(), LayerFreezeCallback("alpha")).train()
 

@@ -7,8 +7,7 @@ rules break, the next variant changes less:
 
     width / 16, 4 layers   ->   width / 16, all layers   ->   width / 8, ...   ->   as it is
 
-No list of families is kept here but `COMPOSED`: configurations that cannot be made without parts. What the rules do
-not find out is in `tiny_adjustments`, the inputs of models that `dummy_batch` does not know in `tiny_inputs`.
+No list of families is kept here but `COMPOSED`: configurations that cannot be made without parts.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import torch
 import transformers as hf
 from accelerate import init_empty_weights
-from tiny_adjustments import ADJUSTMENTS, ADJUSTMENTS_FOR_CLASS, whole_heads, without_timm
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -90,13 +89,12 @@ class TinyConfig:
     conditions: list[str] = field(default_factory=list)
 
 
-def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> TinyConfig:
+def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
     """The default configuration of a model type, made small, without anything random.
 
     Args:
         model_type: The model type.
         variant: How small.
-        class_name: The class that is built, if its configuration has to be changed.
 
     Raises:
         Exception: whatever the family's configuration raises when it cannot be made without arguments.
@@ -104,7 +102,7 @@ def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> Tiny
     config = COMPOSED[model_type]() if model_type in COMPOSED else CONFIG_MAPPING[model_type]()
     tiny = TinyConfig(config)
     tokens: dict[int, int] = {}
-    if sum(without_timm(part) for part in _parts(config)):
+    if sum(_without_timm(part) for part in _parts(config)):
         tiny.conditions.append("with a backbone of transformers in place of timm's")
     for part in _parts(config):
         _switch_off(part, tiny.conditions)
@@ -113,12 +111,7 @@ def tiny_config(model_type: str, variant: Variant, class_name: str = "") -> Tiny
             _fill_gaps(part)
         if getattr(part, "vocab_size", None) and getattr(part, "pad_token_id", 0) is None:
             part.pad_token_id = 0  # classifiers on decoders need one to find the last token
-        whole_heads(part)
-    for part in _parts(config):
-        if part.model_type in ADJUSTMENTS:
-            ADJUSTMENTS[part.model_type](part)
-    if class_name in ADJUSTMENTS_FOR_CLASS:
-        ADJUSTMENTS_FOR_CLASS[class_name](config)
+        _whole_heads(part)
     return tiny
 
 
@@ -246,6 +239,40 @@ def _head_dim(config: PreTrainedConfig) -> Any:
         return getattr(config, "head_dim", None)
     except Exception:  # layers have different ones, and the configuration refuses to say which
         return None
+
+
+def _whole_heads(config: PreTrainedConfig) -> None:
+    """Fewer attention heads where a width that was divided is no multiple of them any more."""
+    for width_name, heads_name in (("hidden_size", "num_attention_heads"), ("d_model", "num_attention_heads")):
+        fields = vars(config)
+        width, heads = fields.get(width_name), fields.get(heads_name)
+        if type(width) is int and type(heads) is int and heads and width % heads and fields.get("head_dim") is None:
+            setattr(config, heads_name, gcd(width, heads))
+
+
+def _without_timm(config: PreTrainedConfig) -> bool:
+    """Put a ResNet or Swin of transformers in the place of a backbone of the timm library.
+
+    Returns:
+        Whether there was such a backbone.
+    """
+    backbone = getattr(config, "backbone_config", None)
+    if type(backbone).__name__ != "TimmBackboneConfig":
+        return False
+    stages = [index for index in backbone.out_indices if index > 0]
+    if "swin" in str(backbone.backbone):
+        config.backbone_config = hf.SwinConfig(
+            image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[2, 2, 2, 2], window_size=2, out_indices=stages
+        )
+        return True
+    config.backbone_config = hf.ResNetConfig(
+        embedding_size=16,
+        hidden_sizes=[16, 32, 64, 128],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_indices=stages,
+    )
+    return True
 
 
 def _smaller(name: str, value: Any, variant: Variant) -> Any:

@@ -1,4 +1,4 @@
-"""What `end_to_end.py` trains: a model, data and a metric for each task."""
+"""What the studies train: a model, data and a metric for each task."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def squad(model: str, folder: Path, samples: int, seed: int, from_config: bool =
     cached, and the metric is SQuAD's own F1, in percent, over the words of the best answer. Questions without any, as
     SQuAD 2.0 has them, are left out.
     """
-    sys.path.append(str(Path(__file__).parent.parent / "recipes"))
+    sys.path.append(str(Path(__file__).parents[2] / "recipes"))
     from datasets import Dataset
 
     from answers import choose_answer, squad_metrics
@@ -171,3 +171,74 @@ def _load(cls: Any, model: str, from_config: bool, **changes: Any) -> nn.Module:
     if from_config:
         return cls.from_config(AutoConfig.from_pretrained(model, **changes))
     return cls.from_pretrained(model, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Requests: 50 intents, half of which name a second one that is not wanted; pairs of wordings of an intent and a day
+# ---------------------------------------------------------------------------------------------------------
+ACTIONS = (
+    ("cancel", "call off", "get rid of", "end", "drop"),
+    ("book", "reserve", "order", "get me", "arrange"),
+    ("change", "move", "modify", "rearrange", "switch"),
+    ("check the status of", "find out about", "look up", "tell me about", "track"),
+    ("pay for", "settle the bill for", "transfer the money for", "cover the cost of", "put on my card"),
+)
+OBJECTS = (
+    ("the flight", "my plane ticket", "the trip by air"),
+    ("the hotel room", "my accommodation", "the overnight stay"),
+    ("the phone contract", "my mobile plan", "the SIM subscription"),
+    ("the parcel", "my package", "the delivery"),
+    ("the gym membership", "my fitness club", "the training pass"),
+    ("the concert ticket", "my seat at the show", "the gig"),
+    ("the rental car", "my hired vehicle", "the van I rent"),
+    ("the doctor's appointment", "my visit to the physician", "the medical check"),
+    ("the insurance", "my policy", "the coverage"),
+    ("the restaurant table", "my dinner reservation", "the lunch for two"),
+)
+BEFORE = (
+    "please",
+    "hello,",
+    "could you",
+    "I would like to",
+    "it is urgent:",
+    "hi there, can you",
+    "my wish is to",
+    "",
+)
+UNWANTED = (
+    "I do not want to {other}, I want to {wanted}",
+    "{wanted}, but do not {other}",
+    "instead of having to {other}, {wanted}",
+    "never mind what I said about wanting to {other}; {wanted}",
+    "{wanted} and leave it to others to {other}",
+)
+MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October")
+
+
+class Requests:
+    """Draws requests."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def intent(self) -> tuple[int, int]:
+        return self.random.randrange(len(ACTIONS)), self.random.randrange(len(OBJECTS))
+
+    def clause(self, intent: tuple[int, int]) -> str:
+        action, thing = intent
+        return f"{self.random.choice(ACTIONS[action])} {self.random.choice(OBJECTS[thing])}"
+
+    def text(self, intent: tuple[int, int], unwanted: float = 0.5) -> str:
+        wanted = self.clause(intent)
+        if self.random.random() < unwanted:
+            other = self.intent()
+            while other == intent:
+                other = self.intent()
+            wanted = self.random.choice(UNWANTED).format(wanted=wanted, other=self.clause(other))
+        return f"{self.random.choice(BEFORE)} {wanted}".strip()
+
+    def pair(self) -> tuple[str, str]:
+        """Two wordings of an intent and a day."""
+        intent, day, month = self.intent(), self.random.randint(1, 28), self.random.randrange(len(MONTHS))
+        first = f"{self.text(intent)}, {day} {MONTHS[month]}"
+        return first, f"{self.clause(intent)} on {month + 1:02d}/{day:02d}"

@@ -1,0 +1,1 @@
+"""Whole trainings, whose results `docs/benchmarks.md` has; `python -m benchmarks.studies.NAME` starts one."""

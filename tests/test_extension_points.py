@@ -1,0 +1,144 @@
+"""The examples of CONTRIBUTING.md: a freeze policy, a schedule, and the layers of a model, each by one object."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from torch import nn
+from training_data import PadCollator, TrainingData
+from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
+from transformers import Trainer, TrainingArguments
+
+from hf_pipetransformer import FreezePolicy, PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.freezing.policies import FreezeDecision
+from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, Work
+from hf_pipetransformer.planning.timeline import simulate
+
+PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+POLICY, SCHEDULE, LAYERS = re.findall(r"^```python\n(.*?)(?:^args = .*?)?^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def example(code: str, **names: Any) -> dict[str, Any]:
+    """What an example defines.
+
+    Args:
+        code: the example.
+        names: that it uses, beside the package's and torch's.
+    """
+    known = (
+        *(FreezePolicy, FreezeDecision, PipeTransformerTrainer, PipeTransformerTrainingArguments),
+        *(Schedule, Work),
+    )
+    space: dict[str, Any] = {"torch": torch, "nn": nn, "SCHEDULES": SCHEDULES, "__name__": __name__}
+    space |= {**{one.__name__: one for one in known}, **names}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), space)
+    return space
+
+
+def test_a_freeze_policy(tmp_path: Path) -> None:
+    run = Run(samples=16)
+    args = PipeTransformerTrainingArguments(
+        str(tmp_path),
+        max_steps=4,
+        freeze_strategy="steps",
+        freeze_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    model = run.build_model()
+    data = TrainingData(run.kind, run.samples)
+    trainer = example(POLICY, model=model, args=args, dataset=data)["trainer"]
+    trainer.data_collator = PadCollator(run.kind)
+    trainer.train()
+    logged = [entry["num_frozen_layers"] for entry in trainer.state.log_history if "num_frozen_layers" in entry]
+    assert logged == [0, 2]  # of four layers
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A schedule
+# ---------------------------------------------------------------------------------------------------------
+
+
+def train_breadth_first(rank: int, world_size: int, run: Run) -> Outcome:
+    example(SCHEDULE)
+    return outcome_of(
+        pipeline_trainer(run, 2, pipeline_schedule="looped_bfs", virtual_pipeline_parallel_size=2, num_microbatches=4)
+    )
+
+
+def test_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(samples=33, epochs=1)
+    outcomes = run_ranks(train_breadth_first, 2, replace(run, per_device=run.per_device * WORLD // 2))
+    assert_same_training(outcomes, run_ranks(reference, 1, run)[0])
+
+
+def test_the_planner_knows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(SCHEDULES):
+        monkeypatch.setitem(SCHEDULES, name, SCHEDULES[name])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    try:
+        example(SCHEDULE)
+        timeline = simulate([0.5] * 4, [1.0] * 4, 4, "looped_bfs", 2)
+    finally:
+        SCHEDULES.pop("looped_bfs", None)
+    # the bubble of one stage's passes, which V parts shorten: (K - 1) / (V M + K - 1)
+    assert timeline.bubble == pytest.approx(1 / 9)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def train_classifier(rank: int, world_size: int, *names: str, stages: int = 2) -> dict[str, torch.Tensor]:
+    """The weights after a few steps; on one process by the stock Trainer."""
+    torch.manual_seed(0)
+    space = example(LAYERS)
+    model = space["Classifier"]()
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(8, generator=generator), "labels": k % 2} for k in range(32)]
+    options: dict[str, Any] = {"max_steps": 4, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    options |= {"per_device_train_batch_size": 8 // world_size, "use_cpu": True, "learning_rate": 1e-2}
+    if world_size == 1:
+        trainer = Trainer(model, TrainingArguments("out", **options), train_dataset=data)  # type: ignore[arg-type]
+    else:
+        options |= {"pipeline_parallel_size": stages, "pipeline_layers": names or None}
+        trainer = PipeTransformerTrainer(
+            model,
+            PipeTransformerTrainingArguments("out", **options),
+            train_dataset=data,  # type: ignore[arg-type]
+        )
+    trainer.train()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_layers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = run_ranks(train_classifier, 1)[0]
+    for weights in run_ranks(train_classifier, 2, "body.blocks"):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("model.blocks",), r"'model.blocks' does not exist in the Classifier.* It has 'body.blocks'"),
+        (("head",), r"'head' is a Linear in the Classifier"),
+        ((), "no sequential stack of layers.*pipeline_layers"),
+    ],
+)
+def test_layers_that_are_none(
+    names: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        run_ranks(train_classifier, 2, *names)
