@@ -87,15 +87,6 @@ def test_both_parts_are_a_whole_backward(loss_of: Callable[[Tied], torch.Tensor]
     assert_same(gradients(model), {n: g if g is None else 2 * g for n, g in whole(loss_of).items()})
 
 
-def test_a_whole_backward_is_left_alone() -> None:
-    model = Tied()
-    parts = WeightGradients(model, list(model.parameters()))
-    with parts.split():
-        model(TOKENS).backward()
-    assert_same(gradients(model), whole(LOSSES["tied"]))
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 def penalised(model: Tied) -> torch.Tensor:
     """Adds the norm of a gradient that the loss computes itself."""
     loss = model(TOKENS)
