@@ -12,7 +12,6 @@ from hf_pipetransformer.model.loss_scaling import (
     LossReduction,
     NumItems,
     candidates_for,
-    items_passed,
     label_variants,
     unexamined,
     why_not,
@@ -98,26 +97,6 @@ def test_a_contradiction_says_both_numbers() -> None:
     empty = {"labels": torch.full((ROWS, TOKENS), IGNORED)}
     assert why_not(LossReduction("mean"), empty, [], None, 0.0, lambda *_: 0.0, EXACT) == "it has no labels to count"
     assert unexamined(True, why) == LossReduction("whole", "shifted_labels") and unexamined(True, why).reason == why
-
-
-def test_what_is_counted() -> None:
-    labels = torch.tensor([[5, 6, IGNORED], [7, IGNORED, IGNORED]])
-    batch = {"input_ids": torch.ones(2, 3), "labels": labels}
-    assert LossReduction("mean").counts([batch, slice_rows(batch, 1, 2)]) == [3, 1]
-    assert LossReduction("sum", "shifted_labels").count(batch) == 1
-    assert LossReduction("mean", "rows").count(batch) == 2
-    assert LossReduction("mean", key="tags").count(batch) == 2, "without labels, samples are counted"
-    shifted = {**batch, "shift_labels": torch.tensor([[6, IGNORED, IGNORED], [8, 9, IGNORED]])}
-    assert LossReduction("sum", "shifted_labels").count(shifted) == 3
-    assert items_passed(batch, False, True) == 3 and items_passed(batch, True, True) == 1
-    assert items_passed(batch, False, False) is None
-
-
-def test_weights_of_parts() -> None:
-    part = {"labels": torch.zeros(2, dtype=torch.long)}
-    assert LossReduction("mean").weight(part, 8) == 2 / 8
-    assert LossReduction("mean").weight(part, 8, count=4) == 4 / 8
-    assert LossReduction("sum").weight(part, 8) == 1
 
 
 def test_variants_show_each_class_unequal_counts_and_scaled_targets() -> None:
