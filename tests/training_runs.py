@@ -101,14 +101,14 @@ def reference(rank: int, world_size: int, run: Run, folder: str = "reference") -
     return outcome_of(reference_trainer(run, folder))
 
 
-def reference_trainer(run: Run, folder: str = "reference") -> Trainer:
+def reference_trainer(run: Run, folder: str = "reference", model: nn.Module | None = None) -> Trainer:
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
         per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
         **run.common_options(),
     )
-    return _trainer(Trainer, arguments, run)
+    return _trainer(Trainer, arguments, run, model)
 
 
 def pipeline(
