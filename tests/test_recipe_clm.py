@@ -25,11 +25,6 @@ def arguments(**options: object) -> run_clm.DataTrainingArguments:
     return run_clm.DataTrainingArguments(**{"generated_data": 50, "block_size": 16, **options})
 
 
-def test_blocks_hold_every_token_once_but_for_the_rest() -> None:
-    assert run_clm.blocks_of([[1, 2, 3], [4], [5, 6, 7, 8]], 3) == [[1, 2, 3], [4, 5, 6]]
-    assert run_clm.blocks_of([[1, 2]], 3) == []
-
-
 @pytest.fixture(scope="module")
 def texts() -> DatasetDict:
     return run_clm.load_texts(arguments(), seed=0)
@@ -144,18 +139,6 @@ def test_names_in_the_demos_config_are_those_of_other_models_too() -> None:
     common_ones = ",".join(overrides.split(",")[:-3])
     llama = load_config(ModelArguments(model_type="llama", config_overrides=common_ones), SMALL_MODEL)
     assert (llama.num_hidden_layers, llama.hidden_size, llama.num_attention_heads) == (4, 128, 4)
-
-
-def test_adapters_are_put_on(texts: DatasetDict) -> None:
-    pytest.importorskip("peft")
-    model_args = ModelArguments(model_type="llama", lora_rank=2)
-    small = {"vocab_size": 50, "max_position_embeddings": 16, **SMALL_MODEL}
-    model = load_model(run_clm.AutoModelForCausalLM, model_args, load_config(model_args, small))
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
-    for bad, message in (({"lora_rank": 0}, "lora_rank=0"), ({"lora_target_modules": ["q"]}, "needs lora_rank")):
-        with pytest.raises(ValueError, match=message):
-            ModelArguments(**bad)
 
 
 # ------------------------------------------------------------------------------------------ from end to end
