@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,11 @@ import first_contact
 import psutil
 import pytest
 import torch
-from first_contact_ranks import Job
-from first_contact_runs import SIZES, Setting, Synchronisations, Training, length_of_union
-from first_contact_steps import STEPS, Record
+from first_contact_runs import SIZES
+from first_contact_steps import STEPS
 
 ROOT = Path(first_contact.__file__).parents[1]
 
-# ---------------------------------------------------------------------------------------------------------
-# The supervisor
-# ---------------------------------------------------------------------------------------------------------
 WORKER = """
     import json, os, subprocess, sys, time
     request = json.load(open(sys.argv[1]))
@@ -83,90 +77,11 @@ def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, mon
     assert results["date"] and results["options"]["minutes"] == 0.4
 
 
-def test_steps_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.001", "--steps", "cache", "overflow")
-    assert code == 1
-    assert {step["status"] for step in results["steps"].values()} == {"skipped"}
-
-
-def test_time_that_a_step_leaves_goes_to_the_later_ones() -> None:
-    names = list(first_contact.STEPS)
-    shares = [first_contact.seconds_for(name, names[k + 1 :], 480) for k, name in enumerate(names)]
-    assert shares[-1] == 480  # of the last step: all that is left
-    assert shares[0] == pytest.approx(480 * first_contact.STEPS["machine"] / sum(first_contact.STEPS.values()))
-
-
 def test_each_step_has_a_function() -> None:
     assert list(first_contact.STEPS) == list(STEPS)
     assert set(first_contact.MODEL_SIZES) == {"auto", *SIZES}
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--minutes", "0"], ["--rows", "10"], ["--tokens", "0"], ["--steps", "dance"], ["--folder", "none"]]
-)
-def test_impossible_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        first_contact.parse_arguments(arguments)
-    assert arguments[1] in capsys.readouterr().err
-
-
-def test_a_step_sees_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    environment = first_contact.environment()
-    assert environment["CUDA_VISIBLE_DEVICES"] == "3" and "WORLD_SIZE" not in environment
-
-
-# ---------------------------------------------------------------------------------------------------------
-# What is measured
-# ---------------------------------------------------------------------------------------------------------
-def test_a_record_holds_what_json_cannot(tmp_path: Path) -> None:
-    record = Record(tmp_path / "record.json")
-    record.note(values=[1.0, float("nan")], peak=float("inf"))
-    record.check(holds=True)
-    assert json.loads((tmp_path / "record.json").read_text()) == {
-        "figures": {"values": [1.0, "nan"], "peak": "inf"},
-        "checks": {"holds": True},
-    }
-
-
-def test_time_in_which_several_kernels_run_counts_once() -> None:
-    assert length_of_union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == 5
-    assert length_of_union([]) == 0
-
-
-def test_a_job_comes_through_its_file_unchanged(tmp_path: Path) -> None:
-    training = Training(2, options={"num_microbatches": 4})
-    job = Job(Setting(SIZES["tiny"], True, str(tmp_path)), training, "here", kills=(1, 3))
-    (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
-    read = Job.read(tmp_path / "job.json")
-    assert (read.setting, read.training, read.output_dir) == (job.setting, job.training, job.output_dir)
-    assert tuple(read.kills or ()) == job.kills
-
-
-def test_synchronisations_are_counted_between_the_steps_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch warns of each call that waits for the device, where it is told to; here a function warns in its place."""
-    modes = ["default"]
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def step() -> None:
-        for _ in range(2):
-            if modes[-1] == "warn":
-                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-                warnings.warn("something else", stacklevel=1)
-
-    counter = Synchronisations(first=2, steps=3)
-    for _ in range(7):
-        counter.before_step(None)  # type: ignore[arg-type]
-        step()
-    assert counter.per_step == 2.0 and modes == ["default", "warn", "default"]
-    ((site, number),) = counter.sites.items()
-    assert site.startswith("tests/test_first_contact.py:") and number == 6
-
-
-# ---------------------------------------------------------------------------------------------------------
-# All steps
-# ---------------------------------------------------------------------------------------------------------
 def results_of(folder: Path, *arguments: str, **environment: str) -> dict[str, Any]:
     """The results of the script, in a process of its own; it has failed if a step has."""
     output = folder / "results.json"

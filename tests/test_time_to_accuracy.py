@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
-import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -14,8 +12,7 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from time_to_accuracy_model import Packing, SpanHead
-from time_to_accuracy_tasks import HELD_OUT, LENGTH, QUESTIONS, Task, make_task, right_span, sentences_around
+from time_to_accuracy_tasks import HELD_OUT, LENGTH, QUESTIONS, Task, make_task, right_span
 
 WORDS = ("where", "is", "it", "?", ".", "here", "there")
 PLACES = [f"place{number}" for number in range(40)]
@@ -63,30 +60,9 @@ def test_no_context_is_in_two_splits(tmp_path: Path) -> None:
     assert not names[0] & names[1] and not names[0] & names[2] and not names[1] & names[2]
 
 
-def test_too_few_questions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"200 questions .* at least {QUESTIONS}"):
-        questions_task(tmp_path, contexts=50)
-
-
-def test_a_part_of_a_long_sentence_has_the_answer_at_any_place() -> None:
-    starts, drawn = [0, 5, 100, 120], random.Random(0)
-    chosen = {sentences_around(starts, first=50, last=52, room=20, drawn=drawn) for _ in range(500)}
-    assert chosen == {(start, start + 20) for start in range(33, 51)}
-
-
 def test_a_span_is_right_if_both_of_its_ends_are() -> None:
     logits = torch.zeros(3, 2, 4)
     logits[:, 0, 2], logits[:, 1, 3] = 5.0, 4.0  # the likeliest span is [2, 3] ...
     logits[1, 1, 0] = 8.0  # ... also where a span that ends before it starts has a larger sum
     labels = torch.tensor([[2, 3], [2, 3], [2, 2]])
     assert right_span(logits, labels).tolist() == [True, True, False]
-
-
-def test_no_span_ends_behind_its_sample() -> None:
-    torch.manual_seed(0)
-    head = SpanHead(hidden=8, length=6)
-    x = torch.randn(7, 8)
-    logits = head(x, Packing.of([3, 4]))
-    assert logits.shape == (2, 2, 6)
-    torch.testing.assert_close(logits[1, :, :4], head.ends(x[3:]).t())
-    assert (logits[0, :, 3:] < -1e6).all() and (logits[1, :, 4:] < -1e6).all()
