@@ -20,7 +20,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from transformers import ViTForImageClassification, ViTImageProcessorPil
 
 import run_image_classification as recipe
-from common import ModelArguments, load_model, take_part
+from common import ModelArguments, take_part
 
 
 def test_digits_are_those_of_sklearn() -> None:
@@ -111,40 +111,6 @@ def test_a_checkpoint_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
     assert config.id2label == {0: "white", 1: "Grey", 2: "black"}
     for others in (None, (), ("white", "grey")):
         assert recipe.with_classes_of(others, splits)["train"]["label"][:] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("labels", "share", "reason"),
-    [
-        ([0] * 9 + [1], 0.2, "class 'b' has one image"),
-        ([0] * 5 + [1] * 5, 0.1, "9 and 1 images are too few for 2 classes"),
-        ([0] * 5 + [1] * 5, 0.2, ""),
-    ],
-)
-def test_classes_with_few_images_are_split_with_a_warning(
-    labels: list[int], share: float, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = Dataset.from_dict({"label": labels}, features=Features({"label": ClassLabel(names=["a", "b"])}))
-    splits = recipe.split_off(whole, share, seed=0)
-    assert (len(splits["train"]), len(splits["validation"])) == (10 - 10 * share, 10 * share)
-    assert (f"as {reason}" in caplog.text and "Give validation_dir" in caplog.text) == bool(reason)
-    if not reason:
-        assert sorted(splits["validation"]["label"]) == [0, 1]
-
-
-@pytest.mark.parametrize("model_type", ["vit", "deit", "beit"])
-def test_models_read_what_the_transform_gives(model_type: str) -> None:
-    from transformers import default_data_collator
-
-    arguments = recipe.DataTrainingArguments()
-    splits = recipe.load_images(arguments, seed=0)
-    model_args = ModelArguments(model_type=model_type, config_overrides="num_hidden_layers=1,hidden_size=16")
-    config = recipe.make_config(model_args, arguments, splits)
-    rows = splits["validation"].with_transform(recipe.Transform(recipe.make_processor(model_args, config), 1))
-    with torch.no_grad():
-        model = load_model(recipe.AutoModelForImageClassification, model_args, config)
-        output = model(**default_data_collator([rows[0], rows[1]]))
-    assert output.logits.shape == (2, 10) and output.loss.isfinite()
 
 
 def transform(**options: Any) -> recipe.Transform:

@@ -298,21 +298,6 @@ def test_user_errors() -> None:
         run_qa.make_windows(rows_of([good]), tokenizer, arguments(pad_to_max_length=False), "test")
 
 
-def test_only_the_questions_that_are_used_are_checked(tmp_path: Path) -> None:
-    """Those of the test data have no answers, or answers that nobody reads."""
-    good = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
-    unanswered = {**good, "answers": {"text": [], "answer_start": []}}
-    files = {"train_file": [good], "validation_file": [unanswered], "test_file": [unanswered]}
-    for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    data_args = arguments(generated_data=None, **{name: str(tmp_path / f"{name}.jsonl") for name in files})
-    splits = run_qa.load_questions(data_args, 0, str(tmp_path / "cache"))
-    assert len(run_qa.questions_of("train", splits, data_args)) == 1
-    assert run_qa.questions_of("test", splits, data_args).column_names == ["id", "context", "question"]
-    with pytest.raises(ValueError, match="1 of the 1 questions of the validation data have no answer"):
-        run_qa.questions_of("validation", splits, data_args)
-
-
 @pytest.mark.parametrize("with_unanswerable", [False, True])
 def test_questions_from_the_hub(with_unanswerable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In SQuAD's columns; sets that have test data have its answers, too, or none."""
@@ -340,16 +325,6 @@ def test_questions_from_the_hub(with_unanswerable: bool, monkeypatch: pytest.Mon
     if with_unanswerable:
         with pytest.raises(ValueError, match="of the 30 questions of the train data have no answer"):
             run_qa.questions_of("train", splits, arguments(**options))
-
-
-def test_padding_on_the_left_is_not_masked() -> None:
-    """Position 0 stands for "no answer"; there its loss would be infinite."""
-    row = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
-    tokenizer = build_tokenizer(64)
-    tokenizer.padding_side = "left"
-    with pytest.raises(ValueError, match="leave --mask_padding off"):
-        run_qa.make_windows(rows_of([row]), tokenizer, arguments(mask_padding=True), "test")
-    assert len(run_qa.make_windows(rows_of([row]), tokenizer, arguments(), "test")) == 1
 
 
 # ------------------------------------------------------------------------------------------ generated questions

@@ -25,20 +25,6 @@ def test_same_seed_same_sentences_other_seed_others():
     assert first != generated_data.generate_splits(50, 20, seed=4)
 
 
-def test_splits_are_balanced_and_share_no_sentence():
-    splits = generated_data.generate_splits(301, 100)
-    sentences = splits["train"]["sentence"] + splits["validation"]["sentence"]
-    assert len(sentences) == len(set(sentences)) == 401
-    assert sum(splits["train"]["label"]) == 150
-    assert sum(splits["validation"]["label"]) == 50
-
-
-@pytest.mark.parametrize("sizes", [(0, 10), (10, 0), (generated_data.MAX_SENTENCES, 1)])
-def test_impossible_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match="num_train"):
-        generated_data.generate_splits(*sizes)
-
-
 def read_label(sentence):
     """Reads a generated sentence back, by the rules in the module's docstring, written independently of it."""
     _, found, rest = sentence.partition(" yet ")
@@ -62,17 +48,6 @@ def read_label(sentence):
 def test_labels_follow_from_the_sentences():
     split = generated_data.generate_splits(500, 1)["train"]
     assert [read_label(sentence) for sentence in split["sentence"]] == split["label"]
-
-
-def test_tokenizer_knows_every_word_and_pads_pairs():
-    tokenizer = generated_data.build_tokenizer(model_max_length=32)
-    encoded = tokenizer(generated_data.generate_splits(300, 1)["train"]["sentence"])["input_ids"]
-    assert tokenizer.unk_token_id not in {token for ids in encoded for token in ids}
-    assert max(len(ids) for ids in encoded) <= 32
-    assert len(tokenizer) == len(generated_data.vocabulary()) + 5
-    pair = tokenizer("The plot", "is dull", return_tensors="np")["input_ids"][0]
-    assert tokenizer.decode(pair) == "[CLS] the plot [SEP] is dull [SEP]"
-    assert tokenizer("qwerty")["input_ids"][1] == tokenizer.unk_token_id
 
 
 # ---------------------------------------------------------------- metrics

@@ -32,14 +32,6 @@ def mixed_batch(rows: int = 4, length: int = 3) -> dict:
     }
 
 
-def test_slices_hold_whole_rows_of_what_has_rows():
-    part = slice_rows(mixed_batch(), 1, 3)
-    assert part["input_ids"].tolist() == [[3, 4, 5], [6, 7, 8]]
-    assert part["labels"].tolist() == [1, 2]
-    assert part["texts"] == ["row 1", "row 2"]
-    assert part["ids"] == (1, 2)
-
-
 def test_what_has_no_rows_goes_into_every_slice():
     batch = mixed_batch()
     part = slice_rows(batch, 1, 3)
