@@ -257,6 +257,27 @@ class StopAfter(TrainerCallback):
         control.should_training_stop |= state.global_step >= self.steps
 
 
+class MeasureMemory(TrainerCallback):
+    """Bytes of the parameters, their gradients and the optimizer's state on this process, at each step."""
+
+    def __init__(self) -> None:
+        self.held: list[dict[str, int]] = []
+        self.gradients = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        here = [p for p in model.parameters() if not getattr(p, "is_elsewhere", False)]
+        self.gradients = sum(p.grad.nbytes for p in here if p.grad is not None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
+        def size(tensors: Any) -> int:
+            return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+        states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that are elsewhere cannot be read
+            parameters = size(model.parameters())
+        self.held.append({"parameters": parameters, "gradients": self.gradients, "optimizer": size(states)})
+
+
 class FreezeAt(TrainerCallback):
     """For a reference: the same parameters stop training after the same steps."""
 

@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from selection import few
-from training_runs import WORLD, Outcome, Run, StopAfter, assert_same_training, outcome_of, pipeline_trainer
+from training_runs import (
+    WORLD,
+    MeasureMemory,
+    Outcome,
+    Run,
+    StopAfter,
+    assert_same_training,
+    outcome_of,
+    pipeline_trainer,
+)
 from training_runs import FreezeAt as FreezeAt
 from training_runs import freezing_reference as reference
 from training_runs import stages_by_frozen as stages_by_frozen
-from transformers import TrainerCallback
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
 
@@ -121,25 +128,12 @@ def test_every_sample_of_an_epoch_exactly_once() -> None:
         assert [len(step) for step in epoch] == [16, 16, 16, 16, 16, 3]
 
 
-class MeasureMemory(TrainerCallback):
-    """Bytes of the model and of the optimizer's state on this process, after each step."""
-
-    def __init__(self) -> None:
-        self.held: list[int] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
-        states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
-        with torch._C.DisableTorchFunctionSubclass():  # those that are elsewhere cannot be read
-            storages = [t.untyped_storage() for t in [*model.parameters(), *states]]
-        self.held.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
-
-
 def memory_by_stage(rank: int, world_size: int) -> list[int]:
     run = Run("causal-lm", model="llama", epochs=3)
     trainer = pipeline_trainer(run, world_size, **BY_STEPS, freeze_schedule={2: 1, 4: 2, 6: 3}, elastic=False)
     trainer.add_callback(measure := MeasureMemory())
     trainer.train()
-    return measure.held
+    return [held["parameters"] + held["optimizer"] for held in measure.held]
 
 
 @pytest.mark.slow
