@@ -93,14 +93,43 @@ class IgnoresTheHead:
         return (loss, outputs) if return_outputs else loss
 
 
-def train_with(rank: int, world_size: int, mixin: type, stages: int) -> Outcome:
-    run = Run(samples=32, epochs=1, accumulation=1, trainer=mixin, per_device=8 // world_size)
-    return outcome_of(pipeline_trainer(run, stages))
+def ignore_the_head(rank: int, world_size: int) -> None:
+    pipeline_trainer(replace(RUN, trainer=IgnoresTheHead), 1).train()
 
 
 def test_parameters_that_the_users_loss_does_not_reach() -> None:
     """DDP over two replicas with find_unused_parameters left open: raised "Expected to have finished reduction"."""
-    run_ranks(train_with, 2, IgnoresTheHead, 1)
+    run_ranks(ignore_the_head, 2)
+
+
+class Packed(torch.nn.Module):
+    """Inputs that cannot be cut by rows: a flat list of patches beside rows of other number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["bert-classification"].build()
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, patches: Any = None
+    ) -> Any:
+        if patches is not None and len(patches) != 2 * len(input_ids):
+            raise ValueError("patches do not match")
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+class PackedCollator(PadCollator):
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {**super().__call__(samples), "patches": torch.zeros(2 * len(samples), 3)}
+
+
+def train_packed(rank: int, world_size: int) -> None:
+    trainer = pipeline_trainer(RUN, 1, model=Packed())
+    trainer.data_collator = PackedCollator(RUN.kind)
+    trainer.train()
+
+
+def test_one_stage_trains_what_cannot_be_cut_by_rows() -> None:
+    run_ranks(train_packed, 2)
 
 
 IMAGE, IMAGE_BEGINS, IMAGE_ENDS = 60, 61, 62
@@ -159,12 +188,11 @@ def train_images(rank: int, world_size: int) -> list[Outcome]:
     """The stock Trainer in one process, and pipelines in two."""
     outcomes = []
     trainer: Trainer
-    ways: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"num_microbatches": 1}), (1, {})]
-    for stages, options in ways if world_size > 1 else ways[:1]:
+    for options in ({}, {"num_microbatches": 1}) if world_size > 1 else ({},):
         if world_size == 1:
             trainer = reference_trainer(replace(IMAGES, per_device=1), model=qwen2_vl())
         else:
-            trainer = pipeline_trainer(replace(IMAGES, per_device=2), stages, model=qwen2_vl(), **options)
+            trainer = pipeline_trainer(replace(IMAGES, per_device=2), 2, model=qwen2_vl(), **options)
         trainer.eval_dataset = IMAGES.data(2)
         trainer.data_collator = ImagesAndText("causal-lm")
         outcomes.append(outcome_of(trainer))
