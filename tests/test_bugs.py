@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from model_zoo import MODELS, REFUSED, without_dropout
+from model_zoo import MODELS, REFUSED
 from torch.utils.data import IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
 from training_runs import (
@@ -220,10 +220,9 @@ def freezes_of(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> list[tuple
 
 def freezing(model: torch.nn.Module, run: Run, schedule: dict[int, int], is_plain: bool = False) -> Trainer:
     if is_plain:
-        arguments = TrainingArguments("plain", use_cpu=True, per_device_train_batch_size=4, **run.common_options())
-        callback = LayerFreezeCallback({"name": "schedule", "schedule": schedule})
-        data = {"train_dataset": run.data(run.samples), "data_collator": PadCollator(run.kind)}
-        return Trainer(model, arguments, callbacks=[callback], **data)
+        trainer = reference_trainer(replace(run, per_device=1), "plain", model)
+        trainer.add_callback(LayerFreezeCallback({"name": "schedule", "schedule": schedule}))
+        return trainer
     options = {"freeze_policy": "schedule", "freeze_schedule": schedule, "activation_cache": "off"}
     return pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
 
@@ -444,10 +443,10 @@ def test_a_trained_model_is_freed() -> None:
 
 
 # ------------------------------------------------------------------------------------------ the cache in predictions
-class KeepsTypesBack(PipeTransformerTrainer):
+class KeepsTypesBack:
     def compute_loss(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]
         inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
 class WithoutLabels(TrainingData):
@@ -469,28 +468,11 @@ def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
             found.append(trainer.predict(WithoutLabels("text-classification", 8)).predictions)
 
     found: list[Any] = []
-    torch.manual_seed(0)
-    trainer = KeepsTypesBack(
-        model=without_dropout(MODELS["bert-classification"].build()),
-        args=PipeTransformerTrainingArguments(
-            folder,
-            pipeline_parallel_size=stages,
-            per_device_train_batch_size=8 // stages,
-            elastic=False,
-            freeze_policy="schedule",
-            freeze_schedule={0: 2},
-            activation_cache=cache,
-            num_train_epochs=3,
-            learning_rate=1e-2,
-            adam_epsilon=1e-4,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-        ),
-        train_dataset=TrainingData("text-classification", 16),
-        data_collator=collate_with_types,
-        callbacks=[Predicts()],
-    )
+    run = Run(samples=16, epochs=3, accumulation=1, per_device=8 // stages, trainer=KeepsTypesBack)
+    options = {"freeze_policy": "schedule", "freeze_schedule": {0: 2}, "elastic": False, "use_cpu": True}
+    trainer = pipeline_trainer(run, stages, folder, activation_cache=cache, **options)
+    trainer.data_collator = collate_with_types
+    trainer.add_callback(Predicts())
     trainer.train()
     return found
 
