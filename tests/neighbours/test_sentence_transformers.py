@@ -298,13 +298,11 @@ REFUSED = [
 def in_two_stages(rank: int, world_size: int, models: str, folder: str) -> tuple[dict[str, Found], dict[str, Found]]:
     """All kinds of losses; and two of the same values with dropout, of which one calls the model in its backward."""
     found = train_each(rank, world_size, models, folder, STAGED, 2)
-    config = BertConfig.from_pretrained(f"{models}/body", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
-    own = f"{folder}/{rank}"
-    BertModel.from_pretrained(f"{models}/body", config=config).save_pretrained(f"{own}/body")
-    PreTrainedTokenizerFast.from_pretrained(f"{models}/body").save_pretrained(f"{own}/body")
-    dropping = train_each(rank, world_size, own, own, ("pairs", "cached whole"), 2)
+    dropping = train_each(rank, world_size, f"{folder}/dropping", folder, ("pairs", "cached whole"), 2)
     for kind, options, message in REFUSED:
-        trainer = make_trainer(kind, "ours", models, own, world_size, pipeline_parallel_size=2, **options)
+        trainer = make_trainer(
+            kind, "ours", models, f"{folder}/{rank}", world_size, pipeline_parallel_size=2, **options
+        )
         with pytest.raises(ValueError, match=message):
             trainer.train()
     return found, dropping
@@ -315,6 +313,9 @@ def test_two_stages_equal_one_process(models: str, tmp_path: Path) -> None:
 
     The cached loss restores the generator of its process, from which the seeds of all stages are drawn.
     """
+    config = BertConfig.from_pretrained(f"{models}/body", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
+    BertModel.from_pretrained(f"{models}/body", config=config).save_pretrained(tmp_path / "dropping" / "body")
+    PreTrainedTokenizerFast.from_pretrained(f"{models}/body").save_pretrained(tmp_path / "dropping" / "body")
     expected = train_each(0, 1, models, str(tmp_path / "stock"), STAGED, 1)
     for found, dropping in run_ranks(in_two_stages, 2, models, str(tmp_path), timeout=290):
         for kind in STAGED:
