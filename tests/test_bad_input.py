@@ -137,30 +137,18 @@ def train(rank: int, world_size: int, case: Case, stages: int | None, processes:
     return outcome
 
 
-def stock(case: Case, processes: int = PROCESSES) -> Outcome:
-    return run_ranks(train, 1, case, None, processes, timeout=SECONDS)[0]
+def train_all(rank: int, world_size: int, names: list[str], stages: int | None, processes: int) -> list[Outcome]:
+    return [train(rank, world_size, CASES[name], stages, processes) for name in names]
 
 
-def assert_as_stock(case: Case, stages: int, processes: int = PROCESSES) -> Outcome:
-    """Losses, weights and predictions of every process are those of the stock Trainer, NaN and infinities included.
-
-    Returns:
-        The stock Trainer's.
-    """
-    expected = stock(case, processes)
-    outcomes = run_ranks(train, processes, case, stages, processes, timeout=SECONDS)
-    for outcome in outcomes:
-        torch.testing.assert_close(outcome.weights, outcomes[0].weights, rtol=0, atol=0, equal_nan=True)
-        assert outcome.steps == expected.steps
-        for found, wanted in (
-            (outcome.losses, expected.losses),
-            (outcome.gradient_norms, expected.gradient_norms),
-            (outcome.weights, expected.weights),
-            (outcome.notes["predictions"], expected.notes["predictions"]),
-            (outcome.metrics["eval_loss"], expected.metrics["eval_loss"]),
-        ):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, equal_nan=True)
-    return expected
+def errors_in_turn(rank: int, world_size: int, names: list[str], stages: int | None) -> list[tuple[type, str]]:
+    """What each of the cases raises on this process."""
+    found = []
+    for name in names:
+        with pytest.raises(Exception) as caught:
+            train(rank, world_size, REFUSED[name], stages)
+        found.append((caught.type, str(caught.value)))
+    return found
 
 
 def errors_of(case: Case, stages: int) -> list[BaseException]:
@@ -175,90 +163,101 @@ def errors_of(case: Case, stages: int) -> list[BaseException]:
     return errors
 
 
-def assert_same_error(errors: list[BaseException], kind: type[BaseException], words: str) -> None:
-    assert {type(error) for error in errors} == {kind}, errors
-    assert all(words in str(error) for error in errors), errors
-
-
-def assert_one_failed(errors: list[BaseException], kind: type[BaseException], words: str) -> None:
-    """One process raised it, and the other one says so."""
+def assert_one_failed(errors: list[BaseException], kind: type[BaseException], *words: str) -> None:
+    """One process raised it, and the other one says so, in one line."""
     own, told = sorted(errors, key=lambda error: isinstance(error, PeerFailedError))
-    assert type(own) is kind and words in str(own), errors
-    assert isinstance(told, PeerFailedError) and words in str(told), errors
+    assert type(own) is kind and isinstance(told, PeerFailedError), errors
+    assert all(word in str(own) and word in str(told) for word in words), errors
 
 
 both = pytest.mark.parametrize("stages", [1, 2])
-pipeline_first = pytest.mark.parametrize("stages", [*slow(1), 2])
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Few samples
+# As the stock Trainer does
 # ---------------------------------------------------------------------------------------------------------
+def not_finite(trainer: type, at: int, max_grad_norm: float) -> Case:
+    return Case(at=at, trainer=trainer, options={"max_grad_norm": max_grad_norm})
 
 
-@pytest.mark.slow
-@pipeline_first
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_no_sample(order: str, stages: int) -> None:
-    errors = errors_of(Case(samples=0, options={"train_sampling_strategy": order}), stages)
-    assert_same_error(errors, ValueError, "empty")
+CASES = {
+    "one sample": Case(samples=1, options={"num_train_epochs": 2}),
+    "three samples": Case(samples=3, options={"num_train_epochs": 2}),
+    "one to evaluate": Case(evaluated=1),
+    "no whole batch": Case(samples=3, evaluated=16, options={"dataloader_drop_last": True, "max_steps": 2}),
+    "NaN": not_finite(NanLoss, 5, 1.0),
+    "NaN at the end": not_finite(NanLoss, 9, 0.0),
+    "infinite": not_finite(InfiniteGradient, 5, 0.0),
+    "infinite at the end": not_finite(InfiniteGradient, 9, 1.0),
+}
+STEPS = {"one sample": 2, "three samples": 2, "no whole batch": 0}
 
 
-@pipeline_first
-@pytest.mark.parametrize("samples", [*slow(1, 2), 3])
-def test_hardly_a_sample(stages: int, samples: int) -> None:
-    """Also fewer than one batch of one process."""
-    assert assert_as_stock(Case(samples=samples, options={"num_train_epochs": 2}), stages).steps == 2
-
-
-@pipeline_first
-def test_fewer_samples_than_processes(stages: int) -> None:
-    assert_as_stock(Case(samples=3, options={"num_train_epochs": 2}), stages, processes=4)
-
-
-@pipeline_first
-def test_one_sample_to_evaluate(stages: int) -> None:
-    expected = assert_as_stock(Case(evaluated=1), stages)
-    assert expected.notes["predictions"].shape[0] == 1
-
-
-@pipeline_first
-def test_less_than_a_batch_where_the_last_one_is_left_out(stages: int) -> None:
-    """Refused as the stock Trainer does."""
-    case = Case(samples=3, options={"dataloader_drop_last": True})
-    with pytest.raises(ValueError, match="max_steps"):
-        stock(case)
-    assert_same_error(errors_of(case, stages), ValueError, "max_steps")
-
-
-@pytest.mark.slow
-@pipeline_first
-def test_less_than_a_batch_for_a_number_of_steps(stages: int) -> None:
-    """Ends without a step, as the stock Trainer does."""
-    case = Case(samples=3, evaluated=16, options={"dataloader_drop_last": True, "max_steps": 2})
-    assert assert_as_stock(case, stages).steps == 0
+@pytest.mark.parametrize(
+    ("stages", "processes", "names"),
+    [(1, 2, list(CASES)), (2, 2, list(CASES)), (2, 4, ["three samples"]), *slow((1, 4, ["three samples"]))],
+    ids=["K=1", "K=2", "fewer than processes, K=2", "fewer than processes, K=1"],
+)
+def test_as_the_stock_trainer(stages: int, processes: int, names: list[str]) -> None:
+    """Losses, weights and predictions of every process, NaN and infinities included; training goes on after them."""
+    (wanted,) = run_ranks(train_all, 1, names, None, processes, timeout=2 * SECONDS)
+    everyone = run_ranks(train_all, processes, names, stages, processes, timeout=4 * SECONDS)
+    for number, name in enumerate(names):
+        print(name)
+        expected, outcomes = wanted[number], [found[number] for found in everyone]
+        assert expected.steps == STEPS.get(name, 3)
+        assert CASES[name].trainer is None or not all(w.isfinite().all() for w in expected.weights.values())
+        assert expected.notes["predictions"].shape[0] == CASES[name].evaluated
+        for outcome in outcomes:
+            torch.testing.assert_close(outcome.weights, outcomes[0].weights, rtol=0, atol=0, equal_nan=True)
+            assert outcome.steps == expected.steps
+            for found, value in (
+                (outcome.losses, expected.losses),
+                (outcome.gradient_norms, expected.gradient_norms),
+                (outcome.weights, expected.weights),
+                (outcome.notes["predictions"], expected.notes["predictions"]),
+                (outcome.metrics["eval_loss"], expected.metrics["eval_loss"]),
+            ):
+                torch.testing.assert_close(found, value, rtol=0, atol=1e-4, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Samples that cannot be used
+# Errors
 # ---------------------------------------------------------------------------------------------------------
+REFUSED = {
+    "less than a batch": Case(samples=3, options={"dataloader_drop_last": True}),  # by the stock Trainer, too
+    "none": Case(samples=0, options={"train_sampling_strategy": "random"}),
+    "none in order": Case(samples=0, options={"train_sampling_strategy": "sequential"}),
+    "long": Case(at=0, how="long"),
+    "unreadable": Case(at=0, how="raises"),
+    "unreadable by a worker": Case(at=0, how="raises", options={"dataloader_num_workers": 1}),
+}
+ERRORS: dict[str, tuple[type[Exception], str]] = {
+    "less than a batch": (ValueError, "max_steps"),
+    "none": (ValueError, "empty"),
+    "none in order": (ValueError, "empty"),
+    "long": (ValueError, "samples of 50 tokens"),
+    "unreadable": (LookupError, "row 0 cannot be read"),
+    "unreadable by a worker": (LookupError, "row 0 cannot be read"),
+}
 
 
-@pipeline_first
-def test_longer_than_the_model_allows_from_the_first_sample_on(stages: int) -> None:
-    """Everybody sees it before the first step."""
-    first, second = errors_of(Case(at=0, how="long"), stages)
-    assert type(first) is type(second) is ValueError and str(first) == str(second)
-    assert "samples of 50 tokens" in str(first)
+@both
+def test_before_the_first_step_everybody_sees_it(stages: int) -> None:
+    names = list(REFUSED)
+    first, second = run_ranks(errors_in_turn, PROCESSES, names, stages, timeout=3 * SECONDS)
+    for name, (kind, text), other in zip(names, first, second, strict=True):
+        expected, words = ERRORS[name]
+        assert kind is other[0] is expected and words in text and words in other[1], name
+    ((stock, text),) = run_ranks(errors_in_turn, 1, names[:1], None)[0]
+    assert stock is ValueError and "max_steps" in text
 
 
 @both
 def test_longer_than_the_model_allows_later(stages: int) -> None:
     """Those that run the row see it: one of two replicas; all stages, as each looks positions up."""
     errors = errors_of(Case(samples=24, at=LATE, how="long"), stages)
-    own, other = sorted(errors, key=lambda error: isinstance(error, PeerFailedError))
-    assert type(own) is ValueError and "samples of 50 tokens" in str(own) and "at most 40" in str(own)
-    assert " ".join(str(own).split()) in str(other)  # in one line
+    assert_one_failed(errors, ValueError, "samples of 50 tokens", "at most 40")
 
 
 @pytest.mark.slow
@@ -268,37 +267,12 @@ def test_longer_than_the_model_allows_where_slices_are_timed_on_it() -> None:
 
 
 @both
-@pytest.mark.parametrize("workers", [0, *slow(1)])
-def test_unreadable_from_the_first_sample_on(stages: int, workers: int) -> None:
-    case = Case(at=0, how="raises", options={"dataloader_num_workers": workers})
-    assert_same_error(errors_of(case, stages), LookupError, "row 0 cannot be read")
-
-
 @pytest.mark.parametrize("workers", [*slow(0), 1])
-def test_unreadable_on_one_process(workers: int) -> None:
-    case = Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
-    assert_one_failed(errors_of(case, 1), LookupError, f"row {LATE} cannot be read")
-
-
-@pytest.mark.parametrize("workers", [0, *slow(1)])
-def test_unreadable_on_both_processes(workers: int) -> None:
-    """The stages of one pipeline read the same rows."""
-    case = Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers})
-    assert_same_error(errors_of(case, 2), LookupError, f"row {LATE} cannot be read")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Numbers that are none
-# ---------------------------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("max_grad_norm", [1.0, *slow(0.0)])
-@pytest.mark.parametrize("at", [5, *slow(9)], ids=["then", "last"])
-@pytest.mark.parametrize("trainer", [NanLoss, InfiniteGradient])
-def test_not_finite_in_one_step(trainer: type, at: int, max_grad_norm: float, stages: int) -> None:
-    """Training goes on, and in the same weights the same numbers are NaN."""
-    case = Case(at=at, trainer=trainer, options={"max_grad_norm": max_grad_norm})
-    expected = assert_as_stock(case, stages)
-    assert expected.steps == 3
-    assert not all(weight.isfinite().all() for weight in expected.weights.values())
+def test_unreadable_later(workers: int, stages: int) -> None:
+    """Replicas read rows of their own; the stages of one pipeline read the same ones."""
+    errors = errors_of(Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers}), stages)
+    words = f"row {LATE} cannot be read"
+    if stages == 1:
+        assert_one_failed(errors, LookupError, words)
+    else:
+        assert all(type(error) is LookupError and words in str(error) for error in errors), errors

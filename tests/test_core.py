@@ -13,8 +13,7 @@ import torch
 from core_job import RUN, TABLE
 from distributed import run_ranks
 from selection import slow
-from test_elastic_pipeline import reference
-from training_runs import assert_same_training
+from training_runs import assert_same_training, freezing_reference
 
 ROOT = Path(__file__).parent.parent
 JOB = ROOT / "tests" / "core_job.py"
@@ -72,7 +71,7 @@ def test_freezing_and_the_cache_need_no_extra(
     stages: int, environment: dict[str, str], free_port: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    (expected,) = run_ranks(reference, 1, RUN, TABLE)
+    (expected,) = run_ranks(freezing_reference, 1, RUN, TABLE)
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={stages}", f"--master_port={free_port}"]
     launcher = [sys.executable, *(torchrun if stages > 1 else [])]
     output_of([*launcher, str(JOB), str(stages), str(folder)], environment, tmp_path)

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from hf_pipetransformer.freezing.policies import AlphaPolicy, FreezeDecision
-from hf_pipetransformer.run.metrics_file import RunRecorder
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -39,11 +38,6 @@ def anchor(heading: str) -> str:
 @cache
 def anchors(page: Path) -> frozenset[str]:
     return frozenset(anchor(h) for h in re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Links
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -82,11 +76,6 @@ def test_each_page_is_in_the_navigation_once():
     assert len(listed) == len(set(listed))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Names
-# ---------------------------------------------------------------------------------------------------------
-
-
 PATHS = {
     path.stem: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     for path in PACKAGE.rglob("*.py")
@@ -98,10 +87,6 @@ PATHS = {
 def names_in(page: str) -> list[str]:
     modules = "|".join(PATHS)
     return re.findall(rf"`((?:{modules})\.[A-Za-z_.]+)(?:\([^`]*\))?`", page)
-
-
-def test_the_paper_index_names_many_functions():
-    assert len(names_in(text_of("paper_index.md"))) > 20
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
@@ -118,11 +103,6 @@ def test_functions_that_are_named_exist(page):
         if found is None:
             missing.append(name)
     assert not missing
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Messages
-# ---------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -171,21 +151,11 @@ def test_messages_still_occur_in_the_source(message):
     assert is_in_the_source(WRITTEN_OUT.get(message, message))
 
 
-def test_a_message_that_nobody_prints_is_not_found():
-    assert not is_in_the_source("the flux capacitor holds … layers")
-    assert not is_in_the_source((RunRecorder.__doc__ or "").splitlines()[0])
-
-
 def test_what_the_cache_page_says_is_refused_is_in_the_source():
     table = text_of("cache.md").split("| tried | refused as |\n|---|---|\n")[1].split("\n\n")[0]
     rows = re.findall(r"^\| .* \| `(.*)` \|$", table, re.MULTILINE)
     assert len(rows) == len(table.splitlines()) > 8
     assert not [row for row in rows if not is_in_the_source(row.replace("'…'", "…"))]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Numbers
-# ---------------------------------------------------------------------------------------------------------
 
 
 def frozen(share: float, num_layers: int, epoch: int) -> int:

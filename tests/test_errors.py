@@ -13,7 +13,6 @@ from hf_pipetransformer.errors import (
     calling_code,
     chain_of,
     in_one_line,
-    printable,
     users_error,
 )
 from hf_pipetransformer.resilience.watchdog.progress import doing_when
@@ -33,16 +32,6 @@ def test_what_torchs_stage_wraps_is_the_users() -> None:
     other = wrapped(own, "a message of the user's")
     assert users_error(other) is other
     assert in_one_line(wrapped(own)) == "KeyError: 'weights'"
-
-
-def test_of_a_workers_error_the_last_line_is_told() -> None:
-    text = "Caught LookupError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  x\n"
-    assert in_one_line(LookupError(text + "LookupError: row 7")) == "LookupError: row 7"
-
-
-def test_control_characters_and_length() -> None:
-    assert printable("a\x1b[31m\nb\t\x00 c\u202e") == "a [31m b c"
-    assert printable("x" * 30, most=10) == "xxxxxx ..."
 
 
 def test_an_error_that_is_the_cause_of_its_context_ends_the_search() -> None:

@@ -19,9 +19,8 @@ import torch
 from distributed import RankOutcome, launch_ranks, run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_elastic_pipeline import FreezeAt
 from training_data import Kind, PadCollator, TrainingData
-from training_runs import Outcome, Run, largest_difference, outcome_of
+from training_runs import FreezeAt, Outcome, Run, largest_difference, outcome_of
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, training_args
@@ -168,11 +167,6 @@ def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_args, "os", SimpleNamespace(environ=environment))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The arguments alone
-# ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_field_is_drawn() -> None:
     assert own_fields() == set(FIELDS)
 
@@ -238,11 +232,6 @@ def test_combinations_are_accepted_or_refused_by_name(record_property: Callable[
     check()
     _report(counts, record_property)
     assert min(counts["refused"], counts["accepted"]) > counts["examples"] / 10
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Trainings
-# ---------------------------------------------------------------------------------------------------------
 
 
 TOLERANCE = 1e-5

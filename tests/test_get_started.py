@@ -38,11 +38,6 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
-# ---------------------------------------------------------------------------------------------------------
-# docs/get_started.md
-# ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A small BERT with a tokenizer in a folder, in place of one on the hub."""
@@ -87,11 +82,6 @@ def test_the_commands_of_the_first_ten_minutes(model: Path, tmp_path: Path, monk
     assert "FROZEN" in (tmp_path / "outputs" / "first" / "report.html").read_text().upper()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# README.md
-# ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
@@ -125,11 +115,6 @@ def test_the_example_prints_what_the_readme_shows(tmp_path: Path, capfd: pytest.
         assert printed.count(fixed) == 1, fixed  # rank 0 alone prints it
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The notebook
-# ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_notebook_runs() -> None:
     """Its code cells one after the other, in this test's own working directory."""
@@ -142,11 +127,6 @@ def test_the_notebook_runs() -> None:
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), scope)
     assert scope["skipped"] == [0, 0.5, 0.75]  # filled, read behind two layers while three are filled, behind three
     assert scope["report"].is_file() and "2 of 4" in Path("notebook_output/README.md").read_text()
-
-
-# ---------------------------------------------------------------------------------------------------------
-# launchers/
-# ---------------------------------------------------------------------------------------------------------
 
 
 def shell_parts() -> dict[str, str]:

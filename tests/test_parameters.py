@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks, run_ranks_expecting_error
-from selection import few, slow
+from distributed import run_ranks
+from selection import slow
 from torch import nn
-from training_data import PadCollator
-from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference_trainer
+from transformers import Trainer, TrainerCallback
 
 RUN = Run(samples=48, accumulation=1, epochs=3, per_device=4)  # of 4 processes; on two half as many steps' rows
 LAYERS = "bert.encoder.layer."
@@ -66,52 +66,36 @@ def gradual(case: str, world: int) -> tuple[Run, nn.Module]:
     ), model
 
 
-def gradual_pipeline(rank: int, world_size: int, case: str, stages: int) -> Outcome:
-    run, model = gradual(case, world_size)
-    return outcome_of(pipeline_trainer(run, stages, model=model))
+def gradual_pipelines(rank: int, world_size: int, layouts: dict[str, int]) -> list[Outcome]:
+    """One training after the other: case -> stages."""
+    found = []
+    for case, stages in layouts.items():
+        run, model = gradual(case, world_size)
+        found.append(outcome_of(pipeline_trainer(run, stages, model=model)))
+    return found
 
 
-def gradual_reference(rank: int, world_size: int, case: str) -> Outcome:
-    run, model = gradual(case, 1)
-    arguments = TrainingArguments("reference", use_cpu=True, per_device_train_batch_size=16, **run.common_options())
-    return outcome_of(
-        Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=run.data(run.samples),
-            data_collator=PadCollator(run.kind),
-            **run.keywords,
-        )
-    )
+def gradual_references(rank: int, world_size: int, cases: list[str]) -> list[Outcome]:
+    found = []
+    for case in cases:
+        run, model = gradual(case, 1)
+        found.append(outcome_of(reference_trainer(replace(run, per_device=16 // WORLD), model=model)))
+    return found
 
 
-@cache
-def expected(case: str) -> Outcome:
-    return run_ranks(gradual_reference, 1, case)[0]
+IN_SHORT = {"freeze and unfreeze at steps": 2}
+FOUR = {"unfreeze at epochs": 2, "unfreeze at an epoch's end": 2, "freeze at a step's end": 2}
+TWO = {"unfreeze at epochs": 1, "unfreeze at an epoch's end": 2, "freeze and unfreeze at steps": 1}
+ONE = {"freeze at a step's end": 1, "freeze and unfreeze at steps": 1}
 
 
-LAYOUTS = {"K=1": (1, 1), "K=2": (2, 2), "R=2": (2, 1), "K=2, R=2": (4, 2)}
-
-
-@pytest.mark.parametrize("layout", few(LAYOUTS, "K=2, R=2"))
-@pytest.mark.parametrize("case", few(CASES, "freeze and unfreeze at steps"))
-def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer(case: str, layout: str) -> None:
-    world, stages = LAYOUTS[layout]
-    outcomes = run_ranks(gradual_pipeline, world, case, stages)
-    assert_same_training(outcomes, expected(case))
-
-
-def thaw(rank: int, world_size: int, stages: int) -> None:
-    run = Run(epochs=2, samples=32, keywords={"callbacks": [FreezeBelow("on_step_begin", {2: -1})]})
-    pipeline_trainer(
-        run, stages, freeze_policy="schedule", freeze_strategy="steps", freeze_steps=1, freeze_schedule={1: 1}
-    ).train()
-
-
-@pytest.mark.parametrize("stages", [*slow(1), 2])
-def test_layers_of_the_freeze_policy_cannot_be_unfrozen(stages: int) -> None:
-    for error in run_ranks_expecting_error(thaw, 2, stages, timeout=60):
-        assert isinstance(error, ValueError) and "freeze policy has frozen" in str(error)
+@pytest.mark.parametrize(("world", "layouts"), [(4, IN_SHORT), *slow((4, FOUR), (2, TWO), (1, ONE))], ids="abcd")
+def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer(world: int, layouts: dict[str, int]) -> None:
+    (expected,) = run_ranks(gradual_references, 1, list(layouts))
+    everyone = run_ranks(gradual_pipelines, world, layouts)
+    for number, case in enumerate(layouts):
+        print(case)
+        assert_same_training([outcomes[number] for outcomes in everyone], expected[number])
 
 
 class TogglesInLoss:
@@ -121,13 +105,27 @@ class TogglesInLoss:
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
-def toggle(rank: int, world_size: int) -> None:
-    pipeline_trainer(Run(epochs=2, samples=32, trainer=TogglesInLoss), 2).train()
+def changes_of_flags(rank: int, world_size: int) -> list[str]:
+    """The refusals of layers that are unfrozen although the policy has frozen them, and of a change within a step."""
+    run = Run(epochs=2, samples=32)
+    thawing = replace(run, keywords={"callbacks": [FreezeBelow("on_step_begin", {2: -1})]})
+    by_steps = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1, "freeze_schedule": {1: 1}}
+    messages = []
+    for trainer in (
+        pipeline_trainer(thawing, 1, **by_steps),
+        pipeline_trainer(thawing, 2, **by_steps),
+        pipeline_trainer(replace(run, trainer=TogglesInLoss), 2),
+    ):
+        with pytest.raises(ValueError) as caught:
+            trainer.train()
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_flags_that_change_within_a_step_are_refused_everywhere() -> None:
-    for error in run_ranks_expecting_error(toggle, 2, timeout=60):
-        assert isinstance(error, ValueError) and "outside a callback" in str(error)
+def test_changes_of_flags_that_are_refused_everywhere() -> None:
+    for one, two, within in run_ranks(changes_of_flags, 2, timeout=100):
+        assert "freeze policy has frozen" in one and "freeze policy has frozen" in two
+        assert "outside a callback" in within
 
 
 # ------------------------------------------------------------------------------------------ identity
@@ -148,37 +146,35 @@ def hooked_model() -> nn.Module:
     return model
 
 
-def hooked(rank: int, world_size: int, stages: int) -> tuple[Outcome, bool, bool]:
-    run = Run(
-        "causal-lm", model="llama-tied", samples=48, epochs=2, accumulation=1, keywords={"callbacks": [Harmless()]}
-    )
-    model = hooked_model()
-    mine = list(model.parameters())
-    trainer = pipeline_trainer(run, stages, model=model)
-    before = trainer.evaluate()["eval_loss"]
-    same_after_evaluation = all(a is b for a, b in zip(mine, model.parameters(), strict=True))
-    outcome = outcome_of(trainer)
-    assert before > 0
-    held = dict(zip((name for name, _ in model.named_parameters()), mine, strict=True))
-    is_trained = all(torch.equal(held[name], value) for name, value in outcome.weights.items())
-    return outcome, same_after_evaluation, is_trained
+HOOKED = Run("causal-lm", model="llama-tied", samples=48, epochs=2, accumulation=1)
+
+
+def hooked(rank: int, world_size: int) -> list[Outcome]:
+    """In one stage and in two, after an evaluation; in between, the parameters are the user's objects."""
+    outcomes = []
+    for stages in (1, 2):
+        model = hooked_model()
+        mine = list(model.parameters())
+        run = replace(HOOKED, keywords={"callbacks": [Harmless()]})
+        trainer = pipeline_trainer(run, stages, model=model)
+        assert trainer.evaluate()["eval_loss"] > 0
+        assert all(a is b for a, b in zip(mine, model.parameters(), strict=True))
+        outcome = outcome_of(trainer)
+        held = dict(zip((name for name, _ in model.named_parameters()), mine, strict=True))
+        assert all(torch.equal(held[name], value) for name, value in outcome.weights.items())
+        outcomes.append(outcome)
+    return outcomes
 
 
 def hooked_reference(rank: int, world_size: int) -> Outcome:
-    run = Run("causal-lm", model="llama-tied", samples=48, epochs=2, accumulation=1)
-    arguments = TrainingArguments("ref", use_cpu=True, per_device_train_batch_size=8, **run.common_options())
-    return outcome_of(
-        Trainer(hooked_model(), arguments, train_dataset=run.data(48), data_collator=PadCollator(run.kind))
-    )
+    return outcome_of(reference_trainer(replace(HOOKED, per_device=8 // WORLD), model=hooked_model()))
 
 
 @pytest.mark.slow
 def test_hooks_on_parameters_and_lists_of_parameters_hold() -> None:
     wanted = run_ranks(hooked_reference, 1)[0]
-    for stages in (1, 2):
-        results = run_ranks(hooked, 2, stages)
-        assert_same_training([outcome for outcome, *_ in results], wanted)
-        assert all(same and is_trained for _, same, is_trained in results)
+    for outcomes in run_ranks(hooked, 2):
+        assert_same_training(outcomes, wanted)
 
 
 # ------------------------------------------------------------------------------------------ buffers
@@ -204,31 +200,27 @@ class ChangesMask(TrainerCallback):
                 layer.output.dropout.saved.copy_(1 + layer.output.dense.bias.detach().sign() / 2)
 
 
-def masked(rank: int, world_size: int, stages: int) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    run = Run(
-        samples=48, accumulation=1, epochs=2, per_device=8 // world_size, keywords={"callbacks": [ChangesMask()]}
-    )
-    model = run.build_model()
-    torch.manual_seed(rank)  # no common seed
-    model.bert.encoder.layer[0].output.dropout = Masked(16)
-    model.dropout = Masked(16)
-    if world_size > 1:
-        outcome = outcome_of(pipeline_trainer(run, stages, model=model))
-    else:
-        arguments = TrainingArguments("ref", use_cpu=True, per_device_train_batch_size=8, **run.common_options())
-        data, collator = run.data(run.samples), PadCollator(run.kind)
-        outcome = outcome_of(
-            Trainer(model, arguments, train_dataset=data, data_collator=collator, callbacks=[ChangesMask()])
-        )
-    return outcome, {name: buffer.clone() for name, buffer in model.named_buffers()}
+def masked(rank: int, world_size: int) -> list[tuple[Outcome, dict[str, torch.Tensor]]]:
+    """In one process, or in one stage and in two."""
+    found = []
+    for stages in (1, 2) if world_size > 1 else (1,):
+        run = Run(samples=48, accumulation=1, epochs=2, keywords={"callbacks": [ChangesMask()]})
+        model = run.build_model()
+        torch.manual_seed(rank)  # no common seed
+        model.bert.encoder.layer[0].output.dropout = Masked(16)
+        model.dropout = Masked(16)
+        if world_size > 1:
+            trainer: Trainer = pipeline_trainer(replace(run, per_device=8 // world_size), stages, model=model)
+        else:
+            trainer = reference_trainer(replace(run, per_device=8 // WORLD), model=model)
+        found.append((outcome_of(trainer), {name: buffer.clone() for name, buffer in model.named_buffers()}))
+    return found
 
 
 def test_buffers_are_those_of_one_process() -> None:
     """Random ones are process 0's at the start, and in the end the stage's that runs their module."""
-    wanted, wanted_buffers = run_ranks(masked, 1, 1)[0]
-    for stages in (1, 2):
-        results = run_ranks(masked, 2, stages)
-        assert_same_training([outcome for outcome, _ in results], wanted)
-        for _, buffers in results:
-            assert buffers.keys() == wanted_buffers.keys()
-            assert all(torch.equal(buffers[name], value) for name, value in wanted_buffers.items())
+    ((wanted, wanted_buffers),) = run_ranks(masked, 1)[0]
+    for outcome, buffers in chain.from_iterable(run_ranks(masked, 2)):
+        assert_same_training([outcome], wanted)
+        assert buffers.keys() == wanted_buffers.keys()
+        assert all(torch.equal(buffers[name], value) for name, value in wanted_buffers.items())

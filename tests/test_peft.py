@@ -12,13 +12,14 @@ import torch
 from distributed import run_ranks
 from safetensors.torch import load_file
 from selection import few, slow
-from test_elastic_pipeline import FreezeAt, StopAfter
 from torch import nn
 from training_data import PadCollator
 from training_runs import (
     Outcome,
     Run,
+    StopAfter,
     assert_same_training,
+    freezing_reference,
     largest_difference,
     outcome_of,
     pipeline_trainer,
@@ -27,9 +28,6 @@ from training_runs import (
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import LayerFreezeCallback
-from hf_pipetransformer.data.numbered_batches import first_samples
-from hf_pipetransformer.model.frozen_prefix import FreezableLayers
-from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
 peft = pytest.importorskip("peft")
@@ -60,24 +58,7 @@ def build(name: str) -> nn.Module:
 
 def one_process(rank: int, world_size: int, name: str, table: dict[int, int]) -> Outcome:
     """The stock Trainer; `table` says after how many steps how many layers freeze."""
-    run, _ = LORA[name]
-    model = build(name)
-    batch = dict(PadCollator(run.kind)(first_samples(run.data(2), 2)))
-    layers = FreezableLayers.of(LayerStack.discover(model, batch), batch)
-    arguments = TrainingArguments(
-        "reference",
-        use_cpu=True,
-        per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
-        **run.common_options(),
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=run.data(run.samples),
-        data_collator=PadCollator(run.kind),
-        callbacks=[FreezeAt(table, model, layers)],
-    )
-    return outcome_of(trainer)
+    return freezing_reference(rank, world_size, LORA[name][0], table, build(name), WORLD)
 
 
 @cache
@@ -92,18 +73,15 @@ def in_pipeline(rank: int, world_size: int, name: str, stages: int, folder: str,
     return outcome
 
 
-@pytest.mark.parametrize("stages", [2, *slow(1)])
-@pytest.mark.parametrize("name", few(LORA, "llama"))
-def test_equals_one_process(name: str, stages: int, tmp_path: Path) -> None:
+CASES = [("llama", 2), ("bert", 1), ("gpt2-tied", 2), ("upper-layers", 2)]
+
+
+@pytest.mark.parametrize(("name", "stages"), few(CASES, CASES[0]))
+def test_equals_one_process_and_saves_an_adapter_that_peft_loads(name: str, stages: int, tmp_path: Path) -> None:
+    """The adapter's weights and nothing else are in the file; on the base model they are the trained model."""
     outcomes = run_ranks(in_pipeline, WORLD, name, stages, str(tmp_path))
     assert_same_training(outcomes, expected(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_saves_an_adapter_that_peft_loads(name: str, tmp_path: Path) -> None:
-    """The adapter's weights and nothing else are in the file; on the base model they are the trained model."""
-    outcome = run_ranks(in_pipeline, WORLD, name, 2, str(tmp_path))[0]
+    outcome = outcomes[0]
     assert (tmp_path / "adapter_model.safetensors").is_file()
     assert not list(tmp_path.glob("model*.safetensors"))
     loaded = peft.PeftModel.from_pretrained(LORA[name][0].build_model(), str(tmp_path), is_trainable=True)
@@ -188,23 +166,20 @@ def test_a_state_dict_of_the_user_is_saved_with_its_values(tmp_path: Path) -> No
     assert all(bool(value.isfinite().all()) for value in file.values())
 
 
-def interrupted(rank: int, world_size: int, name: str, stages: int, folder: str) -> None:
-    trainer = pipeline_trainer(LORA[name][0], stages, folder, model=build(name), save_strategy="steps", save_steps=2)
+def interrupted(rank: int, world_size: int, name: str, folder: str) -> list[Outcome]:
+    """Stopped in two stages, and resumed in one and in two."""
+    run, options = LORA[name][0], {"save_strategy": "steps", "save_steps": 2}
+    trainer = pipeline_trainer(run, 2, folder, model=build(name), **options)
     trainer.add_callback(StopAfter(2))
     trainer.train()
+    checkpoint = f"{folder}/checkpoint-2"
+    return [outcome_of(pipeline_trainer(run, stages, folder, model=build(name)), checkpoint) for stages in (1, 2)]
 
 
-def resumed(rank: int, world_size: int, name: str, stages: int, folder: str) -> Outcome:
-    trainer = pipeline_trainer(LORA[name][0], stages, folder, model=build(name))
-    return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-2")
-
-
-@pytest.mark.parametrize("name", [*slow("bert"), "llama"])
-def test_resumes_from_an_adapter_checkpoint_in_another_layout(name: str, tmp_path: Path) -> None:
-    run_ranks(interrupted, WORLD, name, 2, str(tmp_path))
+def test_resumes_from_an_adapter_checkpoint_in_another_layout(tmp_path: Path) -> None:
+    for outcomes in run_ranks(interrupted, WORLD, "llama", str(tmp_path)):
+        assert_same_training(outcomes, expected("llama"))
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").is_file()
-    assert_same_training(run_ranks(resumed, WORLD, name, 1, str(tmp_path)), expected(name))
-    assert_same_training(run_ranks(resumed, WORLD, name, 2, str(tmp_path)), expected(name))
 
 
 def with_best_model(rank: int, world_size: int, folder: str) -> tuple[str, dict[str, torch.Tensor]]:
@@ -260,9 +235,7 @@ def frozen_on_the_way(rank: int, world_size: int, name: str, cache: str) -> tupl
     return outcome, still_trained, trainer.state.log_history
 
 
-@pytest.mark.parametrize(
-    ("name", "cache"), [*slow(("bert", "off")), ("bert", "on"), *slow(("llama", "on"), ("gpt2-tied", "off"))]
-)
+@pytest.mark.parametrize(("name", "cache"), [("bert", "on"), *slow(("llama", "on"), ("gpt2-tied", "off"))])
 def test_adapters_freeze_with_their_layers(name: str, cache: str) -> None:
     """One layer after three steps, a second one after six; the pipeline shrinks, the weights are as expected."""
     results = run_ranks(frozen_on_the_way, WORLD, name, cache)
@@ -284,8 +257,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize(("name", "is_plain"), [("prompt", False), ("prefix", True), ("encoded-prompt", False)])
 def test_a_prompt_that_would_stop_with_the_first_layer_is_refused_by_name(name: str, is_plain: bool) -> None:
     """Frozen by hand, the base model's layers (which are frozen anyway) leave the prompt and the head to train."""
     run = Run(samples=16, epochs=2)

@@ -76,8 +76,7 @@ def trained(rank: int, world_size: int, base: Base, stages: int, folder: str, **
     return outcome
 
 
-@pytest.mark.parametrize("stages", [2, *slow(1)])
-@pytest.mark.parametrize("base", ["stand-in", "torchao"])
+@pytest.mark.parametrize(("base", "stages"), [("stand-in", 2), ("torchao", 2), *slow(("torchao", 1))])
 def test_equals_one_process(base: Base, stages: int, tmp_path: Path) -> None:
     require(base)
     outcomes = run_ranks(trained, WORLD, base, stages, str(tmp_path))
@@ -89,10 +88,8 @@ def test_equals_one_process(base: Base, stages: int, tmp_path: Path) -> None:
         assert max(outcome.notes["shares"]) < 0.8 if stages == 2 else outcome.notes["shares"][0] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("base", "world_size", "stages"), [("torchao", 2, 2), *slow(("stand-in", 2, 2), ("torchao", 2, 1))]
-)
-def test_frozen_layers_and_their_cache(base: Base, world_size: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "stages"), [("torchao", 2), *slow(("stand-in", 1))])
+def test_frozen_layers_and_their_cache(base: Base, stages: int, tmp_path: Path) -> None:
     """Against one process without the cache."""
     require(base)
     (wanted,) = run_ranks(trained, 1, base, 1, str(tmp_path / "one"), activation_cache="off", **FREEZING)
@@ -102,19 +99,22 @@ def test_frozen_layers_and_their_cache(base: Base, world_size: int, stages: int,
     assert wanted.losses != expected(base).losses  # freezing makes a difference
 
 
-def resumed(rank: int, world_size: int, stages: int, folder: str) -> Outcome:
-    outcome = outcome_of(pipeline_trainer(RUN, stages, folder, build("torchao")), f"{folder}/checkpoint-8")
-    outcome.weights = {n: p for n, p in outcome.weights.items() if type(p) is torch.Tensor}
-    return outcome
+def resumed(rank: int, world_size: int, folder: str) -> tuple[Outcome, list[Outcome]]:
+    """What was trained in two stages, and what resumes its checkpoint in two and in one."""
+    whole, others = trained(rank, world_size, "torchao", 2, folder, save_strategy="steps", save_steps=8), []
+    for stages in (2, 1):
+        trainer = pipeline_trainer(RUN, stages, folder, build("torchao"))
+        others.append(outcome_of(trainer, f"{folder}/checkpoint-8"))
+        others[-1].weights = {n: p for n, p in others[-1].weights.items() if type(p) is torch.Tensor}
+    return whole, others
 
 
 @pytest.mark.slow
 def test_resumes_from_an_adapter_on_a_quantised_base(tmp_path: Path) -> None:
     require("torchao")
-    whole = run_ranks(trained, WORLD, "torchao", 2, str(tmp_path), save_strategy="steps", save_steps=8)[0]
+    for whole, others in run_ranks(resumed, WORLD, str(tmp_path)):
+        assert_same_training(others, whole)
     assert (tmp_path / "checkpoint-8" / "adapter_model.safetensors").is_file()
-    for stages in (2, 1):
-        assert_same_training(run_ranks(resumed, WORLD, stages, str(tmp_path)), whole)
 
 
 # ------------------------------------------------------------------------------------------ bitsandbytes' kind

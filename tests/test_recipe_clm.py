@@ -9,25 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from distributed import run_ranks
-from transformers import EvalPrediction
 
 pytest.importorskip("datasets")
 
 from datasets import Dataset, DatasetDict
 
 import run_clm
-from common import SMALL_MODEL, ModelArguments, load_config, load_model
 
 
 def arguments(**options: object) -> run_clm.DataTrainingArguments:
     return run_clm.DataTrainingArguments(**{"generated_data": 50, "block_size": 16, **options})
-
-
-def test_blocks_hold_every_token_once_but_for_the_rest() -> None:
-    assert run_clm.blocks_of([[1, 2, 3], [4], [5, 6, 7, 8]], 3) == [[1, 2, 3], [4, 5, 6]]
-    assert run_clm.blocks_of([[1, 2]], 3) == []
 
 
 @pytest.fixture(scope="module")
@@ -107,55 +99,6 @@ def test_user_errors() -> None:
     tokenizer = run_clm.train_tokenizer(few["train"], 300, 16)
     with pytest.raises(ValueError, match="fewer tokens than one block of block_size=16"):
         run_clm.tokenize(few, tokenizer, arguments())
-
-
-def test_perplexity_counts_tokens_and_not_rows() -> None:
-    """Two rows of unequal length; what no label asks for does not count."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 4, 5, generator=generator)
-    labels = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]])
-    per_row = run_clm.token_losses(logits, labels)
-    assert per_row[:, 1].tolist() == [3.0, 1.0]
-    log_shares = logits.log_softmax(dim=-1)
-    asked = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 2)]
-    loss = -sum(float(log_shares[row, position, token]) for row, position, token in asked) / 4
-    hits = sum(int(logits[row, position].argmax()) == token for row, position, token in asked) / 4
-    result = run_clm.compute_metrics(EvalPrediction(predictions=per_row.numpy(), label_ids=labels.numpy()))
-    assert result == pytest.approx({"perplexity": math.exp(loss), "accuracy": hits})
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen2", "qwen3"])
-def test_small_models_of_every_kind(model_type: str) -> None:
-    small = {"vocab_size": 50, "max_position_embeddings": 16, **SMALL_MODEL}
-    model_args = ModelArguments(model_type=model_type, config_overrides="num_hidden_layers=2")
-    config = load_config(model_args, small, use_cache=False)
-    model = load_model(run_clm.AutoModelForCausalLM, model_args, config)
-    ids = torch.arange(16)[None]
-    assert model(input_ids=ids, labels=ids).loss.isfinite()
-    assert sum(p.numel() for p in model.parameters()) < 1e6
-
-
-def test_names_in_the_demos_config_are_those_of_other_models_too() -> None:
-    """All but the three that the comment beside them names."""
-    path = Path(run_clm.__file__).parent / "configs" / "clm_demo.yaml"
-    overrides = yaml.safe_load(path.read_text())["config_overrides"]
-    gpt2 = load_config(ModelArguments(model_type="gpt2", config_overrides=overrides), SMALL_MODEL)
-    assert (gpt2.n_layer, gpt2.n_embd, gpt2.n_head, gpt2.resid_pdrop) == (4, 128, 4, 0.0)
-    common_ones = ",".join(overrides.split(",")[:-3])
-    llama = load_config(ModelArguments(model_type="llama", config_overrides=common_ones), SMALL_MODEL)
-    assert (llama.num_hidden_layers, llama.hidden_size, llama.num_attention_heads) == (4, 128, 4)
-
-
-def test_adapters_are_put_on(texts: DatasetDict) -> None:
-    pytest.importorskip("peft")
-    model_args = ModelArguments(model_type="llama", lora_rank=2)
-    small = {"vocab_size": 50, "max_position_embeddings": 16, **SMALL_MODEL}
-    model = load_model(run_clm.AutoModelForCausalLM, model_args, load_config(model_args, small))
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
-    for bad, message in (({"lora_rank": 0}, "lora_rank=0"), ({"lora_target_modules": ["q"]}, "needs lora_rank")):
-        with pytest.raises(ValueError, match=message):
-            ModelArguments(**bad)
 
 
 # ------------------------------------------------------------------------------------------ from end to end

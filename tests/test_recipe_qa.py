@@ -26,53 +26,7 @@ import generated_questions
 import run_qa
 from generated_data import build_tokenizer
 
-
 # ------------------------------------------------------------------------------------------ scores
-def test_normalised_answers() -> None:
-    assert answers.normalize_answer("The  Cat's, an-imal!") == "cats animal"
-    assert answers.normalize_answer("Theatre of a nation") == "theatre of nation"
-    assert answers.normalize_answer("the") == ""
-
-
-@pytest.mark.parametrize(
-    ("prediction", "truth", "exact", "f1"),
-    [
-        ("the Norman Conquest", "norman conquest.", 1.0, 1.0),
-        ("in the year 1066", "1066", 0.0, 0.5),  # one word of three, all of one: 2 · 1/3 · 1 / (4/3)
-        ("Duke William of Normandy", "William the Conqueror", 0.0, 1 / 3),  # 1/4 and 1/2
-        ("Rollo", "William", 0.0, 0.0),
-        ("a b b c", "b b d", 0.0, 2 / 3),  # "a" is an article; words count as often as they are in both
-    ],
-)
-def test_scores_by_hand(prediction: str, truth: str, exact: float, f1: float) -> None:
-    assert answers.exact_match(prediction, truth) == exact
-    assert answers.f1(prediction, truth) == pytest.approx(f1)
-
-
-def test_squad_takes_the_best_truth_and_counts_in_percent() -> None:
-    scores = answers.squad_metrics(["1066", "the year"], [["in 1066", "1066"], ["year one", "day"]])
-    assert scores == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
-
-
-def test_squad_2_by_hand() -> None:
-    predictions = ["1066", "", "Rollo", ""]
-    references = [["in 1066"], ["William"], [], []]
-    expected = {
-        "exact": 25.0,
-        "f1": 100 * (2 / 3 + 0 + 0 + 1) / 4,
-        "HasAns_exact": 0.0,
-        "HasAns_f1": 100 * (2 / 3) / 2,
-        "NoAns_exact": 50.0,
-        "NoAns_f1": 50.0,
-    }
-    assert answers.squad_v2_metrics(predictions, references) == pytest.approx(expected)
-
-
-def test_truths_that_are_only_articles() -> None:
-    """The scripts differ: in 1.1 two texts without words share none; in 2 such a truth does not count."""
-    assert answers.squad_metrics(["the"], [["a"]]) == {"exact_match": 100.0, "f1": 0.0}
-    assert answers.squad_v2_metrics(["x"], [["a", "x"]])["f1"] == 100.0
-    assert answers.squad_v2_metrics([""], [["the"]])["exact"] == 100.0
 
 
 def official_1(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
@@ -150,12 +104,6 @@ def test_scores_are_those_of_the_official_scripts(seed: int) -> None:
     assert answers.squad_v2_metrics(predictions, with_none) == pytest.approx(official_2(predictions, with_none))
 
 
-def test_offline_scores_go_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    scores = answers.load_scores(allows_no_answer=False)
-    assert scores({"b": "yes", "a": "no"}, {"a": ["no"], "b": ["no"]}) == {"exact_match": 50.0, "f1": 50.0}
-
-
 def online_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """`evaluate.load(name)` gives what the official script does, and more; returns what it is asked to compute."""
     asked: list[dict] = []
@@ -196,15 +144,6 @@ def test_scores_of_evaluate_have_the_names_and_values_of_the_local_ones(
     ]
 
 
-def test_scores_are_computed_here_where_evaluate_cannot_load_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    online_scores("another", monkeypatch)
-    scores = answers.load_scores(allows_no_answer=False)
-    assert "evaluate.load('squad') failed" in caplog.text
-    assert scores({"a": "no"}, {"a": ["no"]}) == {"exact_match": 100.0, "f1": 100.0}
-
-
 # ------------------------------------------------------------------------------------------ the choice of answers
 CONTEXT = "red green blue"
 OFFSETS = [None, None, (0, 3), (4, 9), (10, 14), None]  # [CLS] question red green blue [SEP]
@@ -227,12 +166,6 @@ def test_best_pair_lies_inside_the_context_and_runs_forward() -> None:
     assert sum(c.probability for c in found) == pytest.approx(1.0)
 
 
-def test_answers_are_not_too_long_and_the_best_window_counts() -> None:
-    windows = [window({2: 3.0}, {4: 4.0}), window({3: 2.0}, {3: 1.0})]
-    assert answers.best_candidates(CONTEXT, windows, answers.AnswerRules())[0].text == "red green blue"
-    assert answers.best_candidates(CONTEXT, windows, answers.AnswerRules(max_answer_length=2))[0].text == "green"
-
-
 @pytest.mark.parametrize(("threshold", "answer"), [(0.0, ""), (1.5, "green")])
 def test_no_answer_where_its_score_is_higher_in_every_window(threshold: float, answer: str) -> None:
     rules = answers.AnswerRules(allows_no_answer=True, null_score_diff_threshold=threshold)
@@ -242,17 +175,6 @@ def test_no_answer_where_its_score_is_higher_in_every_window(threshold: float, a
     assert answers.choose_answer(found, rules) == answer
     higher = [window({0: 0.0, 3: 1.0}, {0: 0.0, 3: 2.0}), windows[1]]
     assert answers.choose_answer(answers.best_candidates(CONTEXT, higher, rules), rules) == "green"
-
-
-def test_scores_outside_of_the_context_crowd_nothing_out() -> None:
-    scores = {0: 9.0, 1: 9.0, 5: 9.0}
-    found = answers.best_candidates(CONTEXT, [window({**scores, 3: 1.0}, {**scores, 3: 1.0})], answers.AnswerRules(2))
-    assert found[0].text == "green"
-
-
-def test_a_window_without_context_has_no_answer() -> None:
-    nothing = (np.zeros(2), np.zeros(2), [None, None])
-    assert answers.best_candidates(CONTEXT, [nothing], answers.AnswerRules())[0].text == ""
 
 
 # ------------------------------------------------------------------------------------------ windows
@@ -376,21 +298,6 @@ def test_user_errors() -> None:
         run_qa.make_windows(rows_of([good]), tokenizer, arguments(pad_to_max_length=False), "test")
 
 
-def test_only_the_questions_that_are_used_are_checked(tmp_path: Path) -> None:
-    """Those of the test data have no answers, or answers that nobody reads."""
-    good = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
-    unanswered = {**good, "answers": {"text": [], "answer_start": []}}
-    files = {"train_file": [good], "validation_file": [unanswered], "test_file": [unanswered]}
-    for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    data_args = arguments(generated_data=None, **{name: str(tmp_path / f"{name}.jsonl") for name in files})
-    splits = run_qa.load_questions(data_args, 0, str(tmp_path / "cache"))
-    assert len(run_qa.questions_of("train", splits, data_args)) == 1
-    assert run_qa.questions_of("test", splits, data_args).column_names == ["id", "context", "question"]
-    with pytest.raises(ValueError, match="1 of the 1 questions of the validation data have no answer"):
-        run_qa.questions_of("validation", splits, data_args)
-
-
 @pytest.mark.parametrize("with_unanswerable", [False, True])
 def test_questions_from_the_hub(with_unanswerable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In SQuAD's columns; sets that have test data have its answers, too, or none."""
@@ -420,16 +327,6 @@ def test_questions_from_the_hub(with_unanswerable: bool, monkeypatch: pytest.Mon
             run_qa.questions_of("train", splits, arguments(**options))
 
 
-def test_padding_on_the_left_is_not_masked() -> None:
-    """Position 0 stands for "no answer"; there its loss would be infinite."""
-    row = {"id": "1", "context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}
-    tokenizer = build_tokenizer(64)
-    tokenizer.padding_side = "left"
-    with pytest.raises(ValueError, match="leave --mask_padding off"):
-        run_qa.make_windows(rows_of([row]), tokenizer, arguments(mask_padding=True), "test")
-    assert len(run_qa.make_windows(rows_of([row]), tokenizer, arguments(), "test")) == 1
-
-
 # ------------------------------------------------------------------------------------------ generated questions
 def test_generated_questions_have_their_answers() -> None:
     splits = generated_questions.generate_questions(200, 50, seed=1, with_unanswerable=True)
@@ -445,13 +342,6 @@ def test_generated_questions_have_their_answers() -> None:
     assert all(row["answers"]["text"] for row in generated_questions.generate_questions(100, 1)["train"])
     with pytest.raises(ValueError, match="num_train=0"):
         generated_questions.generate_questions(0, 1)
-
-
-def test_every_generated_word_has_a_token() -> None:
-    tokenizer = build_tokenizer(64, more_words=generated_questions.QUESTION_WORDS)
-    rows = generated_questions.generate_questions(300, 1)["train"]
-    encoded = tokenizer([row["question"] for row in rows], [row["context"] for row in rows])["input_ids"]
-    assert tokenizer.unk_token_id not in {token for ids in encoded for token in ids}
 
 
 # ------------------------------------------------------------------------------------------ from end to end

@@ -38,16 +38,6 @@ def test_reviews_and_their_summaries() -> None:
         run_summarization.generate_reviews(0, 5)
 
 
-def test_samples_end_and_are_cut() -> None:
-    pairs = run_summarization.generate_reviews(20, 5)
-    tokenizer = run_summarization.train_tokenizer(pairs["train"], 300, 64)
-    samples = run_summarization.tokenize(pairs, tokenizer, arguments(max_source_length=12, max_target_length=64))
-    for row, pair in zip(samples["train"], pairs["train"], strict=True):
-        assert len(row["input_ids"]) == len(row["attention_mask"]) == 12
-        assert row["input_ids"][-1] == row["labels"][-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(row["labels"], skip_special_tokens=True) == pair["summary"]
-
-
 def test_own_files_and_user_errors(tmp_path: Path) -> None:
     rows = [{"body": "a b", "title": "a"}, {"body": "", "title": "b"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -49,11 +49,6 @@ def test_a_value_may_be_json() -> None:
     assert [trial["layers"] for trial in sweep.trials_of(["layers=[1,2],[3]"])] == ["[1,2]", "[3]"]
 
 
-def test_an_unknown_recipe_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run_glue"):
-        sweep.main(["run_gleu", "--try", "seed=1", "--output_dir", str(tmp_path)])
-
-
 def test_a_trial_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Recipe:
         @staticmethod

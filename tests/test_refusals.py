@@ -2,169 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks, run_ranks_expecting_error
-from model_zoo import MODELS, REFUSED
+from distributed import run_ranks
+from model_zoo import MODELS, REFUSED, ZooModel
 from torch import nn
 from training_data import PadCollator, TrainingData
-from training_runs import WORLD, Run, outcome_of, pipeline_trainer
+from training_runs import WORLD, Run, pipeline_trainer
 from transformers import TrainingArguments
 
-from hf_pipetransformer import PipeTransformerTrainer, UnsupportedModelError
+from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, UnsupportedModelError
 
 RUN = Run(samples=16, epochs=1)
+Refusal = tuple[type[BaseException], str]
 
 
-def build(rank: int, world_size: int, stages: Any, **options: Any) -> None:
-    pipeline_trainer(RUN, stages, **options)
+def refusals(rank: int, world_size: int, attempts: dict[str, Callable[[int], Any]]) -> dict[str, Refusal | None]:
+    """What each attempt raises on this process, one after the other."""
+    found: dict[str, Refusal | None] = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt(rank)
+            found[name] = None
+        except Exception as error:
+            found[name] = type(error), str(error)
+    return found
 
 
-def refused(call: Any, world_size: int, *args: Any, kind: type = ValueError, **options: Any) -> str:
-    """The message, which must be the same on every process."""
-    errors = run_ranks_expecting_error(call, world_size, *args, timeout=60, **options)
-    assert {type(error) for error in errors} == {kind}, errors
-    assert len({str(error) for error in errors}) == 1
-    return str(errors[0])
+def refused_by_all(
+    names: str, world_size: int, kind: type[BaseException] = ValueError, env: dict[str, str] | None = None
+) -> dict[str, str]:
+    """The messages, which must be the same on every process; of attempts in a table of this module."""
+    first, *others = run_ranks(attempt_all, world_size, names, timeout=250, env=env)
+    assert all(found == first for found in others)
+    wrong = {name: refusal for name, refusal in first.items() if refusal is None or refusal[0] is not kind}
+    assert not wrong
+    return {name: message for name, (_, message) in first.items()}
 
 
-def test_stages_that_do_not_divide_the_world() -> None:
-    message = refused(build, WORLD, 3)
-    assert "pipeline_parallel_size=3" in message and "4 processes" in message and "1, 2, 4" in message
+def attempt_all(rank: int, world_size: int, table: str) -> dict[str, Refusal | None]:
+    return refusals(rank, world_size, globals()[table])
 
 
-def test_one_process_for_several_stages() -> None:
-    message = refused(build, 1, 2)
-    assert "only one process runs" in message and "MULTI_CPU" in message and "--num_processes 2" in message
+# ------------------------------------------------------------------------------------------ arguments
+def building(stages: Any, **options: Any) -> Callable[[int], Any]:
+    return lambda rank: pipeline_trainer(RUN, stages, **options)
 
 
-def test_more_stages_than_units() -> None:
-    message = refused(coupled, WORLD, "convnext", WORLD)
-    assert "pipeline_parallel_size is 4" in message and "3 units" in message
+EXCLUDING: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": "shard_grad_op"},
+    "fsdp's offload": {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
+    "fsdp's gathered parameters": {"fsdp": True, "fsdp_config": {"fsdp_reshard_after_forward": False}},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
+    "compile": {"torch_compile": True},
+    "batch size": {"auto_find_batch_size": True},
+    "full evaluation": {"bf16_full_eval": True},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "rebalanced batches": {"train_sampling_strategy": "batch_rebalance"},
+    "optimizer": {"optim": "lomo"},
+    "debug": {"debug": "underflow_overflow"},
+    "split batches": {"accelerator_config": {"split_batches": True}},
+}
+BUILDING = {
+    **{name: building(2, **options) for name, options in EXCLUDING.items()},
+    **{f"stages {size}": building(size) for size in (0, -2, "half", 1.5)},
+    **{f"micro-batches {number}": building(2, num_microbatches=number) for number in (0, -1, "many")},
+    "zigzag": building(2, pipeline_schedule="zigzag"),
+    "three": building(3),
+    # the stock Trainer's own way to leave at SIGTERM
+    **{f"jit {stages}": building(stages, enable_jit_checkpoint=True) for stages in (1, 2)},
+}
 
 
-@pytest.mark.parametrize("number", [0, -1, "many"])
-def test_no_micro_batches(number: Any) -> None:
-    assert "num_microbatches" in refused(build, 2, 2, num_microbatches=number)
+def test_arguments() -> None:
+    messages = refused_by_all("BUILDING", 2)
+    assert all("pipeline_parallel_size=2" in messages[name] for name in EXCLUDING)
+    for name, message in messages.items():
+        assert "pipeline_parallel_size" in message or not name.startswith("stages")
+        assert "num_microbatches" in message or not name.startswith("micro-batches")
+        words = ("enable_jit_checkpoint=True", "Unset it", "SIGTERM")
+        assert all(word in message for word in words) or not name.startswith("jit")
+    assert "zigzag" in messages["zigzag"] and "1f1b" in messages["zigzag"]
+    assert all(word in messages["three"] for word in ("pipeline_parallel_size=3", "2 processes", "1, 2"))
 
 
-@pytest.mark.parametrize("size", [0, -2, "half", 1.5])
-def test_no_stages(size: Any) -> None:
-    assert "pipeline_parallel_size" in refused(build, 2, size)
+def with_plain_arguments(rank: int) -> None:
+    arguments = TrainingArguments("out", use_cpu=True)
+    PipeTransformerTrainer(RUN.build_model(), arguments, train_dataset=RUN.data(8))
 
 
-def test_unknown_schedule() -> None:
-    message = refused(build, 2, 2, pipeline_schedule="zigzag")
-    assert "zigzag" in message and "1f1b" in message
+ALONE = {"stages": building(2), "arguments": with_plain_arguments}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fsdp": "shard_grad_op"},
-        {"deepspeed": {"zero_optimization": {"stage": 1}}},
-        {"torch_compile": True},
-        {"auto_find_batch_size": True},
-        {"bf16_full_eval": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {"train_sampling_strategy": "batch_rebalance"},
-        {"optim": "lomo"},
-        {"debug": "underflow_overflow"},
-        {"accelerator_config": {"split_batches": True}},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_excludes_a_pipeline(options: dict[str, Any]) -> None:
-    message = refused(build, 2, 2, **options)
-    assert "pipeline_parallel_size=2" in message
+def test_one_process() -> None:
+    messages = refused_by_all("ALONE", 1)
+    assert all(words in messages["stages"] for words in ("only one process runs", "MULTI_CPU", "--num_processes 2"))
+    assert "PipeTransformerTrainingArguments" in messages["arguments"]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_checkpoints_at_a_step_of_each_process(stages: int) -> None:
-    """The stock Trainer's own way to leave at SIGTERM."""
-    message = refused(build, 2, stages, enable_jit_checkpoint=True)
-    assert "enable_jit_checkpoint=True" in message and "Unset it" in message and "SIGTERM" in message
-
-
-def switched_on_by_the_launcher(rank: int, world_size: int) -> None:
-    pipeline_trainer(RUN, 2)
+BY_THE_LAUNCHER = {"fsdp": building(2)}
 
 
 def test_fsdp_from_the_launcher() -> None:
-    message = refused(switched_on_by_the_launcher, 2, env={"ACCELERATE_USE_FSDP": "true"})
-    assert "FSDP" in message and "pipeline_parallel_size=2" in message
+    messages = refused_by_all("BY_THE_LAUNCHER", 2, env={"ACCELERATE_USE_FSDP": "true"})
+    assert "FSDP" in messages["fsdp"] and "pipeline_parallel_size=2" in messages["fsdp"]
 
 
-def with_model(rank: int, world_size: int, how: str) -> None:
-    model: Any = RUN.build_model()
-    if how == "data-parallel":
-        model = nn.DataParallel(model)
-    elif how == "device-map":
-        model.hf_device_map = {"bert": 0, "classifier": 1}
-    elif how == "different-models" and rank == 1:
-        model.classifier = nn.Linear(16, 3)
-    elif how == "different-classes" and rank == 1:
-        model = MODELS["roberta"].build()
-    outcome_of(pipeline_trainer(RUN, 2, model=model))
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("data-parallel", ["DataParallel", "unwrapped model"]),
-        ("device-map", ["device map", "2 entries"]),
-        ("different-models", ["different models", "process 0", "process 1"]),
-        ("different-classes", ["different models", "Roberta"]),
-    ],
-)
-def test_models_that_are_not_one_plain_model(how: str, words: list[str]) -> None:
-    message = refused(with_model, 2, how)
-    assert all(word in message for word in words), message
-
-
-def with_data(rank: int, world_size: int, how: str) -> None:
-    trainer = pipeline_trainer(RUN, 2)
-    if how == "length":
-        trainer.train_dataset = TrainingData(RUN.kind, 16 + rank)
-    else:
-        trainer.train_dataset = TrainingData(RUN.kind, 16, seed=rank)
-    trainer.train()
-
-
-@pytest.mark.parametrize(("how", "words"), [("length", ["16 samples", "17 samples"]), ("content", ["first samples"])])
-def test_different_datasets(how: str, words: list[str]) -> None:
-    message = refused(with_data, 2, how)
-    assert "different datasets" in message and all(word in message for word in words)
-
-
-def unsupported(rank: int, world_size: int, name: str) -> None:
-    refused_model = REFUSED[name]
-    batch = refused_model.batch(2)
-    rows = [{key: value[i] if torch.is_tensor(value) else value for key, value in batch.items()} for i in range(2)]
-    outcome_of(_trainer_on(refused_model.build(), rows * 8, 2))
-
-
-def coupled(rank: int, world_size: int, name: str, stages: int, **options: Any) -> None:
-    batch = MODELS[name].batch(8)
+# ------------------------------------------------------------------------------------------ models and data
+def train_on(zoo_model: ZooModel, stages: int) -> None:
+    batch = zoo_model.batch(8)
     rows = [{key: value[i] if torch.is_tensor(value) else value for key, value in batch.items()} for i in range(8)]
-    outcome_of(_trainer_on(MODELS[name].build(), rows, stages, **options))
-
-
-def _trainer_on(model: nn.Module, rows: list[dict[str, Any]], stages: int, **options: Any) -> PipeTransformerTrainer:
-    from hf_pipetransformer import PipeTransformerTrainingArguments
-
-    arguments = PipeTransformerTrainingArguments(
-        "out",
-        pipeline_parallel_size=stages,
-        max_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        **options,
-    )
-    return PipeTransformerTrainer(model=model, args=arguments, train_dataset=rows, data_collator=stack_rows)
+    options = {"max_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = PipeTransformerTrainingArguments("out", pipeline_parallel_size=stages, **options)
+    PipeTransformerTrainer(zoo_model.build(), arguments, train_dataset=rows, data_collator=stack_rows).train()
 
 
 def stack_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -174,25 +127,120 @@ def stack_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_models_that_cannot_be_cut(name: str) -> None:
-    message = refused(unsupported, 2, name, kind=UnsupportedModelError)
-    assert type(REFUSED[name].build()).__name__ in message and "Set " in message
+def with_model(how: str) -> Callable[[int], None]:
+    def train(rank: int) -> None:
+        model: Any = RUN.build_model()
+        if how == "data-parallel":
+            model = nn.DataParallel(model)
+        elif how == "device-map":
+            model.hf_device_map = {"bert": 0, "classifier": 1}
+        elif how == "different-models" and rank == 1:
+            model.classifier = nn.Linear(16, 3)
+        elif how == "different-classes" and rank == 1:
+            model = MODELS["roberta"].build()
+        pipeline_trainer(RUN, 2, model=model).train()
+
+    return train
 
 
-@pytest.mark.parametrize("name", ["clip", "resnet"])
-def test_losses_that_couple_the_rows_are_trained_on_whole_batches(name: str) -> None:
-    run_ranks(coupled, 2, name, 2)
+def with_data(size: Callable[[int], int], seed: Callable[[int], int]) -> Callable[[int], None]:
+    def train(rank: int) -> None:
+        trainer = pipeline_trainer(RUN, 2)
+        trainer.train_dataset = TrainingData(RUN.kind, size(rank), seed=seed(rank))
+        trainer.train()
+
+    return train
 
 
-def plain_arguments(rank: int, world_size: int) -> None:
-    PipeTransformerTrainer(
-        model=RUN.build_model(),
-        args=TrainingArguments("out", use_cpu=True),
-        train_dataset=RUN.data(8),
-        data_collator=PadCollator(RUN.kind),
-    )
+def evaluating(rank: int) -> None:
+    pipeline_trainer(RUN, 2).evaluate(TrainingData(RUN.kind, 8 + rank))
 
 
-def test_plain_arguments() -> None:
-    assert "PipeTransformerTrainingArguments" in refused(plain_arguments, 1)
+class OwnLoader(PipeTransformerTrainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+
+def with_own_loader(rank: int) -> None:
+    arguments = PipeTransformerTrainingArguments("out", pipeline_parallel_size=2, report_to=[])
+    OwnLoader(RUN.build_model(), arguments, train_dataset=RUN.data(8), data_collator=PadCollator(RUN.kind)).train()
+
+
+def without_trainable_parameters(rank: int) -> None:
+    trainer = pipeline_trainer(RUN, 2)
+    trainer.model.requires_grad_(False)
+    trainer.train()
+
+
+def with_reentrant_checkpointing(rank: int) -> None:
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    pipeline_trainer(Run(), 1, freeze_policy="alpha", **options).train()
+
+
+TRAINING = {
+    **{how: with_model(how) for how in ("data-parallel", "device-map", "different-models", "different-classes")},
+    "length": with_data(lambda rank: 16 + rank, lambda rank: 0),
+    "one sample": with_data(lambda rank: 16 * (1 - rank) or 1, lambda rank: 0),
+    "content": with_data(lambda rank: 16, lambda rank: rank),
+    "evaluation": evaluating,
+    "loader": with_own_loader,
+    "nothing to train": without_trainable_parameters,
+    "reentrant": with_reentrant_checkpointing,
+}
+WORDS = {
+    "data-parallel": ["DataParallel", "unwrapped model"],
+    "device-map": ["device map", "2 entries"],
+    "different-models": ["different models", "process 0", "process 1"],
+    "different-classes": ["different models", "Roberta"],
+    "length": ["different datasets", "16 samples", "17 samples"],
+    "one sample": ["16 samples", "1 samples"],
+    "content": ["different datasets", "first samples"],
+    "evaluation": ["8 samples", "9 samples"],
+    "loader": ["get_train_dataloader"],
+    "nothing to train": ["requires_grad=True"],
+    "reentrant": ["use_reentrant=True"],
+}
+
+
+def test_models_and_data() -> None:
+    """The first layer above frozen ones got no gradient under reentrant checkpointing, with a line in the log."""
+    messages = refused_by_all("TRAINING", 2)
+    missing = {name: [word for word in words if word not in messages[name]] for name, words in WORDS.items()}
+    assert not any(missing.values()), messages
+
+
+CUTTING = {name: (lambda rank, name=name: train_on(REFUSED[name], 2)) for name in REFUSED}
+
+
+def all_hidden_states(rank: int) -> None:
+    model = RUN.build_model()
+    model.config.output_hidden_states = True
+    pipeline_trainer(RUN, 2, model=model).predict(TrainingData(RUN.kind, 8))
+
+
+CUTTING["output_hidden_states"] = all_hidden_states
+
+
+def test_models_that_cannot_be_cut() -> None:
+    messages = refused_by_all("CUTTING", 2, UnsupportedModelError)
+    assert "output_hidden_states" in messages["output_hidden_states"]
+    for name in REFUSED:
+        assert type(REFUSED[name].build()).__name__ in messages[name] and "Set " in messages[name]
+
+
+MORE_STAGES = {"convnext": lambda rank: train_on(MODELS["convnext"], WORLD)}
+
+
+def test_more_stages_than_units() -> None:
+    (message,) = refused_by_all("MORE_STAGES", WORLD).values()
+    assert "pipeline_parallel_size is 4" in message and "3 units" in message
+
+
+def coupled(rank: int, world_size: int) -> None:
+    for name in ("clip", "resnet"):
+        train_on(MODELS[name], 2)
+
+
+@pytest.mark.slow
+def test_losses_that_couple_the_rows_are_trained_on_whole_batches() -> None:
+    run_ranks(coupled, 2)

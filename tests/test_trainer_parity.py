@@ -25,7 +25,6 @@ def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS_OF_KIND[name])[0]
 
 
-LAYOUTS = [(4, "1f1b"), (4, "gpipe"), (2, "1f1b"), (2, "gpipe"), (2, "interleaved1f1b"), (2, "zbv"), (1, "1f1b")]
 IN_SHORT = [
     ("bert", 4, "1f1b"),
     ("bert", 1, "1f1b"),
@@ -35,11 +34,19 @@ IN_SHORT = [
     ("bert", 2, "zbv"),
 ]
 """Those of `make test`: each number of stages, each schedule, tied weights, two stacks of layers."""
+IN_FULL = [
+    ("bert-question-answering", 4, "gpipe"),
+    ("gpt2-tied", 4, "1f1b"),
+    ("gpt2-tied", 2, "zbv"),
+    ("vit", 4, "1f1b"),
+    ("vit", 2, "interleaved1f1b"),
+    ("llama-tied", 1, "1f1b"),
+    ("t5", 4, "gpipe"),
+]
+"""Each model in two layouts, too."""
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule"), few([(name, *layout) for name in MODELS_OF_KIND for layout in LAYOUTS], *IN_SHORT)
-)
+@pytest.mark.parametrize(("name", "stages", "schedule"), few([*IN_SHORT, *IN_FULL], *IN_SHORT))
 def test_equals_one_process(name: str, stages: int, schedule: str) -> None:
     """Six steps in two epochs: accumulation, clipping, decay groups, warm-up, dynamic padding, an odd last batch."""
     outcomes = run_ranks(pipeline, WORLD, MODELS_OF_KIND[name], stages, pipeline_schedule=schedule)
@@ -100,15 +107,25 @@ VARIANTS_IN_SHORT = (
     "fewer-samples-than-pipelines",
 )
 """Those of `make test`, likewise."""
+OTHERS = tuple(name for name in VARIANTS if name not in VARIANTS_IN_SHORT)
 
 
-@pytest.mark.parametrize("stages", [*slow(4), 2])
-@pytest.mark.parametrize("name", few(VARIANTS, *VARIANTS_IN_SHORT))
-def test_equals_one_process_with(name: str, stages: int) -> None:
-    options = {"loss_reduction": "mean"} if name == "own-compute-loss" else {}
-    assert_same_training(run_ranks(pipeline, WORLD, VARIANTS[name], stages, **options), expected_variant(name))
+def pipelines(rank: int, world_size: int, names: tuple[str, ...], stages: int) -> list[Outcome]:
+    """One training after the other."""
+    options = {name: {"loss_reduction": "mean"} if name == "own-compute-loss" else {} for name in names}
+    return [pipeline(rank, world_size, VARIANTS[name], stages, **options[name]) for name in names]
 
 
-@cache
-def expected_variant(name: str) -> Outcome:
-    return run_ranks(reference, 1, VARIANTS[name])[0]
+def references(rank: int, world_size: int, names: tuple[str, ...]) -> list[Outcome]:
+    return [reference(rank, world_size, VARIANTS[name]) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("stages", "names"), [(2, VARIANTS_IN_SHORT), *slow((4, OTHERS[::2]), (2, OTHERS[1::2]))], ids=["a", "b", "c"]
+)
+def test_equals_one_process_with(stages: int, names: tuple[str, ...]) -> None:
+    (expected,) = run_ranks(references, 1, names)
+    everyone = run_ranks(pipelines, WORLD, names, stages, timeout=250)
+    for number, name in enumerate(names):
+        print(name)
+        assert_same_training([outcomes[number] for outcomes in everyone], expected[number])

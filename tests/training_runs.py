@@ -15,10 +15,14 @@ import torch
 from model_zoo import MODELS, without_dropout
 from torch import nn
 from training_data import ZOO_MODEL, Kind, PadCollator, StreamedData, TrainingData
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.data.numbered_batches import first_samples
+from hf_pipetransformer.model.frozen_prefix import FreezableLayers
+from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning.plan import PipelinePlan
+from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.run import run as run_module
 from hf_pipetransformer.run.cache_control import AutoCache
 from hf_pipetransformer.run.planner import Planner
@@ -97,14 +101,14 @@ def reference(rank: int, world_size: int, run: Run, folder: str = "reference") -
     return outcome_of(reference_trainer(run, folder))
 
 
-def reference_trainer(run: Run, folder: str = "reference") -> Trainer:
+def reference_trainer(run: Run, folder: str = "reference", model: nn.Module | None = None) -> Trainer:
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
         per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
         **run.common_options(),
     )
-    return _trainer(Trainer, arguments, run)
+    return _trainer(Trainer, arguments, run, model)
 
 
 def pipeline(
@@ -240,3 +244,83 @@ def _trainer(cls: type[Trainer], arguments: Any, run: Run, model: nn.Module | No
         data_collator=PadCollator(run.kind),
         **run.keywords,
     )
+
+
+# ------------------------------------------------------------------------------------ stopping, freezing on the way
+class StopAfter(TrainerCallback):
+    """Ends the training after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.steps
+
+
+class MeasureMemory(TrainerCallback):
+    """Bytes of the parameters, their gradients and the optimizer's state on this process, at each step."""
+
+    def __init__(self) -> None:
+        self.held: list[dict[str, int]] = []
+        self.gradients = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        here = [p for p in model.parameters() if not getattr(p, "is_elsewhere", False)]
+        self.gradients = sum(p.grad.nbytes for p in here if p.grad is not None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
+        def size(tensors: Any) -> int:
+            return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+        states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that are elsewhere cannot be read
+            parameters = size(model.parameters())
+        self.held.append({"parameters": parameters, "gradients": self.gradients, "optimizer": size(states)})
+
+
+class FreezeAt(TrainerCallback):
+    """For a reference: the same parameters stop training after the same steps."""
+
+    def __init__(self, table: dict[int, int], model: nn.Module, layers: FreezableLayers) -> None:
+        self.table, self.model, self.layers = table, model, layers
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step in self.table:
+            for name in self.layers.frozen(self.table[state.global_step]):
+                parameter = self.model.get_parameter(name)
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+
+def freezing_reference(
+    rank: int, world_size: int, run: Run, table: dict[int, int], model: nn.Module | None = None, processes: int = WORLD
+) -> Outcome:
+    """One process, the stock Trainer; `table` says after how many steps how many layers are frozen."""
+    model = run.build_model() if model is None else model
+    batch = dict(PadCollator(run.kind)(first_samples(run.data(2), 2)))
+    layers = FreezableLayers.of(LayerStack.discover(model, batch), batch)
+    batch_size = run.per_device * processes * run.accumulation
+    options = {"use_cpu": True, "per_device_train_batch_size": batch_size, **run.common_options()}
+    trainer = _trainer(Trainer, TrainingArguments("reference", **options), run, model)
+    trainer.add_callback(FreezeAt(table, model, layers))
+    return outcome_of(trainer)
+
+
+def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> None:
+    """Choose K by the number of frozen layers, in place of the memory rule."""
+
+    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
+        return make_plan(
+            plan.unit_costs,
+            plan.world_size,
+            table[num_frozen],
+            schedule=plan.schedule,
+            rows_per_device=4,
+            memory_budget_bytes=None,
+            num_frozen_layers=num_frozen,
+            num_cached_layers=num_cached,
+            replica_sharding=plan.replica_sharding,
+            virtual_pipeline_parallel_size=plan.virtual_pipeline_parallel_size,
+        )
+
+    with_plans(trainer, plan_after_freezing)

@@ -74,7 +74,7 @@ class FrontCache:
         self._model: nn.Module = job.model
         self._folder = generations.parent
         self._store: ActivationStore = open_store(generations.parent, user=generations.stem)
-        self._reads = self._writes = self._is_in_step = False
+        self._reads = self._writes = self._is_in_step = self._is_trying = False
         self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
         self._flags: list[bool] | None = None  # those for which the front was looked for
         self._front: FrozenFront | None = None
@@ -120,11 +120,24 @@ class FrontCache:
         self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
         self._is_in_step = True
         try:
-            if self._front is not None and self._front.awaits_loss and may_have_padding(batch):
-                self._front.try_loss(partial(self._loss_of, batch))
+            front = self._front
+            if (
+                front is not None
+                and front.awaits_loss
+                and self._flags == self._flags_now()
+                and may_have_padding(batch)
+            ):
+                self._is_trying = True
+                try:
+                    front.try_loss(partial(self._loss_of, batch))
+                finally:
+                    self._is_trying = False
             yield
         finally:
             self._is_in_step = False
+
+    def _flags_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def _loss_of(self, batch: Batch) -> torch.Tensor:
         trainer = self._job.trainer
@@ -145,11 +158,16 @@ class FrontCache:
             self._is_in_step = True
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flags = [parameter.requires_grad for parameter in self._parameters]
+        flags = self._flags_now()
         if flags == self._flags and self._front is None:
             return forward(*args, **kwargs)
         inputs: Batch = in_new_containers(dict(named_inputs(self._model, args, kwargs)))
         run = partial(forward, *args, **kwargs)
+        if self._is_trying:  # the model is left as it was found, so that no front can be opened or closed here
+            assert self._front is not None
+            if flags != self._flags:
+                return run()
+            return self._front.run(inputs, run, self._reads and self._is_decided, self._writes)
         if flags != self._flags:
             self._drop()
             if self._flags is not None:

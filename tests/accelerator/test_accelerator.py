@@ -13,16 +13,20 @@ import fake_groups
 import pytest
 import torch
 from distributed import run_ranks
-from test_elastic_pipeline import stages_by_frozen
 from training_data import PadCollator
-from training_runs import Outcome, Run, largest_difference, outcome_of, pipeline, pipeline_trainer
+from training_runs import (
+    Outcome,
+    Run,
+    StopAfter,
+    largest_difference,
+    outcome_of,
+    pipeline,
+    pipeline_trainer,
+    stages_by_frozen,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 QUIET = {"dataloader_pin_memory": False, "logging_strategy": "no", "num_microbatches": 4}
 """The device has no pinned memory. Logging reads the loss, in the stock Trainer as here."""
@@ -91,11 +95,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="session")
-def library() -> Path:
-    return fake_device.build()
-
-
 class Counts(TrainerCallback):
     """Counts what each step makes the program wait for, from the end of the step before."""
 
@@ -145,18 +144,25 @@ def on_the_device(rank: int, world_size: int, library: Path, run: Run, stages: i
     return seen_by(pipeline_trainer(run, stages, **options))
 
 
-def stock_on_the_device(rank: int, world_size: int, library: Path, run: Run) -> Seen:
+def stock_on_the_device(rank: int, world_size: int, library: Path, runs: list[Run]) -> list[Seen]:
     prepare(world_size, library)
-    arguments = TrainingArguments(
-        "stock",
-        per_device_train_batch_size=run.per_device,
-        gradient_accumulation_steps=run.accumulation,
-        dataloader_pin_memory=False,
-        **{**run.common_options(), "logging_strategy": "no"},
-    )
-    return seen_by(
-        Trainer(run.build_model(), arguments, train_dataset=run.data(run.samples), data_collator=PadCollator(run.kind))
-    )
+    return [
+        seen_by(
+            Trainer(
+                run.build_model(),
+                TrainingArguments(
+                    "stock",
+                    per_device_train_batch_size=run.per_device,
+                    gradient_accumulation_steps=run.accumulation,
+                    dataloader_pin_memory=False,
+                    **{**run.common_options(), "logging_strategy": "no"},
+                ),
+                train_dataset=run.data(run.samples),
+                data_collator=PadCollator(run.kind),
+            )
+        )
+        for run in runs
+    ]
 
 
 def seen_by(trainer: Trainer) -> Seen:
@@ -182,39 +188,44 @@ def train(library: Path, way: Way, **options: Any) -> list[Seen]:
     )
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_stock_trainer_waits_as_noted(accumulation: int, library: Path) -> None:
+def test_the_stock_trainer_waits_as_noted(library: Path) -> None:
     """What the bounds of the ways are compared with."""
-    run = Run(samples=48, epochs=4, accumulation=accumulation)
-    (seen,) = run_ranks(stock_on_the_device, 1, library, run, env=fake_device.ENVIRONMENT)
-    assert seen.of_step[seen.steady] == forwards(accumulation, to_device=3 * (accumulation - 1))
+    runs = [Run(samples=48, epochs=4, accumulation=accumulation) for accumulation in (1, 2)]
+    (everything,) = run_ranks(stock_on_the_device, 1, library, runs, env=fake_device.ENVIRONMENT)
+    for run, seen in zip(runs, everything, strict=True):
+        expected = forwards(run.accumulation, to_device=3 * (run.accumulation - 1))
+        assert seen.of_step[seen.steady] == expected
+
+
+COMPARED = ("cached", "two-stages-cached", "two-stages-interleaved", "two-stages-zbv", "two-replicas-cached", "sliced")
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
-    way = WAYS[name]
-    for rank, (seen, most) in enumerate(zip(train(library, way), way.waits, strict=True)):
+    """And what is compared trains as on the CPU.
+
+    Weights of cached layers are on the host. To see at an epoch's begin whether they have changed nobody waits for
+    copies of each.
+    """
+    way, everyone = WAYS[name], train(library, WAYS[name])
+    for rank, (seen, most) in enumerate(zip(everyone, way.waits, strict=True)):
         assert not seen.wrong
         found = seen.of_step[seen.steady]
         sites = "\n".join(f"{n} {site}" for site, n in sorted(seen.sites[seen.steady].items()))
         assert found == most, f"rank {rank}: {found}\n{sites}"
+        if name in ("cached", "two-stages-cached"):
+            first = 3 * (seen.outcome.steps // 4) + 1
+            begins = seen.of_step[first]
+            assert begins["to_device"] <= 16 and begins.get("from_device", 0) <= 4, f"{begins}: {seen.sites[first]}"
+    if name in COMPARED:
+        options = {**QUIET, **way.options, "use_cpu": True}
+        expected = run_ranks(pipeline, way.stages * way.replicas, way.run, way.stages, **options)[0]
+        assert all(largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5 for seen in everyone)
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["cached", "two-stages-cached", "two-stages-interleaved", "two-stages-zbv", "two-replicas-cached", "sliced"],
-)
-def test_trains_as_on_the_cpu(name: str, library: Path) -> None:
-    way = WAYS[name]
-    options = {**QUIET, **way.options, "use_cpu": True}
-    expected = run_ranks(pipeline, way.stages * way.replicas, way.run, way.stages, **options)[0]
-    for seen in train(library, way):
-        assert largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(
-    "kind, model", [("causal-lm", None), ("causal-lm", "gpt2"), ("image-classification", None), ("seq2seq", None)]
+    "kind, model, stages",
+    [("causal-lm", None, 2), ("causal-lm", "gpt2", 1), ("image-classification", None, 2), ("seq2seq", None, 2)],
 )
 def test_other_models(kind: str, model: str | None, stages: int, library: Path) -> None:
     """Whole trainings with freezing and the cache: a mixed operation is an error."""
@@ -294,16 +305,6 @@ def test_adapters_of_peft(stages: int, library: Path) -> None:
         assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_an_epoch_begins_with_few_copies(stages: int, library: Path) -> None:
-    """Weights of cached layers are on the host. To see whether they have changed nobody waits for copies of each."""
-    way = Way(stages, (), options={**FREEZING, "activation_cache": "on"})
-    for seen in train(library, way):
-        first = 3 * (seen.outcome.steps // 4) + 1
-        found = seen.of_step[first]
-        assert found["to_device"] <= 16 and found.get("from_device", 0) <= 4, f"{found}: {seen.sites[first]}"
-
-
 def frozen_below(rank: int, world_size: int, library: Path, run: Run) -> Seen:
     prepare(world_size, library)
     trainer = pipeline_trainer(run, 3, **QUIET)
@@ -324,7 +325,7 @@ def interrupted(rank: int, world_size: int, library: Path, run: Run, stages: int
     prepare(world_size, library)
     saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_grad_norm": 0.5, **FREEZING}
     trainer = pipeline_trainer(run, stages, folder, **{**QUIET, **saving})
-    trainer.add_callback(StopAfter(2))
+    trainer.add_callback(StopAfter(2 * 48 // (4 * stages)))  # two epochs
     trainer.train()
     trainer.evaluate()
     trainer = pipeline_trainer(run, stages, folder, **{**QUIET, **saving})
@@ -333,14 +334,6 @@ def interrupted(rank: int, world_size: int, library: Path, run: Run, stages: int
     outcome = outcome_of(trainer, resume_from_checkpoint=True)  # type: ignore[arg-type]
     assert all(torch.isfinite(torch.tensor(value)) for value in outcome.metrics.values())
     return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong))
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, epochs: int) -> None:
-        self._epochs = epochs
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.epoch >= self._epochs
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -353,58 +346,51 @@ def test_evaluates_saves_and_resumes(stages: int, library: Path, tmp_path: Path)
         assert min(seen.of_step) > 2 * 48 // (4 * stages)  # it went on behind the second of four epochs
 
 
-def test_mixed_devices_are_an_error(library: Path) -> None:
-    assert "the same device" in run_ranks(mixing, 1, library)[0]
-
-
-def mixing(rank: int, world_size: int, library: Path) -> str:
+def misuses(rank: int, world_size: int, library: Path) -> dict[str, list[str]]:
+    """The errors that the device itself finds, of each way to use it."""
     fake_device.register(library)
-    try:
+    found: dict[str, list[str]] = {}
+
+    def note(name: str) -> None:
+        found[name] = [error.partition(":")[0] for error in fake_device.errors]
+        fake_device.errors.clear()
+
+    with pytest.raises(RuntimeError, match="the same device"):
         torch.ones(2, device="fake") + torch.ones(2)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def streams(rank: int, world_size: int, library: Path, waits: bool, records: bool) -> list[str]:
-    """A side stream reads what the compute stream has written, and the memory is then used again."""
-    fake_device.register(library)
-    written = torch.ones(2, device="fake")
-    side = torch.Stream("fake")
-    if waits:
-        side.wait_stream(torch.accelerator.current_stream("fake"))
-    with side:
-        written + 1
-        if records:
-            written.record_stream(side)
-    del written
-    return [error.partition(":")[0] for error in fake_device.errors]
-
-
-@pytest.mark.parametrize(
-    "waits, records, expected",
-    [(True, True, []), (False, True, ["race"]), (True, False, ["freed_in_use"])],
-)
-def test_streams_that_do_not_wait_are_an_error(waits: bool, records: bool, expected: list[str], library: Path) -> None:
-    assert run_ranks(streams, 1, library, waits, records) == [expected]
-
-
-def overwriting(rank: int, world_size: int, library: Path, waits: bool) -> list[str]:
-    """The compute stream overwrites what a side stream reads; two streams may read the same."""
-    fake_device.register(library)
     compute, side = torch.accelerator.current_stream("fake"), torch.Stream("fake")
-    shared = torch.ones(2, device="fake")
-    side.wait_stream(compute)
-    with side:
-        shared + 1
-        shared.record_stream(side)
-    shared + 2
-    if waits:
-        compute.wait_stream(side)
-    shared.zero_()
-    return [error.partition(":")[0] for error in fake_device.errors]
+    for waits, records in ((True, True), (False, True), (True, False)):
+        # a side stream reads what the compute stream has written, and the memory is then used again
+        written = torch.ones(2, device="fake")
+        if waits:
+            side.wait_stream(compute)
+        with side:
+            written + 1
+            if records:
+                written.record_stream(side)
+        del written
+        note(f"read {waits} {records}")
+    for waits in (True, False):
+        # the compute stream overwrites what a side stream reads; two streams may read the same
+        shared = torch.ones(2, device="fake")
+        side.wait_stream(compute)
+        with side:
+            shared + 1
+            shared.record_stream(side)
+        shared + 2
+        if waits:
+            compute.wait_stream(side)
+        shared.zero_()
+        note(f"overwritten {waits}")
+    return found
 
 
-@pytest.mark.parametrize("waits, expected", [(True, []), (False, ["race"])])
-def test_overwriting_what_another_stream_reads_is_an_error(waits: bool, expected: list[str], library: Path) -> None:
-    assert run_ranks(overwriting, 1, library, waits) == [expected]
+def test_the_device_finds_mixed_devices_and_streams_that_do_not_wait(library: Path) -> None:
+    assert run_ranks(misuses, 1, library) == [
+        {
+            "read True True": [],
+            "read False True": ["race"],
+            "read True False": ["freed_in_use"],
+            "overwritten True": [],
+            "overwritten False": ["race"],
+        }
+    ]

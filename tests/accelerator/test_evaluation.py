@@ -14,18 +14,9 @@ import torch.distributed as dist
 from distributed import run_ranks
 from training_runs import Run, pipeline_trainer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STAGES = 2
-
-
-@pytest.fixture(scope="session")
-def library() -> Path:
-    return fake_device.build()
 
 
 def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, int]], list[dict[str, int]], int, Any]:

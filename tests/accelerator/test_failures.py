@@ -15,16 +15,7 @@ from training_runs import Run, pipeline_trainer, while_training
 from hf_pipetransformer.cache.side_stream import Copied
 from hf_pipetransformer.resilience import exit as process_exit
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
-]
-
-
-@pytest.fixture(scope="session")
-def library() -> Path:
-    return fake_device.build()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Fails:

@@ -26,20 +26,11 @@ from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.plan_choice import make_plan
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 CHUNK_BYTES = 2**14
 ADAMW_COPIES = 3
 """A parameter and its two moments."""
-
-
-@pytest.fixture(scope="session")
-def library() -> Path:
-    return fake_device.build()
 
 
 @dataclass

@@ -150,44 +150,19 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     return (a.float() - b.float()).abs().max().item()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Equal numbers
-# ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", few(MODELS, *ONE_OF_EACH_KIND))
-def test_nothing_in_the_zoo_is_random(name):
-    """Else the comparisons below would mean nothing."""
-    batch, again = MODELS[name].batch(), MODELS[name].batch()
-    assert all(torch.equal(value, again[key]) for key, value in batch.items() if isinstance(value, Tensor))
-    model = MODELS[name].build()
-    first = model(**batch).loss
-    assert torch.equal(model(**batch).loss, first)
-    assert torch.equal(MODELS[name].build()(**batch).loss, first)
-
-
 @pytest.mark.parametrize("name", few(MODELS, *ONE_OF_EACH_KIND))
 def test_every_cut_equals_the_uncut_model(name):
+    """Found on one batch, and run on another one of other samples, into two and three stages and one for each unit."""
     stack, batch = discover(MODELS[name]), MODELS[name].batch()
+    assert stack.owned(0, stack.num_units) == set(stack.table.names) and stack.owners[0]
     expected = uncut_step(stack.model, batch)
     with installed(stack):
-        for bounds in all_cuts(stack.num_units):
+        for bounds in (*all_cuts(stack.num_units), tuple(range(stack.num_units + 1))):
             assert_equal_steps(cut_step(stack, bounds, batch), expected, bounds)
 
 
-@pytest.mark.parametrize("name", few(ONE_OF_EACH_KIND, "albert", "t5"))
-def test_one_unit_per_stage_equals_the_uncut_model(name):
-    stack, batch = discover(MODELS[name]), MODELS[name].batch()
-    expected = uncut_step(stack.model, batch)
-    with installed(stack):
-        bounds = tuple(range(stack.num_units + 1))
-        assert_equal_steps(cut_step(stack, bounds, batch), expected, bounds)
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize(
-    "name", few(sorted({*ONE_OF_EACH_KIND} - {"albert"}), "gpt2", "t5")
-)  # transformers does not checkpoint ALBERT
+@pytest.mark.parametrize("name", few(("gpt2", "t5", "vit", "mixtral"), "gpt2", "t5"))
 def test_cuts_with_gradient_checkpointing(name):
     stack, batch = discover(MODELS[name]), MODELS[name].batch()
     calls: list[nn.Module] = []
@@ -203,7 +178,7 @@ def test_cuts_with_gradient_checkpointing(name):
             assert len(calls) == 2 * calls_without_checkpointing  # computed again in the backward
 
 
-@pytest.mark.parametrize("name", few(ONE_OF_EACH_KIND, "deberta-v2", "llama-tied"))
+@pytest.mark.parametrize("name", few(("deberta-v2", "llama-tied", "mixtral", "vit"), "deberta-v2", "llama-tied"))
 def test_cuts_with_bfloat16_autocast(name):
     stack, batch = discover(MODELS[name]), MODELS[name].batch()
     with torch.autocast("cpu", torch.bfloat16):
@@ -219,55 +194,14 @@ def test_cuts_with_bfloat16_autocast(name):
                 assert error <= BFLOAT16_TOLERANCE * largest, f"gradient of {parameter} with stages {bounds}"
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_cuts_with_another_number_of_rows_than_in_discovery(rows):
-    stack, batch = discover(MODELS["t5"]), MODELS["t5"].batch(rows, seed=3)
-    expected = uncut_step(stack.model, batch)
-    with installed(stack):
-        assert_equal_steps(cut_step(stack, (0, 2, 4, 6), batch), expected, (0, 2, 4, 6))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Units and who needs which parameter
-# ---------------------------------------------------------------------------------------------------------
-
-
 def unit_names(name: str) -> list[str]:
     return [unit.name for unit in discover(MODELS[name]).units]
-
-
-def test_units_of_an_encoder_in_the_order_of_execution():
-    assert unit_names("bert-classification") == [f"bert.encoder.layer.{i}" for i in range(4)]
-
-
-def test_units_of_an_encoder_decoder_are_those_of_both():
-    encoder, decoder = ([f"{side}.block.{i}" for i in range(3)] for side in ("encoder", "decoder"))
-    assert unit_names("t5") == encoder + decoder
-    assert [unit.stack for unit in discover(MODELS["t5"]).units] == [0, 0, 0, 1, 1, 1]
 
 
 def test_a_layer_that_is_called_again_is_a_unit_each_time():
     group = "albert.encoder.albert_layer_groups"
     assert unit_names("albert") == [f"{group}.0"] * 4
     assert unit_names("albert-2-groups") == [f"{group}.0"] * 2 + [f"{group}.1"] * 2
-
-
-@pytest.mark.parametrize("name", few(MODELS, *ONE_OF_EACH_KIND))
-def test_every_parameter_is_owned(name):
-    stack = discover(MODELS[name])
-    assert stack.owned(0, stack.num_units) == set(stack.table.names)
-    assert stack.owners[0], "embeddings"
-    assert stack.boundaries[0] == ()
-    assert all(any(slot.is_used for slot in slots) for slots in stack.boundaries[1:])
-
-
-def test_no_parameter_is_shared_in_a_plain_model():
-    stack = discover(MODELS["bert-classification"])
-    assert stack.shared((0, 1, 2, 3, 4)) == {}
-    embeddings = {name for name in stack.table.names if ".embeddings." in name}
-    assert embeddings <= stack.owners[0] and not embeddings & stack.owned(1, 4)
-    assert {"classifier.weight", "bert.pooler.dense.weight"} <= stack.owners[3]
-    assert not {"classifier.weight", "bert.pooler.dense.weight"} & stack.owned(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -298,15 +232,11 @@ def test_what_a_sample_does_not_reach_is_owned_where_it_is():
     assert "transformer.mask_emb" in stack.owners[3]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What discovery leaves behind, and what it refuses
-# ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_discovery_leaves_the_model_as_it_was(training):
+def test_discovery_leaves_the_model_as_it_was():
     zoo_model = MODELS["llama-tied"]
-    model = zoo_model.build().train(training)
+    model = zoo_model.build().train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
     model.model.embed_tokens.weight.requires_grad_(False)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -319,25 +249,9 @@ def test_discovery_leaves_the_model_as_it_was(training):
     assert flags == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert identities == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(module.training is training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
     assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(random_state, torch.get_rng_state())
-
-
-def test_discovery_of_a_model_with_frozen_layers_finds_the_same_owners():
-    frozen, trainable = discover(MODELS["bert-classification"]).model, discover(MODELS["bert-classification"])
-    for parameter in frozen.bert.parameters():
-        parameter.requires_grad_(False)
-    stack = LayerStack.discover(frozen, MODELS["bert-classification"].batch(rows=2))
-    assert stack.owners == trainable.owners
-    assert stack.boundaries == trainable.boundaries
-
-
-def test_an_installed_runner_leaves_a_plain_call_alone():
-    stack, batch = discover(MODELS["gpt2"]), MODELS["gpt2"].batch()
-    expected = uncut_step(stack.model, batch)
-    with installed(stack):
-        assert_equal_steps(uncut_step(stack.model, batch), expected, ())
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -423,15 +337,15 @@ def one_after_the_other(model: Layers, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("read", [of_an_early_layer, by_a_choice, changed_in_place, one_after_the_other])
-@pytest.mark.parametrize("bounds", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
-def test_layers_that_are_not_simply_read_one_after_the_other(read, bounds):
+def test_layers_that_are_not_simply_read_one_after_the_other(read):
     torch.manual_seed(0)
     model, batch = Layers(read), {"x": torch.randn(3, 4)}
     expected = uncut_step(model, batch)
     stack = LayerStack.discover(model, batch)
     assert stack.num_units == 3
     with installed(stack):
-        assert_equal_steps(cut_step(stack, bounds, batch), expected, ())
+        for bounds in all_cuts(3):
+            assert_equal_steps(cut_step(stack, bounds, batch), expected, bounds)
 
 
 def test_what_a_layer_reads_without_a_gradient_does_not_freeze_with_it():
@@ -473,12 +387,6 @@ def test_layers_inside_an_autograd_function_are_refused():
     model = Layers(lambda model, x: model.head(RunsLayers.apply(model.chooses(x), model.layers)))
     model.layers = nn.ModuleList(Layer() for _ in range(3))
     with pytest.raises(UnsupportedModelError, match=r"layer 'layers.0' inside an autograd function .*\(RunsLayers\)"):
-        LayerStack.discover(model, {"x": torch.randn(3, 4)})
-
-
-def test_modules_in_a_list_that_do_not_depend_on_one_another_are_no_layers():
-    model = Layers(lambda model, x: sum(layer(x) for layer in model.layers))
-    with pytest.raises(UnsupportedModelError, match="no sequential stack"):
         LayerStack.discover(model, {"x": torch.randn(3, 4)})
 
 
@@ -532,13 +440,12 @@ def test_layers_that_leave_something_behind_for_others_are_refused():
         LayerStack.discover(model, {"y": torch.ones(2, 3)})
 
 
-@pytest.mark.parametrize("bounds", [(0, 2, 6), (0, 4, 6)])
-def test_layers_that_are_left_out_later_are_noticed(bounds):
+def test_layers_that_are_left_out_later_are_noticed():
     """Someone sets layerdrop after the units were found."""
     stack, batch = discover(MODELS["bart"]), MODELS["bart"].batch()
     stack.model.model.encoder.layerdrop = 1.0
     with installed(stack), pytest.raises(UnsupportedModelError, match="BartForConditionalGeneration"):
-        cut_step(stack, bounds, batch)
+        cut_step(stack, (0, 4, 6), batch)
 
 
 def test_refuses_parameters_that_share_elements() -> None:

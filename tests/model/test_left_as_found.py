@@ -43,19 +43,6 @@ def test_counters_buffers_and_lists_are_as_before() -> None:
     assert not model.mean.any() and not model.plain.any()
 
 
-def test_any_objects_attributes() -> None:
-    class Trainer:
-        metrics: dict[str, Any]
-
-    trainer = Trainer()
-    trainer.metrics = {"train": {"loss": [1.0]}}
-    with left_as_found(trainer):
-        trainer.metrics["train"]["loss"].append(2.0)
-        trainer.metrics["eval"] = {}
-        trainer.count = 1  # type: ignore[attr-defined]
-    assert trainer.metrics == {"train": {"loss": [1.0]}} and not hasattr(trainer, "count")
-
-
 def test_nothing_is_dropped_in_training_mode() -> None:
     inputs = torch.randn(2, 3, 8)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).train()
@@ -65,30 +52,31 @@ def test_nothing_is_dropped_in_training_mode() -> None:
     assert not torch.equal(layer(inputs), layer(inputs))
 
 
-class Criterion(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centres", torch.zeros(2))
+def test_what_an_object_has_and_calls_is_left_too() -> None:
+    """A trainer's dictionaries, its criterion, and the object whose method it calls."""
 
+    class Criterion(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centres", torch.zeros(2))
 
-class Weighing:
-    def __init__(self) -> None:
-        self.calls = 0
+    class Weighing:
+        calls = 0
 
-    def weigh(self) -> None:
-        self.calls += 1
-
-
-def test_what_an_object_calls_is_left_too() -> None:
-    """A criterion of a trainer, and the object whose method it calls."""
+        def weigh(self) -> None:
+            self.calls += 1
 
     class Trainer:
-        criterion = None
+        def __init__(self) -> None:
+            self.metrics: dict[str, Any] = {"train": {"loss": [1.0]}}
+            self.criterion, self.weighing = Criterion(), Weighing()
+            self.weigh = self.weighing.weigh
 
     trainer = Trainer()
-    trainer.criterion, weighing = Criterion(), Weighing()  # type: ignore[assignment]
-    trainer.weigh = weighing.weigh  # type: ignore[attr-defined]
     with left_as_found(trainer):
-        trainer.criterion.centres.add_(1)  # type: ignore[attr-defined]
-        trainer.weigh()  # type: ignore[attr-defined]
-    assert not trainer.criterion.centres.any() and weighing.calls == 0  # type: ignore[attr-defined]
+        trainer.metrics["train"]["loss"].append(2.0)
+        trainer.count = 1  # type: ignore[attr-defined]
+        trainer.criterion.centres.add_(1)
+        trainer.weigh()
+    assert trainer.metrics == {"train": {"loss": [1.0]}} and not hasattr(trainer, "count")
+    assert not trainer.criterion.centres.any() and trainer.weighing.calls == 0

@@ -15,7 +15,6 @@ from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.loss_reading import LossReading, read_reduction
 from hf_pipetransformer.model.loss_scaling import (
     EXACT,
-    HALF_PRECISION,
     IGNORED,
     LossReduction,
     NumItems,
@@ -129,13 +128,3 @@ def test_samples_without_labels_do_not_hide_it() -> None:
         model, batch = MODELS[name].build(), MODELS[name].batch(4)
         batch["labels"] = torch.full_like(batch["labels"], IGNORED)
         assert read(model, batch, name in SHIFTS).reduction.kind == EXPECTED[name].kind
-
-
-def test_half_precision_has_a_tolerance_of_its_own() -> None:
-    model, batch = MODELS["llama-tied"].build().bfloat16(), MODELS["llama-tied"].batch(4)
-    assert read(model, batch, True, tolerance=HALF_PRECISION).reduction == LossReduction("sum", "shifted_labels")
-
-
-def test_one_sample_shows_nothing() -> None:
-    reduction = read(MODELS["bert-classification"].build(), MODELS["bert-classification"].batch(1)).reduction
-    assert (reduction.kind, reduction.reason) == ("whole", "it has one sample")

@@ -35,7 +35,6 @@ class Own(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(4, 2)
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kept = []
@@ -62,13 +61,6 @@ class Mixup(Own):
         return {**mixed, "loss": sum(of_both, torch.zeros(()))}
 
 
-class Noise(Own):
-    """Draws behind the layers, as the stage that computes the loss does."""
-
-    def end(self, x: Tensor, labels: Tensor, kept: list[Tensor]) -> dict[str, Tensor]:
-        return super().end(x + torch.rand(()) if self.training else x, labels, kept)
-
-
 class DeepSupervision(Own):
     """Reads all layers, in training mode only."""
 
@@ -77,24 +69,6 @@ class DeepSupervision(Own):
         if self.training:
             outputs["loss"] = outputs["loss"] + self.head(kept[0]).pow(2).mean()
         return outputs
-
-
-class Counts(Own):
-    def end(self, x: Tensor, labels: Tensor, kept: list[Tensor]) -> dict[str, Tensor]:
-        self.calls += self.training
-        return super().end(x, labels, kept)
-
-
-class CountsInAnAttribute(Own):
-    seen = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def end(self, x: Tensor, labels: Tensor, kept: list[Tensor]) -> dict[str, Tensor]:
-        self.seen += len(x)
-        return super().end(x, labels, kept)
 
 
 class Teacher(Own):
@@ -128,20 +102,6 @@ def test_what_no_stage_can_compute_is_refused(model: type[Own], words: str) -> N
     with pytest.raises(UnsupportedModelError, match=words) as refusal:
         checked(model(), BATCH)
     assert "pipeline_parallel_size=1" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"), [(Counts, "the buffer calls"), (CountsInAnAttribute, "seen"), (Own, ""), (Noise, "")]
-)
-def test_what_needs_whole_batches(model: type[Own], reason: str) -> None:
-    own = model()
-    assert checked(own, BATCH) == (f"each forward pass in training mode changes {reason}" if reason else "")
-    assert own.training and own.layers[0].forward.__qualname__ == "Layer.forward"
-
-
-@pytest.mark.parametrize("name", ["bert-classification", "t5", "llama-tied", "resnet"])
-def test_models_of_transformers_pass(name: str) -> None:
-    assert checked(MODELS[name].build(), MODELS[name].batch(2)) == ""
 
 
 def test_dropout_does_not_count_as_a_difference() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import launch_ranks, run_ranks
+from distributed import run_ranks
 from torch import nn
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
 from training_runs import _trainer as trainer_of
 from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import load_lazily
-from hf_pipetransformer.errors import PeerFailedError
 
 ROWS = 8
 FROZEN = 2
@@ -138,42 +137,3 @@ def test_replicas_equal_ddp(folder: str) -> None:
     expected = run_ranks(stock, 2, folder, ("plain",), run)[0][0]
     found = run_ranks(ours, 4, folder, ("plain",), run)
     assert_same_training([outcomes[0] for outcomes in found], expected)
-
-
-class Mine(Exception):
-    """An error of the user's."""
-
-
-class Fails(Contrasts):
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, *args, **kwargs)
-        if self.state.global_step == 1:  # type: ignore[attr-defined]
-            raise Mine("in the loss")
-        return loss
-
-
-def failing(rank: int, world_size: int, folder: str, where: str) -> None:
-    run = replace(RUN, per_device=ROWS // 2, trainer=Fails if where == "loss" else Contrasts)
-    trainer = pipeline_trainer(run, 2, f"{folder}/{rank}", model_of("plain", folder))
-    if where == "layer":
-        first = trainer.model.bert.encoder.layer[0].attention  # of rank 1
-        forward = first.forward
-
-        def fails(*args: Any, **kwargs: Any) -> Any:
-            if trainer.state.global_step == 1:
-                raise Mine("in a layer")
-            return forward(*args, **kwargs)
-
-        first.forward = fails
-    trainer.train()
-
-
-@pytest.mark.parametrize(("where", "rank"), [("loss", 0), ("layer", 1)])
-def test_an_error_ends_all_processes_and_is_named(where: str, rank: int, folder: str) -> None:
-    outcomes = launch_ranks(failing, 2, folder, where, timeout=60)
-    own, other = outcomes[rank], outcomes[1 - rank]
-    assert type(own.error) is Mine
-    assert isinstance(other.error, PeerFailedError)
-    assert f"rank {rank} failed in phase 'step' at step 1: Mine: in " in str(other.error)
-    print(own.finished_s, other.finished_s, str(own.error), str(other.error))
-    assert abs(own.finished_s - other.finished_s) < 30

@@ -178,15 +178,15 @@ def test_two_stages(policy: str, stock: dict[str, list[dict[str, Any]]], world_s
             torch.testing.assert_close(*values, rtol=0, atol=1e-4 if world_size == 2 else 1.0, msg=key)
 
 
-def recipe(rank: int, world_size: int, method: str, folder: str) -> dict[str, float]:
+def recipes(rank: int, world_size: int, folder: str) -> list[dict[str, float]]:
     import run_trl
 
     config = str(RECIPES / "configs" / "dpo_demo.yaml")
     few = ["--generated_data", "24", "--num_train_epochs", "1", "--per_device_train_batch_size", "4"]
-    return run_trl.main([config, "--method", method, "--output_dir", folder, *few])
+    methods = ("sft", "reward", "dpo")
+    return [run_trl.main([config, "--method", m, "--output_dir", f"{folder}/{m}", *few]) for m in methods]
 
 
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
-def test_the_recipe(method: str, tmp_path: Path) -> None:
-    results = run_ranks(recipe, 2, method, str(tmp_path), timeout=120)[0]
-    assert results["eval_num_tokens"] > 0 and math.isfinite(results["eval_loss"])
+def test_the_recipe(tmp_path: Path) -> None:
+    for results in run_ranks(recipes, 2, str(tmp_path), timeout=250)[0]:
+        assert results["eval_num_tokens"] > 0 and math.isfinite(results["eval_loss"])

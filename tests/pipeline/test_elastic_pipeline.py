@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from distributed import run_ranks, run_ranks_expecting_error
-from selection import few, slow
-from training_data import PadCollator
-from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, with_plans
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from selection import few
+from training_runs import (
+    WORLD,
+    MeasureMemory,
+    Outcome,
+    Run,
+    StopAfter,
+    assert_same_training,
+    outcome_of,
+    pipeline_trainer,
+)
+from training_runs import FreezeAt as FreezeAt
+from training_runs import freezing_reference as reference
+from training_runs import stages_by_frozen as stages_by_frozen
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
-from hf_pipetransformer.data.numbered_batches import first_samples
-from hf_pipetransformer.model.frozen_prefix import FreezableLayers
-from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
 
 RUNS = {
     "bert": Run(epochs=3),
@@ -37,65 +41,13 @@ EPOCH_START = {3: 1, 6: 2}
 SHRINK = {0: 4, 1: 2, 2: 1}
 """Frozen layers -> stages."""
 GROW = {0: 1, 1: 2, 2: 4}
-
-
-class FreezeAt(TrainerCallback):
-    """The reference: the same parameters stop training after the same steps."""
-
-    def __init__(self, table: dict[int, int], model: torch.nn.Module, layers: FreezableLayers) -> None:
-        self.table, self.model, self.layers = table, model, layers
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step in self.table:
-            for name in self.layers.frozen(self.table[state.global_step]):
-                parameter = self.model.get_parameter(name)
-                parameter.requires_grad_(False)
-                parameter.grad = None
-
-
-def reference(rank: int, world_size: int, run: Run, table: dict[int, int]) -> Outcome:
-    model = run.build_model()
-    batch = dict(PadCollator(run.kind)(first_samples(run.data(2), 2)))
-    layers = FreezableLayers.of(LayerStack.discover(model, batch), batch)
-    arguments = TrainingArguments(
-        "reference",
-        use_cpu=True,
-        per_device_train_batch_size=run.per_device * WORLD * run.accumulation,
-        **run.common_options(),
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=run.data(run.samples),
-        data_collator=PadCollator(run.kind),
-        callbacks=[FreezeAt(table, model, layers)],
-    )
-    return outcome_of(trainer)
+CHANGES = {"shrink": SHRINK, "grow": GROW}
+BY_STEPS: dict[str, Any] = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1}
 
 
 @cache
 def expected(name: str, mid_epoch: bool) -> Outcome:
     return run_ranks(reference, 1, RUNS[name], MID_EPOCH if mid_epoch else EPOCH_START)[0]
-
-
-def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> None:
-    """Choose K by the number of frozen layers, in place of the memory rule."""
-
-    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        return make_plan(
-            plan.unit_costs,
-            plan.world_size,
-            table[num_frozen],
-            schedule=plan.schedule,
-            rows_per_device=4,
-            memory_budget_bytes=None,
-            num_frozen_layers=num_frozen,
-            num_cached_layers=num_cached,
-            replica_sharding=plan.replica_sharding,
-            virtual_pipeline_parallel_size=plan.virtual_pipeline_parallel_size,
-        )
-
-    with_plans(trainer, plan_after_freezing)
 
 
 def elastic(
@@ -107,16 +59,14 @@ def elastic(
     folder: str = "elastic",
     **options: Any,
 ) -> tuple[Outcome, list[list[int]], list[dict[str, Any]]]:
+    """The outcome, the samples of each step that the pipeline's first stage has seen, and the logged changes."""
     trainer = pipeline_trainer(
         run,
         stages[0],
         folder,
-        freeze_policy="schedule",
-        freeze_strategy="steps",
-        freeze_steps=1,
         freeze_schedule=schedule,
         activation_cache="off",  # whether it pays, and changes the plan, depends on the machine's load
-        **options,
+        **{**BY_STEPS, **options},
     )
     stages_by_frozen(trainer, stages)
     seen: list[list[int]] = []
@@ -136,29 +86,41 @@ def elastic(
     return outcome, seen, changes
 
 
-CHANGES = {"shrink": SHRINK, "grow": GROW}
-MOMENTS = ("epoch-start", "mid-epoch")
-BERT = [("bert", moment, change) for moment in MOMENTS for change in CHANGES]
-OTHERS = [(name, *case) for name in RUNS for case in zip(MOMENTS, ("grow", "shrink"), strict=True) if name != "bert"]
+CASES = [
+    ("bert", "mid-epoch", "shrink"),
+    ("bert", "epoch-start", "grow"),
+    ("llama-tied", "mid-epoch", "grow"),
+    ("t5", "epoch-start", "shrink"),
+    ("bert-adafactor", "mid-epoch", "shrink"),
+    ("bert-sgd", "mid-epoch", "grow"),
+]
 
 
-@pytest.mark.parametrize(("name", "moment", "change"), [*few(BERT, ("bert", "mid-epoch", "shrink")), *slow(*OTHERS)])
-def test_elastic_training_equals_one_process(name: str, moment: str, change: str) -> None:
-    """(4,1) -> (2,2) -> (1,4) and back up, with decay groups, warm-up, clipping and accumulation."""
+@pytest.mark.parametrize(("name", "moment", "change"), few(CASES, CASES[0]))
+def test_elastic_training_equals_one_process(name: str, moment: str, change: str, tmp_path: Path) -> None:
+    """(4,1) -> (2,2) -> (1,4) and back up, with decay groups, warm-up, clipping and accumulation; it is recorded."""
     stages, mid_epoch = CHANGES[change], moment == "mid-epoch"
     schedule = MID_EPOCH if mid_epoch else EPOCH_START
-    results = run_ranks(elastic, WORLD, RUNS[name], schedule, stages)
+    results = run_ranks(elastic, WORLD, RUNS[name], schedule, stages, str(tmp_path))
     assert_same_training([outcome for outcome, *_ in results], expected(name, mid_epoch))
     for _, _, changes in results:
         assert [c["num_frozen_layers"] for c in changes] == [1, 2]
         assert [c["pipeline_parallel_size"] for c in changes] == [stages[1], stages[2]]
+    lines = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
+    steps = [("start", 0, 0), *(("transform", step, frozen) for step, frozen in schedule.items())]
+    assert [(e["event"], e["global_step"], e["num_frozen_layers"]) for e in lines] == steps
+    layouts = [(stages[frozen], WORLD // stages[frozen]) for frozen in range(3)]
+    assert [(e["pipeline_parallel_size"], e["data_parallel_size"]) for e in lines] == layouts
+    assert all(e["bytes_moved"] > 0 and e["seconds"] > 0 for e in lines[1:])
+    assert lines[1]["stage_bounds"][-1] == lines[1]["num_layers"]
 
 
 @pytest.mark.slow
 def test_every_sample_of_an_epoch_exactly_once() -> None:
-    """Whatever is re-sliced when: in the middle of the first and of the second epoch."""
+    """Whatever is re-sliced when: in the middle of the first and of the second epoch. Equal to one process, too."""
     run = Run("image-classification", epochs=2, accumulation=1)  # six batches an epoch; images have no padding
     results = run_ranks(elastic, WORLD, run, {2: 1, 8: 2}, SHRINK)
+    assert_same_training([outcome for outcome, *_ in results], run_ranks(reference, 1, run, {2: 1, 8: 2})[0])
     steps = [[row for _, seen, _ in results for row in seen[k]] for k in range(12)]
     for epoch in (steps[:6], steps[6:]):
         counts = Counter(row for step in epoch for row in step)
@@ -167,94 +129,36 @@ def test_every_sample_of_an_epoch_exactly_once() -> None:
 
 
 def memory_by_stage(rank: int, world_size: int) -> list[int]:
-    held: list[int] = []
-
-    class Measure(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
-            tensors = list(model.parameters()) + [
-                v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()
-            ]
-            with torch._C.DisableTorchFunctionSubclass():  # those that are elsewhere cannot be read
-                storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            held.append(sum(storages.values()))
-
-    trainer = pipeline_trainer(
-        Run("causal-lm", model="llama", epochs=3),
-        4,
-        freeze_policy="schedule",
-        freeze_strategy="steps",
-        freeze_steps=1,
-        freeze_schedule={2: 1, 4: 2, 6: 3},
-        elastic=False,
-    )
-    trainer.add_callback(Measure())
+    run = Run("causal-lm", model="llama", epochs=3)
+    trainer = pipeline_trainer(run, world_size, **BY_STEPS, freeze_schedule={2: 1, 4: 2, 6: 3}, elastic=False)
+    trainer.add_callback(measure := MeasureMemory())
     trainer.train()
-    return held
+    return [held["parameters"] + held["optimizer"] for held in measure.held]
 
 
 @pytest.mark.slow
 def test_memory_falls_with_each_freeze() -> None:
-    everyone = run_ranks(memory_by_stage, WORLD)
-    totals = [sum(step) for step in zip(*everyone, strict=True)]
+    totals = [sum(step) for step in zip(*run_ranks(memory_by_stage, 2), strict=True)]
     assert totals[0] > totals[2] > totals[4] > totals[6]
 
 
-# ------------------------------------------------------------------------------------------ the record
-def recorded(rank: int, world_size: int, folder: str) -> None:
-    elastic(rank, world_size, RUNS["bert"], MID_EPOCH, SHRINK, folder)
-
-
-def test_events_are_recorded(tmp_path: Path) -> None:
-    run_ranks(recorded, WORLD, str(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
-    assert [(e["event"], e["global_step"], e["num_frozen_layers"]) for e in lines] == [
-        ("start", 0, 0),
-        ("transform", 2, 1),
-        ("transform", 5, 2),
-    ]
-    assert [(e["pipeline_parallel_size"], e["data_parallel_size"]) for e in lines] == [(4, 1), (2, 2), (1, 4)]
-    assert all(e["bytes_moved"] > 0 and e["seconds"] > 0 for e in lines[1:])
-    assert lines[1]["stage_bounds"][-1] == lines[1]["num_layers"]
-
-
 # ------------------------------------------------------------------------------------------ resuming
-class StopAfter(TrainerCallback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= self.steps
-
-
-def train_some(rank: int, world_size: int, run: Run, folder: str) -> None:
+def interrupt_and_resume(rank: int, world_size: int, run: Run, folder: str) -> Outcome:
     trainer = _scheduled(run, folder, save_strategy="steps", save_steps=2)
     trainer.add_callback(StopAfter(4))
     trainer.train()
-
-
-def resume(rank: int, world_size: int, run: Run, folder: str) -> Outcome:
     return outcome_of(_scheduled(run, folder), resume_from_checkpoint=f"{folder}/checkpoint-4")
 
 
 def _scheduled(run: Run, folder: str, **options: Any) -> PipeTransformerTrainer:
-    trainer = pipeline_trainer(
-        run,
-        4,
-        folder,
-        freeze_policy="schedule",
-        freeze_strategy="steps",
-        freeze_steps=1,
-        freeze_schedule=MID_EPOCH,
-        **options,
-    )
+    trainer = pipeline_trainer(run, WORLD, folder, freeze_schedule=MID_EPOCH, **{**BY_STEPS, **options})
     stages_by_frozen(trainer, SHRINK)
     return trainer
 
 
 def test_resumes_with_what_was_frozen(tmp_path: Path) -> None:
     """Saved with one layer frozen on 2 x 2; goes on there, and freezes the second layer at its step."""
-    run_ranks(train_some, WORLD, RUNS["bert"], str(tmp_path))
-    outcomes = run_ranks(resume, WORLD, RUNS["bert"], str(tmp_path))
+    outcomes = run_ranks(interrupt_and_resume, WORLD, RUNS["bert"], str(tmp_path))
     assert_same_training(outcomes, expected("bert", True))
 
 
@@ -276,21 +180,23 @@ def disagree(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_disagree_are_refused() -> None:
-    errors = run_ranks_expecting_error(disagree, WORLD, timeout=60)
+    errors = run_ranks_expecting_error(disagree, 2, timeout=60)
     assert {type(error) for error in errors} == {ValueError}
     assert "different numbers of frozen layers" in str(errors[0])
 
 
-def frozen_by(rank: int, world_size: int, policy: str, stages: int) -> list[int]:
-    trainer = pipeline_trainer(Run(epochs=4), stages, freeze_policy=policy)
-    trainer.train()
-    return [e["num_frozen_layers"] for e in trainer.state.log_history if "transform_seconds" in e]
+def frozen_by(rank: int, world_size: int, stages: int) -> dict[str, list[int]]:
+    found = {}
+    for policy in ("alpha", "adaptive", "autofreeze"):
+        trainer = pipeline_trainer(Run(epochs=4), stages, freeze_policy=policy)
+        trainer.train()
+        found[policy] = [e["num_frozen_layers"] for e in trainer.state.log_history if "transform_seconds" in e]
+    return found
 
 
-@pytest.mark.parametrize("policy", ["alpha", "adaptive", "autofreeze"])
 @pytest.mark.slow
-def test_policies_decide_alike_in_every_layout(policy: str) -> None:
+def test_policies_decide_alike_in_every_layout() -> None:
     """Gradient norms are those of the whole model whatever holds its layers."""
-    answers = {tuple(answer) for stages in (4, 2, 1) for answer in run_ranks(frozen_by, WORLD, policy, stages)}
-    assert len(answers) == 1
-    assert policy != "alpha" or answers == {(2, 3)}  # of 4 layers ceil(4/3), ceil(20/9), ceil(76/27) = 2, 3, 3
+    first, *others = [found for stages in (4, 2, 1) for found in run_ranks(frozen_by, WORLD, stages, timeout=200)]
+    assert all(found == first for found in others)
+    assert first["alpha"] == [2, 3]  # of 4 layers ceil(4/3), ceil(20/9), ceil(76/27) = 2, 3, 3

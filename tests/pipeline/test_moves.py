@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from torch import nn
 from hf_pipetransformer.model.placeholders import ParameterTable
 from hf_pipetransformer.pipeline import chunks
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.moves import Route, exchange, in_proportion, rounds_of, routes_between, undivided
+from hf_pipetransformer.pipeline.moves import exchange, undivided
 from hf_pipetransformer.pipeline.optimizer_state import OptimizerState
 from hf_pipetransformer.pipeline.shards import Shards
 from hf_pipetransformer.pipeline.state import Holders, WeightState
@@ -27,115 +25,27 @@ from hf_pipetransformer.pipeline.state import Holders, WeightState
 CPU = torch.device("cpu")
 
 
-def test_the_holders_of_a_parameter_take_turns_in_sending_it():
-    before = {"a": (0,), "b": (0, 1), "c": (0, 1, 2, 3), "d": (2,)}
-    after = {"a": (0, 1, 2), "b": (0, 1, 2, 3, 4), "c": (1,), "d": (3,)}
-    assert routes_between(before, after) == {
-        "a": (Route(0, (1, 2)),),
-        "b": (Route(0, (2, 4)), Route(1, (3,))),
-        "d": (Route(2, (3,)),),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The bound on memory, of the pure functions
-# ---------------------------------------------------------------------------------------------------------
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[Holders, Holders, dict[str, int]]:
-    """Two ways to divide layers among eight ranks, with the sizes of the layers' parameters."""
-    sizes = draw(st.lists(st.integers(0, 500), min_size=8, max_size=100))
-    names = [f"p{number}" for number in range(len(sizes))]
-
-    def divided(stages: int) -> Holders:
-        inner = draw(st.lists(st.integers(0, len(sizes)), min_size=stages - 1, max_size=stages - 1))
-        bounds = [0, *sorted(inner), len(sizes)]
-        stage_of = [next(s for s in range(stages) if p < bounds[s + 1]) for p in range(len(sizes))]
-        return {name: tuple(range(stage_of[p], 8, stages)) for p, name in enumerate(names)}
-
-    stages = st.sampled_from([1, 2, 4, 8])
-    return divided(draw(stages)), divided(draw(stages)), dict(zip(names, sizes, strict=True))
-
-
-def peaks(before: Holders, after: Holders, sizes: dict[str, int]) -> Counter[int]:
-    """The most bytes that each rank needs at any time, if memory is freed as `exchange` does."""
-    routes = routes_between(before, after)
-    moving = {name: sizes[name] for name in routes}
-    senders = {name: {route.source for route in routes[name]} for name in routes}
-    held: Counter[int] = Counter()
-    for name, size in sizes.items():
-        for rank in before[name]:
-            if rank in after[name] or rank in senders.get(name, ()):
-                held[rank] += size
-    most = Counter(held)
-    begun = set()
-    for pieces in rounds_of(in_proportion(before, after, moving), routes, moving):
-        buffers: Counter[int] = Counter()
-        for name, start, stop in pieces:
-            for route in routes[name]:
-                for rank in (route.source, *route.destinations):
-                    buffers[rank] += stop - start
-                for rank in route.destinations:
-                    held[rank] += sizes[name] if (rank, name) not in begun else 0
-                    begun.add((rank, name))
-        assert max(buffers.values()) <= chunks.CHUNK_BYTES
-        for rank in range(8):
-            most[rank] = max(most[rank], held[rank] + buffers[rank])
-        for name, _, stop in pieces:
-            if stop == sizes[name]:
-                for rank in senders[name] - set(after[name]):
-                    held[rank] -= sizes[name]
-    assert all(held[rank] == sum(sizes[n] for n in sizes if rank in after[n]) for rank in range(8)), "all has arrived"
-    return most
-
-
-def bound(before: Holders, after: Holders, sizes: dict[str, int], rank: int) -> int:
-    """As the module's docstring has it."""
-    most = max(sum(size for name, size in sizes.items() if rank in holders[name]) for holders in (before, after))
-    largest: dict[Any, int] = {}
-    for name in routes_between(before, after):
-        flow = before[name], after[name]
-        if (rank in before[name]) != (rank in after[name]):
-            largest[flow] = max(largest.get(flow, 0), sizes[name])
-    return most + 2 * chunks.CHUNK_BYTES + sum(largest.values())
-
-
 @settings(deadline=None)
-@given(layouts(), st.sampled_from([100, 700, 5_000]))
-def test_memory_has_the_stated_bound(layout, limit):
+@given(
+    st.lists(st.sampled_from([(), (0,), (1,), (3, 5), (0, 4), (7,), (64,)]), max_size=8),
+    st.integers(1, 300),
+)
+def test_tensors_travel_in_messages_of_a_bounded_size(shapes: list[tuple[int, ...]], limit: int) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    tensors = [torch.randn(shape).mul(9).to(dtypes[n % len(dtypes)]) for n, shape in enumerate(shapes)]
+    tensors = [tensor.t() if tensor.dim() == 2 else tensor for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", limit)
-        most = peaks(*layout)
-        for rank in range(8):
-            assert most[rank] <= bound(*layout, rank)
+        sent = [chunk.clone() for chunk in chunks.packed(tensors)]
+        assert all(chunk.numel() == limit for chunk in sent[:-1]) and all(0 < chunk.numel() <= limit for chunk in sent)
+        arriving = iter(sent)
+        received = list(chunks.unpacked([t.to("meta") for t in tensors], lambda buffer: buffer.copy_(next(arriving))))
+    assert next(arriving, None) is None
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(received, tensors, strict=True))
+    storages = [tensor.untyped_storage() for tensor in received]  # torch.save writes whole storages
+    assert [storage.nbytes() for storage in storages] == [tensor.nbytes for tensor in tensors]
 
 
-@pytest.mark.parametrize(("stages", "then"), list(itertools.permutations((1, 2, 4, 8), 2)))
-def test_memory_has_the_stated_bound_between_even_stages(stages, then, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1_000)
-    names = [f"p{number}" for number in range(96)]
-    before, after = (
-        {name: tuple(range(number * count // 96, 8, count)) for number, name in enumerate(names)}
-        for count in (stages, then)
-    )
-    sizes = dict.fromkeys(names, 100)
-    most = peaks(before, after, sizes)
-    for rank in range(8):
-        assert most[rank] <= bound(before, after, sizes, rank)
-
-
-def test_a_process_sends_while_it_receives(monkeypatch):
-    """Two ranks exchange all they have, a hundred parameters of 100 bytes each way."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1_000)
-    names = [f"p{number}" for number in range(200)]
-    before = {name: (0,) if number < 100 else (1,) for number, name in enumerate(names)}
-    after = {name: (1 - before[name][0],) for name in names}
-    sizes = dict.fromkeys(names, 100)
-    assert max(peaks(before, after, sizes).values()) <= 10_000 + 2 * 1_000 + 2 * 100
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Between processes
-# ---------------------------------------------------------------------------------------------------------
 class Layers(nn.Module):
     """Parameters of several dtypes and sizes; one is not contiguous, one is empty."""
 
@@ -163,10 +73,9 @@ LAYOUTS = (
 )
 
 
-def go_round(rank: int, world_size: int, limit: int, fused: bool) -> int:
+def go_round(rank: int, mesh: ProcessMesh, limit: int, fused: bool) -> int:
     chunks.CHUNK_BYTES = limit
-    dist.init_process_group("gloo")
-    model, mesh = Layers(), ProcessMesh(timedelta(seconds=60))
+    model = Layers()
     table = ParameterTable(model)
     weights = WeightState(table, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
@@ -200,16 +109,9 @@ def go_round(rank: int, world_size: int, limit: int, fused: bool) -> int:
     return received
 
 
-@pytest.mark.parametrize(("limit", "fused"), [(50, False), *slow((2**26, False), (50, True), (7, False))])
-def test_what_arrives_is_what_was_sent_and_what_is_left_is_freed(limit, fused):
-    received = run_ranks(go_round, 3, limit, fused)
-    assert all(received)
-
-
-def optimizer_only(rank: int, world_size: int) -> int:
+def optimizer_only(rank: int, mesh: ProcessMesh) -> int:
     """A second training: the weights are everywhere, and the optimizer's state where the first one has left it."""
-    dist.init_process_group("gloo")
-    model, mesh = Layers(), ProcessMesh(timedelta(seconds=60))
+    model = Layers()
     table = ParameterTable(model)
     weights = WeightState(table, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -230,13 +132,6 @@ def optimizer_only(rank: int, world_size: int) -> int:
     return received
 
 
-def test_weights_that_all_have_are_not_sent_with_the_optimizers_state():
-    assert any(run_ranks(optimizer_only, 3))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# States that are divided
-# ---------------------------------------------------------------------------------------------------------
 def divided_at(*cuts: int) -> Shards:
     """All elements in a row, cut at these places among the ranks."""
     shards: dict[str, dict[int, tuple[int, int]]] = {}
@@ -255,10 +150,10 @@ def divided_at(*cuts: int) -> Shards:
 SHARES = (divided_at(30, 31), divided_at(100, 300), divided_at(0, 400), divided_at(36, 368))
 
 
-def divide_and_join(rank: int, world_size: int, limit: int) -> None:
+def divide_and_join(rank: int, mesh: ProcessMesh, limit: int) -> None:
+    """States that are divided anew, and saved whole."""
     chunks.CHUNK_BYTES = limit
-    dist.init_process_group("gloo")
-    model, mesh = Layers(), ProcessMesh(timedelta(seconds=60))
+    model = Layers()
     table = ParameterTable(model)
     weights = WeightState(table, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -290,29 +185,33 @@ def divide_and_join(rank: int, world_size: int, limit: int) -> None:
                 assert all(torch.equal(saved["state"][number][key], expected[name][key]) for key in expected[name])
 
 
-def edit_in_place(part: nn.Parameter, whole: nn.Parameter) -> None:
-    part.grad.clamp_(max=0.5)
+def move_all(rank: int, world_size: int, limits: list[int]) -> int:
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=60))
+    for limit in limits:
+        assert go_round(rank, mesh, limit, fused=limit == 50)
+        divide_and_join(rank, mesh, limit)
+    return optimizer_only(rank, mesh)
+
+
+@pytest.mark.parametrize("limits", [[50], *slow([2**26, 7])])
+def test_what_arrives_is_what_was_sent_and_what_is_left_is_freed(limits: list[int]) -> None:
+    """Weights and states go round between layouts; parts of states join; what all have is not sent again."""
+    assert any(run_ranks(move_all, 3, limits))
 
 
 def replace_the_parts(part: nn.Parameter, whole: nn.Parameter) -> None:
     part.grad = part.grad.clamp(max=0.5)
 
 
-def replace_the_wholes(part: nn.Parameter, whole: nn.Parameter) -> None:
-    whole.grad = whole.grad.clamp(max=0.5)
-
-
 def replace_the_wholes_data(part: nn.Parameter, whole: nn.Parameter) -> None:
     whole.grad.data = whole.grad.data.clamp(max=0.5)
 
 
-EDITS = (edit_in_place, replace_the_parts, replace_the_wholes, replace_the_wholes_data)
-
-
-def edit_gradients(rank: int, world_size: int) -> None:
-    dist.init_process_group("gloo")
+def test_gradients_that_are_changed_before_the_step_reach_it() -> None:
+    """Whether a callback edits the whole parameter's gradient, or that of the part which the optimizer holds."""
     mesh = ProcessMesh(timedelta(seconds=60))
-    for edit in EDITS:
+    for edit in (replace_the_parts, replace_the_wholes_data):
         model = nn.Linear(4, 3, bias=False)
         before = model.weight.detach().flatten().clone()
         table, optimizer = ParameterTable(model), torch.optim.SGD(model.parameters(), lr=1.0)
@@ -324,16 +223,6 @@ def edit_gradients(rank: int, world_size: int) -> None:
             state.show_gradients()
             edit(part, model.weight)
             optimizer.step()
-            changes = before - model.weight.detach().flatten()
             expected = torch.zeros(12)
             expected[2:7] = 0.5 * step
-            assert torch.allclose(changes, expected), edit.__name__
-
-
-def test_gradients_that_are_changed_before_the_step_reach_it():
-    run_ranks(edit_gradients, 1)
-
-
-@pytest.mark.parametrize("limit", [50, *slow(2**26, 7)])
-def test_states_are_divided_anew_and_saved_whole(limit):
-    run_ranks(divide_and_join, 3, limit)
+            assert torch.allclose(before - model.weight.detach().flatten(), expected), edit.__name__

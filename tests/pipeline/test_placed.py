@@ -39,7 +39,8 @@ class Case:
     """A model, its pipeline on two processes, and its plans of two stages and of one."""
 
     def __init__(self, name: str = "bert-classification") -> None:
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         torch.manual_seed(0)
         self.model = without_dropout(MODELS[name].build())
         sample = MODELS[name].batch(2)
@@ -78,59 +79,45 @@ def assert_equal(gradients: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def from_plan_to_plan(rank: int, world_size: int) -> None:
+    """From two stages to one with replicas and back, while somebody keeps DDP's wrapper; then nothing is left."""
     sparse_embeddings.LARGE = 1
     case = Case()
     pipeline, embeddings = case.pipeline, [m for m in case.model.modules() if isinstance(m, nn.Embedding)]
     expected = case.expected()
     pipeline.place(case.plan(2), loss_of)
+    for stages in (1, 2):
+        is_first = pipeline.num_stages > 1 and pipeline.stage_index == 0
+        assert any(module.sparse for module in embeddings) == is_first
+        assert_equal(case.step(), expected)
+        pipeline.zero_grad()
+        placed = pipeline.placed
+        assert placed is not None
+        wrapper, parts = placed.wrapped, [placed, placed.messages, placed.gradients]
+        old = [weakref.ref(part) for part in (*parts, *([wrapper.reducer] if wrapper is not None else []))]
+        del placed, parts
+        gc.disable()  # a cycle would keep memory until someone collects it
+        pipeline.transform(case.plan(stages))
+        assert {part() for part in old} == {None}
+        gc.enable()
+        del wrapper
     assert dict(pipeline.named_children()) == {"stage": pipeline.stage}
-    assert any(module.sparse for module in embeddings) == (pipeline.stage_index == 0)
     assert_equal(case.step(), expected)
     pipeline.zero_grad()
-    before = pipeline.placed
-    old = [weakref.ref(part) for part in (before, before.messages, before.gradients)]
-    del before
-    gc.disable()  # a cycle would keep memory until someone collects it
-    pipeline.transform(case.plan(1))
-    assert [part() for part in old] == [None] * 3
-    gc.enable()
-    assert dict(pipeline.named_children()) == {"stage": pipeline.stage}
-    assert not any(module.sparse for module in embeddings)
-    assert_equal(case.step(), expected)
-    pipeline.zero_grad()
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("no DDP")
+
+    pipeline._wrap_replicas = fail  # a plan that cannot be built leaves a model that can be made whole
+    with pytest.raises(ValueError, match="no DDP"):
+        pipeline.transform(case.plan(1))
+    assert pipeline.is_placed and pipeline.placed is None
     pipeline.gather(torch.device("cpu"))
     assert pipeline.placed is pipeline.plan is pipeline.stage is None and not list(pipeline.children())
     assert_equal(case.expected(), expected)
+    sums_that_stay()
 
 
-def test_nothing_of_a_plan_outlives_it() -> None:
-    run_ranks(from_plan_to_plan, 2)
-
-
-def buckets_of_replicas(rank: int, world_size: int) -> None:
-    """From one stage with replicas to another plan, and at the end; somebody has kept DDP's wrapper."""
-    case = Case()
-    pipeline = case.pipeline
-    pipeline.place(case.plan(1), loss_of)
-    for leave in (lambda: pipeline.transform(case.plan(2)), lambda: pipeline.gather(torch.device("cpu"))):
-        case.step()
-        pipeline.zero_grad()
-        assert pipeline.placed is not None and pipeline.placed.wrapped is not None
-        wrapper, reducer = pipeline.placed.wrapped, weakref.ref(pipeline.placed.wrapped.reducer)
-        gc.disable()
-        leave()
-        assert reducer() is None
-        gc.enable()
-        del wrapper
-        if pipeline.is_placed:
-            pipeline.transform(case.plan(1))
-
-
-def test_the_buckets_of_ddp_go_with_the_plan() -> None:
-    run_ranks(buckets_of_replicas, 2)
-
-
-def sums_that_stay(rank: int, world_size: int) -> None:
+def sums_that_stay() -> None:
     """Shared parameters' gradients are sums over the stages, and go on accumulating when all is built anew."""
     case = Case("llama-tied")
     pipeline, once = case.pipeline, case.expected()
@@ -145,44 +132,5 @@ def sums_that_stay(rank: int, world_size: int) -> None:
     torch.testing.assert_close(pipeline.clip_grad_norm(float("inf")), whole, rtol=1e-5, atol=0)
 
 
-def test_sums_over_stages_count_once_when_flags_change_between_two_passes() -> None:
-    run_ranks(sums_that_stay, 2)
-
-
-def evaluation(rank: int, world_size: int) -> None:
-    """Placed without a loss: predictions there are, and a step is refused; a later training brings its loss."""
-    case = Case()
-    pipeline, expected = case.pipeline, case.expected()
-    with torch.no_grad():
-        logits = case.model.eval()(**case.batch).logits
-    pipeline.place(case.plan(2), keep_weights_aside=True)
-    pipeline.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(pipeline(**case.batch).logits, logits)
-    pipeline.put_back()
-    pipeline.place(case.plan(2), loss_of)
-    assert_equal(case.step(), expected)
-
-
-def test_an_evaluation_needs_no_loss() -> None:
-    run_ranks(evaluation, 2)
-
-
-def failing_build(rank: int, world_size: int) -> None:
-    case = Case()
-    pipeline, expected = case.pipeline, case.expected()
-
-    def fail(*_: Any) -> Any:
-        raise ValueError("no DDP")
-
-    pipeline._wrap_replicas = fail
-    pipeline.place(case.plan(2), loss_of)
-    with pytest.raises(ValueError, match="no DDP"):
-        pipeline.transform(case.plan(1))
-    assert pipeline.is_placed and pipeline.placed is None
-    pipeline.gather(torch.device("cpu"))
-    assert_equal(case.expected(), expected)
-
-
-def test_the_model_can_be_made_whole_after_a_plan_that_could_not_be_built() -> None:
-    run_ranks(failing_build, 2)
+def test_nothing_of_a_plan_outlives_it_and_sums_do() -> None:
+    run_ranks(from_plan_to_plan, 2)

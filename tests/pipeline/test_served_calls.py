@@ -173,6 +173,13 @@ def stops(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     return own(trainer, model, inputs)
 
 
+def of_the_head_alone(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
+    """Layers that a loss does not depend on get zeros."""
+    model(**inputs)
+    bias: Tensor = model.classifier.bias.pow(2).sum()
+    return bias + model.classifier.bias.sum()
+
+
 def reads_what_is_elsewhere(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     """Weights and hidden states of other stages are refused by name at the line that reads them, and may be caught."""
     output = model(**inputs, output_hidden_states=True)
@@ -208,6 +215,7 @@ LOSSES: dict[str, Loss] = {
         changed_inputs,
         by_position,
         stops,
+        of_the_head_alone,
         reads_what_is_elsewhere,
     )
 }
@@ -297,4 +305,5 @@ def test_an_error_is_named_on_the_other_process(breaks_a_layer: bool) -> None:
     kind, words = (ArithmeticError, "of a layer") if breaks_a_layer else (KeyError, "of the user")
     assert type(mine) is kind and words in str(mine)
     assert type(theirs).__name__ == "PeerFailedError"
-    assert f"rank {int(breaks_a_layer)}" in str(theirs) and words in str(theirs)
+    assert f"rank {int(breaks_a_layer)} failed in phase 'step' at step 1: {kind.__name__}: " in str(theirs)
+    assert words in str(theirs)

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.pipeline.shards import (
     CUT_ELEMENTS,
-    Segment,
     Size,
     divided_evenly,
     divided_whole,
-    joined,
-    segments_of,
 )
 
 SIZES = st.lists(st.tuples(st.integers(0, 5_000), st.sampled_from([2, 4, 8])), min_size=1, max_size=30)
@@ -46,19 +43,3 @@ def test_each_parameter_is_in_one_part_of_an_optimizer_that_needs_whole_ones(dra
     assert sorted(name for part in divided for name in part) == sorted(sizes)
     loads = [sum(sizes[name].num_bytes for name in part) for part in divided]
     assert max(loads) - min(loads) <= max(size.num_bytes for size in sizes.values())
-
-
-def test_segments_are_what_nobody_cuts():
-    before, after = {0: (0, 100), 1: (100, 300)}, {0: (0, 200), 2: (200, 300)}
-    assert list(segments_of(before, after)) == [
-        Segment((0, 100), ((0,), (0,))),
-        Segment((100, 200), ((1,), (0,))),
-        Segment((200, 300), ((1,), (2,))),
-    ]
-    assert list(segments_of({3: (0, 0)})) == [Segment((0, 0), ((3,),))], "a parameter without elements"
-
-
-def test_joined_leaves_what_is_not_cut():
-    shards = {"cut": {1: (0, 64), 3: (64, 100)}, "whole": {2: (0, 50)}, "everywhere": {0: (0, 9), 1: (0, 9)}}
-    expected = {"cut": {1: (0, 100)}, "whole": {2: (0, 50)}, "everywhere": {0: (0, 9), 1: (0, 9)}}
-    assert joined(shards, {"cut": 100, "whole": 50, "everywhere": 9}) == expected

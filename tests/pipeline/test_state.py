@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +11,6 @@ import pytest
 import torch
 from distributed import run_ranks
 from model_zoo import MODELS
-from selection import few, slow
 from torch import nn
 from transformers.optimization import Adafactor
 
@@ -24,7 +22,6 @@ from hf_pipetransformer.pipeline.state import WeightState, synchronise_weights
 CPU = torch.device("cpu")
 NAME = "llama-tied"  # embedding and head are one parameter, needed by the first and the last stage
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-HEAD_NORM = "model.norm.weight"
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
@@ -77,10 +74,6 @@ def bytes_of(parameter: torch.Tensor) -> int:
         return parameter.untyped_storage().nbytes()
 
 
-def bytes_held(model: nn.Module) -> int:
-    return sum({p.data_ptr(): bytes_of(p) for p in model.parameters()}.values())
-
-
 def copy_of(state_dict: dict) -> dict:
     return {name: tensor.clone() for name, tensor in state_dict.items()}
 
@@ -97,49 +90,6 @@ def assert_equal_optimizer_states(a: dict, b: dict) -> None:
         assert state.keys() == b["state"][number].keys()
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][number][key])), (number, key)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Keeping a part, in one process
-# ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_not_kept_frees_its_memory():
-    spread = Spread()
-    whole = bytes_held(spread.model)
-    missing = [name for name in spread.table.names if name not in spread.mine]
-    elsewhere = sum(spread.table[name].nbytes for name in missing)
-    spread.keep_mine()
-    assert bytes_held(spread.model) == whole - elsewhere + 4 * len(missing)  # a placeholder is one float
-    assert not spread.weights.is_whole
-    assert all(spread.weights.is_here(name) == (name in spread.mine) for name in spread.table.names)
-
-
-def test_parameters_stay_the_same_objects_and_look_the_same():
-    spread = Spread()
-    before = {name: (spread.table[name], spread.table[name].shape) for name in spread.table.names}
-    spread.keep_mine()
-    for name, (parameter, shape) in before.items():
-        assert spread.table[name] is parameter
-        assert spread.table[name].shape == shape
-        assert spread.table[name].requires_grad, "to the user"
-        with torch._C.DisableTorchFunctionSubclass():
-            assert spread.table[name].requires_grad == (name in spread.mine)
-        assert spread.weights.is_trainable(name)
-
-
-def test_a_part_may_be_cut_again():
-    """What the user had frozen is remembered while it is elsewhere."""
-    spread = Spread(frozen=True)
-    spread.keep_mine()
-    spread.weights.keep_only(spread.stack.owned(0, 1), CPU, spread.holders)
-    frozen = {name for name in spread.table.names if not spread.weights.is_trainable(name)}
-    assert frozen == {"model.norm.weight", "model.layers.0.self_attn.q_proj.weight"}
-    with spread.weights.as_on_one_process():
-        assert {name for name in spread.table.names if not spread.table[name].requires_grad} == frozen
-    with torch._C.DisableTorchFunctionSubclass():  # to the user, those that are elsewhere are trained
-        trainable = {name for name in spread.table.names if spread.table[name].requires_grad}
-    assert trainable == spread.stack.owned(0, 1) - frozen
 
 
 def test_saving_a_part_is_refused_but_its_keys_may_be_listed():
@@ -167,41 +117,9 @@ def test_loading_takes_what_is_here_and_skips_the_rest(as_submodule):
         assert bytes_of(spread.table[name]) == (parameter.nbytes if name in spread.mine else 4)
 
 
-def test_loading_still_reports_keys_that_are_wrong():
-    spread = Spread()
-    spread.keep_mine()
-    given = spread.model.__class__(spread.model.config).state_dict()
-    name = "model.layers.0.mlp.up_proj.weight"
-    del given[name]
-    with pytest.raises(RuntimeError, match=rf'Missing key.*"{re.escape(name)}"'):
-        spread.model.load_state_dict(given)
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"more"'):
-        spread.model.load_state_dict({**given, name: spread.table[name], "more": torch.ones(1)})
-
-
-def test_put_back():
-    spread = Spread()
-    before = {name: spread.table[name] for name in spread.table.names}
-    saved = copy_of(spread.model.state_dict())
-    before[HEAD_NORM].grad = gradient = torch.ones_like(before[HEAD_NORM])
-    kept = spread.weights.set_aside()
-    spread.keep_mine()
-    spread.weights.put_back(kept)
-    assert all(spread.table[name] is parameter and parameter.requires_grad for name, parameter in before.items())
-    assert before[HEAD_NORM].grad is gradient
-    assert spread.weights.is_whole
-    assert spread.model.lm_head.weight is spread.model.model.embed_tokens.weight
-    assert_equal_states(spread.model.state_dict(), saved)  # and it is no longer refused
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Gathering
-# ---------------------------------------------------------------------------------------------------------
-
-
-def gather_and_restore(rank, world_size, stages, dtype, frozen):
-    torch.distributed.init_process_group("gloo")
-    spread = Spread(rank, stages, dtype, frozen)
+def gather_and_restore(rank, world_size, dtype, frozen):
+    """Gathered weights are the original ones bit for bit."""
+    spread = Spread(rank, world_size, dtype, frozen)
     original = copy_of(spread.model.state_dict())
     flags = {name: spread.table[name].requires_grad for name in spread.table.names}
     spread.keep_mine()
@@ -224,14 +142,8 @@ def gather_and_restore(rank, world_size, stages, dtype, frozen):
     assert not spread.weights.is_whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
-@pytest.mark.parametrize("stages", [2, *slow(4)])
-def test_gathered_weights_are_the_original_ones_bit_for_bit(stages, dtype):
-    run_ranks(gather_and_restore, stages, stages, dtype, stages == 2)
-
-
-def differ(rank, world_size):
-    torch.distributed.init_process_group("gloo")
+def differ(rank):
+    """Weights that differ become those of rank 0."""
     spread = Spread(stages=2)
     expected = copy_of(spread.model.state_dict())
     names = ["model.layers.0.mlp.up_proj.weight", "model.layers.3.self_attn.q_proj.weight"]
@@ -244,15 +156,6 @@ def differ(rank, world_size):
     assert_equal_states(spread.model.state_dict(), expected)
 
 
-def test_weights_that_differ_become_those_of_rank_0():
-    run_ranks(differ, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The optimizer
-# ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def gathered(spread: Spread, state: OptimizerState):
     with state.gathered(spread.holders), spread.weights.gathered(spread.holders):
@@ -261,7 +164,6 @@ def gathered(spread: Spread, state: OptimizerState):
 
 def train_spread(rank, world_size, kind, cut_first):
     """Three steps as one process and spread; then what was saved is loaded by another spread model."""
-    torch.distributed.init_process_group("gloo")
     alone, stock = Spread(frozen=True), Spread(frozen=True)
     reference = OPTIMIZERS[kind](alone.groups())
     for number in range(3):
@@ -310,44 +212,18 @@ def train_spread(rank, world_size, kind, cut_first):
             assert_equal_states(resumed.model.state_dict(), alone.model.state_dict())
 
 
-@pytest.mark.parametrize("cut_first", [True, False], ids=["made for the stage", "made for the whole"])
-@pytest.mark.parametrize("kind", few(OPTIMIZERS, "adamw"))
-def test_a_spread_optimizer_is_the_one_of_one_process(kind, cut_first):
-    run_ranks(train_spread, 2, kind, cut_first)
+def all_of_it(rank, world_size):
+    torch.distributed.init_process_group("gloo")
+    for dtype, frozen in ((torch.float32, True), (torch.bfloat16, False)):
+        gather_and_restore(rank, world_size, dtype, frozen)
+    differ(rank)
+    for kind in OPTIMIZERS:
+        for cut_first in (True, False):  # made for the stage, or for the whole model
+            train_spread(rank, world_size, kind, cut_first)
 
 
-@pytest.mark.slow
-def test_a_spread_optimizer_over_four_stages():
-    run_ranks(train_spread, 4, "adamw", True)
-
-
-def test_what_is_loaded_does_not_stay_in_the_file(tmp_path):
-    """Which may be removed or damaged while a mapped tensor is still of use."""
-    whole, spread = Spread(), Spread()
-    reference = OPTIMIZERS["adamw"](whole.groups())
-    whole.step(reference, 1)
-    torch.save(reference.state_dict(), tmp_path / "optimizer.pt")
-    optimizer = OPTIMIZERS["adamw"](spread.groups())
-    state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
-    spread.keep_mine()
-    state.keep_what_is_here()
-    mapped = torch.load(tmp_path / "optimizer.pt", map_location="cpu", mmap=True, weights_only=True)
-    in_file = {v.untyped_storage().data_ptr() for s in mapped["state"].values() for v in s.values()}
-    optimizer.load_state_dict(mapped)
-    loaded = [v for s in optimizer.state.values() for v in s.values()]
-    assert loaded and in_file.isdisjoint(v.untyped_storage().data_ptr() for v in loaded)
-
-
-def test_groups_keep_their_identity():
-    """The learning rate scheduler holds on to them."""
-    spread = Spread()
-    optimizer = OPTIMIZERS["adamw"](spread.groups())
-    groups = list(optimizer.param_groups)
-    state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
-    spread.keep_mine()
-    state.keep_what_is_here()
-    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+def test_what_is_spread_is_what_one_process_has():
+    run_ranks(all_of_it, 2)
 
 
 def test_an_optimizer_of_another_model_is_named():
@@ -396,15 +272,6 @@ def test_parameters_outside_of_the_model_keep_their_places():
         assert torch.equal(second.state[one]["exp_avg"], reference.state[other]["exp_avg"])
     attached.release()
     assert [list(map(id, group["params"])) for group in second.param_groups] == before
-
-
-def test_a_state_dict_of_another_shape_is_left_to_torch():
-    spread = Spread()
-    optimizer = OPTIMIZERS["adamw"](spread.groups())
-    OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
-    foreign = OPTIMIZERS["adamw"]([nn.Parameter(torch.ones(1))]).state_dict()
-    with pytest.raises(ValueError, match="parameter group"):
-        optimizer.load_state_dict(foreign)
 
 
 def test_parked_weights_come_back_when_they_are_saved_or_used() -> None:

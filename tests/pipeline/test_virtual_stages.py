@@ -24,13 +24,14 @@ from training_runs import (
     WORLD,
     Outcome,
     Run,
+    StopAfter,
     assert_same_training,
     at_each_step,
     outcome_of,
     pipeline_trainer,
     reference_trainer,
 )
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from hf_pipetransformer.run import run_log
 
@@ -99,21 +100,18 @@ def in_parts(rank: int, world_size: int, run: Run, schedule: str, virtual: int) 
     return outcome
 
 
-MOST_IN_PARTS = [
+CASES = [
     ("llama-tied", "interleaved1f1b", 2),
-    ("llama-tied", "interleaved1f1b", 3),
-    ("bert", "interleaved1f1b", 2),
+    ("llama-tied", "zbv", 2),
     ("bert", "interleaved1f1b", 3),
     ("gpt2-tied", "interleaved1f1b", 3),
-    ("t5", "interleaved1f1b", 2),
     ("t5", "interleaved1f1b", 3),
-    *((name, "zbv", 2) for name in RUNS),
+    ("t5", "zbv", 2),
+    ("vit", "zbv", 2),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "virtual"), few(MOST_IN_PARTS, ("llama-tied", "interleaved1f1b", 2), ("llama-tied", "zbv", 2))
-)
+@pytest.mark.parametrize(("name", "schedule", "virtual"), few(CASES, *CASES[:2]))
 def test_trains_and_predicts_as_one_process(name: str, schedule: str, virtual: int) -> None:
     """With accumulation, clipping, an odd last batch, and gradient checkpointing in one of the models."""
     outcomes = run_ranks(in_parts, PROCESSES, RUNS[name], schedule, virtual)
@@ -154,7 +152,7 @@ def chosen_in_parts(rank: int, world_size: int, run: Run) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", ["bert", *slow("llama-tied", "gpt2-tied", "vit", "t5")])
+@pytest.mark.parametrize("name", ["bert", *slow("gpt2-tied")])
 def test_a_chosen_schedule_trains_as_one_process(name: str) -> None:
     outcomes = run_ranks(chosen_in_parts, PROCESSES, RUNS[name])
     assert_same_training(outcomes, expected(name))
@@ -179,8 +177,7 @@ VIRTUAL = {0: 2, 1: 2, 2: 2, 5: 2, 6: 1}
 """Frozen layers -> virtual stages per stage."""
 
 
-@pytest.mark.parametrize("schedule", ["interleaved1f1b", *slow("zbv", "auto")])
-@pytest.mark.parametrize("name", ["bert", *slow("llama", "vit")])
+@pytest.mark.parametrize(("name", "schedule"), [("bert", "interleaved1f1b"), *slow(("llama", "zbv"), ("vit", "auto"))])
 def test_freezing_and_caching_equal_one_process(name: str, schedule: str, tmp_path: Path) -> None:
     """(2, 2) with two virtual stages each, which read cached layers and frozen ones that are not cached -> (1, 4).
 
@@ -204,15 +201,10 @@ def cached_in_parts(
     return cached(rank, world_size, run, STAGES[schedule], TABLE, folder=folder, pipeline_schedule=schedule)
 
 
-class StopAfter(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= 2
-
-
 def resumed(rank: int, world_size: int, run: Run, folder: str, first: dict[str, Any], then: dict[str, Any]) -> Outcome:
     options = {"save_strategy": "steps", "save_steps": 2}
     trainer = pipeline_trainer(run, folder=f"{folder}/run", **options, **first)
-    trainer.add_callback(StopAfter())
+    trainer.add_callback(StopAfter(2))
     trainer.train()
     return outcome_of(pipeline_trainer(run, folder=f"{folder}/run", **options, **then), f"{folder}/run/checkpoint-2")
 
@@ -224,19 +216,7 @@ OTHER: dict[str, Any] = {"stages": 4, "pipeline_schedule": "1f1b"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        (INTERLEAVED, OTHER),
-        (OTHER, INTERLEAVED),
-        (INTERLEAVED, INTERLEAVED),
-        (ZBV, OTHER),
-        (OTHER, ZBV),
-        (ZBV, ZBV),
-        (CHOSEN, CHOSEN),
-        (CHOSEN, OTHER),
-    ],
-)
+@pytest.mark.parametrize(("first", "then"), [(INTERLEAVED, OTHER), (OTHER, ZBV), (ZBV, ZBV), (CHOSEN, CHOSEN)])
 def test_resumes_under_another_schedule(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
     run = DeepRun("causal-lm")
     outcomes = run_ranks(resumed, WORLD, run, str(tmp_path), first, then)

@@ -28,6 +28,70 @@ from ..kit import (
     texts,
 )
 
+
+class LabelsInTheLayers(Classifier):
+    """As in a model that embeds its label (CVAE, label-conditioned encoders)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert.embeddings.label = nn.Embedding(LABELS + 1, WIDTH)
+        self.given: Tensor | None = None
+        self.bert.encoder.layer[0].register_forward_pre_hook(self._add_label)
+
+    def _add_label(self, module: Any, args: Any) -> Any:
+        if self.given is None:
+            return args
+        return (args[0] + self.bert.embeddings.label(self.given)[:, None], *args[1:])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.given = labels
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def relabelled(setting: Setting) -> Rows:
+    """The labels of a sample change between epochs, as with noisy labels."""
+    data = texts()
+
+    def change(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "labels": (row["labels"] + row["input_ids"][-1]) % LABELS}
+
+    return Rows([*data.rows, *map(change, data.rows)])
+
+
+@case("model with state", layouts=("one cache", "K2", "K2 cache"))
+def frozen_layers_that_read_labels(setting: Setting) -> Job:
+    """The embeddings add the label's; each text comes with two labels."""
+    return Job(model=built(LabelsInTheLayers), data=relabelled(setting), options={"num_train_epochs": 4})
+
+
+class ShiftsInputs(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_forward_pre_hook(_shift, with_kwargs=True)
+
+
+def _shift(module: Any, args: Any, kwargs: Any) -> Any:
+    kwargs = dict(kwargs)
+    if module.training:
+        module.calls += 1
+        kwargs["input_ids"] = (
+            (kwargs["input_ids"] + module.offset) % VOCABULARY if hasattr(module, "offset") else kwargs["input_ids"]
+        )
+    return args, kwargs
+
+
+class Offsets(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        model.offset = state.global_step % 5
+
+
+@case("callback", layouts=("one cache", "K2", "K2 cache"))
+def forward_pre_hook_that_changes_inputs(setting: Setting) -> Job:
+    """A user's pre-hook on the model shifts the words, by a number that a callback sets."""
+    return Job(model=built(ShiftsInputs), callbacks=[Offsets()], options={"num_train_epochs": 4})
+
+
 # ---------------------------------------------------------------------------------------------------------
 # 4. The finished model is the trained one
 # ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""The page in Markdown that `python -m tests.user_code --table` writes, and the lines that it prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from .verdicts import GOOD, Finding
+
+INTRODUCTION = """# Users' code
+
+What becomes of code as users write it, each piece in several layouts, against the stock Trainer in one process with
+the whole batch. Made by `python -m tests.user_code --table docs/users_code.md`.
+
+Equal: losses, final weights, buffers and what evaluations find agree; the number is the largest difference of a
+weight. Refused: a `ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of
+a batch has a loss of its own, as under plain DDP or accumulation, and a line of the log says so.
+
+Layouts: K2, two stages with two micro-batches; DP2, two replicas of one stage; one, a single process; acc2, with
+gradient accumulation; freeze, a schedule freezes layers; cache, likewise with the activation cache; slices, along
+tokens.
+"""
+END = "<!-- What follows is not made by the command. -->"
+
+
+def _gist(message: str, most: int = 130) -> str:
+    """Of an error of the library: what is wrong, without its type, the model's name and the remedy."""
+    text = " ".join(message.split()).partition(": ")[2]
+    text = text.partition(" cannot be trained as a pipeline: ")[2] or text
+    return text if len(text) <= most else text[:most].rpartition(" ")[0] + " …"
+
+
+def table_of(findings: Sequence[Finding]) -> str:
+    """A page in Markdown: counts, and a line for each case."""
+    counts = Counter(finding.verdict for finding in findings)
+    lines = [
+        INTRODUCTION,
+        f"With torch {torch.__version__} and transformers {transformers.__version__}:",
+        f"{len({f.case for f in findings})} cases in {len(findings)} layouts: "
+        + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+        + ".",
+        "",
+    ]
+    for group in dict.fromkeys(finding.group for finding in findings):
+        lines += [f"## {group.capitalize()}", "", "| case | equal in | else |", "|---|---|---|"]
+        of_group = [finding for finding in findings if finding.group == group]
+        for case in dict.fromkeys(finding.case for finding in of_group):
+            theirs = [finding for finding in of_group if finding.case == case]
+            equal = [finding for finding in theirs if finding.verdict == "equal"]
+            largest = max((f.weight_difference for f in equal), default=0.0)
+            where = f"{', '.join(f.layout for f in equal)} ({largest:.0e})" if equal else ""
+            by_verdict: dict[str, list[Finding]] = {}
+            for finding in theirs:
+                if finding.verdict != "equal":
+                    by_verdict.setdefault(finding.verdict, []).append(finding)
+            others = [
+                f"{', '.join(f.layout for f in found)}: {verdict if verdict in GOOD else f'**{verdict}**'}"
+                + ("" if verdict == "as DDP" else f" ({_gist(found[0].reason)})")
+                for verdict, found in by_verdict.items()
+            ]
+            cells = [f"{case}: {theirs[0].what}", where, "; ".join(others)]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join([*lines, END, ""])
+
+
+def write_page(page: Path, findings: Sequence[Finding]) -> None:
+    """Replace what the command has made of a page; what stands behind it stays."""
+    before = page.read_text() if page.is_file() else ""
+    page.write_text(table_of(findings) + before.partition(f"{END}\n")[2])
+
+
+def line_of(finding: Finding) -> str:
+    sign = " " if finding.is_expected else "!"
+    where = f"{finding.case} [{finding.layout}]"
+    return f"{sign} {finding.verdict:<18} {finding.seconds:5.1f} s  {where:<52} {_short_reason(finding, 150)}"
+
+
+def _short_reason(finding: Finding, most: int = 230) -> str:
+    text = " ".join(finding.reason.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
