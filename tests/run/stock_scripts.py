@@ -65,18 +65,6 @@ class NoisyLine(Line):
         return super().forward(x + 0.1 * torch.randn(1) + 0.1 * numpy.random.rand() + 0.1 * random.random(), labels)
 
 
-class OrderedLine(Line):
-    """It remembers the samples in the order in which they have come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
-        self.seen += x.tolist()
-        return super().forward(x, labels)
-
-
 class Points:
     """Points near a line; each of `labels` has values of its own."""
 
@@ -171,11 +159,16 @@ def names_of(callbacks: list[Any]) -> list[str]:
 
 Scenario = Callable[[Classes], Any]
 SCENARIOS: list[Scenario] = []
+SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
 def scenario(script: Scenario) -> Scenario:
     SCENARIOS.append(script)
     return script
+
+
+def scenarios_of(module: str) -> list[Scenario]:
+    return [script for script in SCENARIOS if script.__module__ == module]
 
 
 def run(script: Scenario, folder: Path, is_ours: bool) -> Any:

@@ -65,11 +65,9 @@ def augmented(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}], ids=["training", "evaluated"])
-def test_augmented_images_miss_and_the_cache_goes_off(options: dict[str, Any]) -> None:
+def test_augmented_images_miss_and_the_cache_goes_off() -> None:
     """An evaluation's images are the same each time: that they are found must not hide it."""
-    with_cache = run_ranks(augmented, WORLD, "on", options)
-    without = run_ranks(augmented, WORLD, "off", options)
+    with_cache, without = (run_ranks(augmented, WORLD, mode, {"eval_strategy": "epoch"}) for mode in ("on", "off"))
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert [e["cache_hit_rate"] for e in with_cache[0][1]] == [0, 0]  # filled, then read in vain
     assert all("0 were found" in str(reason) for *_, reason in with_cache)
@@ -91,16 +89,9 @@ class Prepared:
         return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
 
 
-class MirroredInTraining:
+class MirroredNowAndThen:
     """Likewise, in training alone: the examination, which builds no graph, sees nothing of it."""
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled():
-            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
-
-
-class MirroredNowAndThen:
     calls = 0
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
@@ -124,41 +115,27 @@ class Stepped:
         return super().training_step(model, inputs, *positional, **keywords)  # type: ignore[misc]
 
 
-def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int = 1) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, {0: num_stages, 1: num_stages}, {3: 1}, activation_cache=mode)
+def with_and_without(rank: int, world_size: int, run: Run, num_stages: int) -> tuple[Outcome, Outcome, str | None]:
+    """Why the cache was off in the end, too."""
     reasons: list[str | None] = []
-    at_each_step(trainer, after=lambda run: reasons.append(run.cache and run.cache.reason_off))
-    return outcome_of(trainer), reasons[-1]
-
-
-@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
-@pytest.mark.slow
-def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
-    run = Run("image-classification", epochs=4, trainer=mixin)
-    with_cache = run_ranks(reason_of, 2, run, "on")
-    without = run_ranks(reason_of, 2, run, "off")
-    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
+    outcomes = []
+    for mode in ("off", "on"):
+        trainer = trainer_of(run, {0: num_stages, 1: num_stages}, {3: 1}, mode, activation_cache=mode)
+        at_each_step(trainer, after=lambda run: reasons.append(run.cache and run.cache.reason_off))
+        outcomes.append(outcome_of(trainer))
+    return outcomes[0], outcomes[1], reasons[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixin", "num_stages"),
-    [
-        (MirroredInTraining, 1),
-        (MirroredNowAndThen, 1),
-        (PreparedInTraining, 1),
-        (PreparedInTraining, 2),
-        (Stepped, 1),
-        (Stepped, 2),
-    ],
+    [(Mirrored, 1), (Prepared, 1), (MirroredNowAndThen, 1), (PreparedInTraining, 2), (Stepped, 2)],
 )
-def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixin: type, num_stages: int) -> None:
+def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type, num_stages: int) -> None:
     run = Run("image-classification", epochs=4, trainer=mixin)
-    with_cache = run_ranks(reason_of, 2, run, "on", num_stages)
-    without = run_ranks(reason_of, 2, run, "off", num_stages)
-    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
+    for without, with_cache, reason in run_ranks(with_and_without, 2, run, num_stages):
+        assert_same_training([with_cache], without)
+        assert "changes the inputs before the model receives them" in str(reason)
 
 
 class Averaged(TrainerCallback):
@@ -177,29 +154,21 @@ class Averaged(TrainerCallback):
                 self.losses.append(self.trainer.evaluate()["eval_loss"])
 
 
-def offloading(trainer: PipeTransformerTrainer) -> None:
+def averaging(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
     """As on a GPU: weights of cached layers leave the device."""
-    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
-
-
-def averaging(
-    rank: int, world_size: int, mode: str, offloads: bool
-) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
     callback = Averaged()
     run = Run(epochs=5)
     trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
     trainer.add_callback(callback)
-    if offloads:
-        offloading(trainer)
+    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
     callback.trainer = trainer
     outcome = outcome_of(trainer)
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-@pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.slow
-def test_other_weights_are_not_evaluated_from_the_cache(offloads: bool) -> None:
-    with_cache, without = (run_ranks(averaging, 2, mode, offloads) for mode in ("on", "off"))
+def test_other_weights_are_not_evaluated_from_the_cache() -> None:
+    with_cache, without = (run_ranks(averaging, 2, mode) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
@@ -251,12 +220,11 @@ def scaled(
     return outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("stops_after", [5, None], ids=["in the same epoch", "later"])
 @pytest.mark.slow
-def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int | None, tmp_path: Path) -> None:
+def test_states_of_other_weights_do_not_stay_in_a_shared_folder(tmp_path: Path) -> None:
     """They were put under the name of the earlier weights, which another training may have."""
     run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
-    ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after)
+    ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after=5)
     assert reason == OTHER_WEIGHTS
     assert list((tmp_path / "cache" / STORE).glob("0*-*")) == []
     whole = Run(epochs=4, per_device=4 * WORLD)
