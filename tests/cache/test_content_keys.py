@@ -299,19 +299,12 @@ def with_images() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
 
 
-SAME = {
+KEPT = {
     "the same": lambda batch: dict(batch),
-    "a copy": lambda batch: {**batch, "pixel_values": batch["pixel_values"].clone()},
     "other labels": lambda batch: {**batch, "labels": torch.tensor([1, 1])},
-    "no labels": lambda batch: {"pixel_values": batch["pixel_values"]},
-    "the loss's own": lambda batch: {**batch, "num_items_in_batch": torch.tensor(3), "head_mask": None},
-}
-OTHER = {
-    "another type": lambda batch: {**batch, "pixel_values": batch["pixel_values"].double()},
-    "a part": lambda batch: {**batch, "pixel_values": batch["pixel_values"][:1]},
+    "another type": lambda batch: {**batch, "pixel_values": batch["pixel_values"].bfloat16()},
     "left out": lambda batch: {"labels": batch["labels"]},
-    "another tensor": lambda batch: {**batch, "bool_masked_pos": torch.ones(2, 4)},
-    "another option": lambda batch: {**batch, "interpolate_pos_encoding": True},
+    "of the loss": lambda batch: {**batch, "weights": torch.ones(2)},
 }
 EXCHANGED = {
     "other rows": lambda batch: {**batch, "pixel_values": batch["pixel_values"].flip(0)},
@@ -320,16 +313,10 @@ EXCHANGED = {
 }
 
 
-@pytest.mark.parametrize("change", SAME | OTHER | EXCHANGED)
-def test_inputs_are_the_same_if_the_states_are(change):
-    keyed = KeyedInputs(batch := with_images())
-    assert keyed.are((SAME | OTHER | EXCHANGED)[change](batch), NOT_IN_KEYS) == (change in SAME)
-
-
-@pytest.mark.parametrize("change", ["the same", "other labels", "another type", "left out", *EXCHANGED])
+@pytest.mark.parametrize("change", KEPT | EXCHANGED)
 def test_inputs_are_exchanged_if_a_cut_model_would_not_see_it(change):
     keyed = KeyedInputs(batch := with_images())
-    assert keyed.are_exchanged((SAME | OTHER | EXCHANGED)[change](batch), NOT_IN_KEYS) == (change in EXCHANGED)
+    assert keyed.are_exchanged((KEPT | EXCHANGED)[change](batch), NOT_IN_KEYS) == (change in EXCHANGED)
 
 
 def test_what_has_no_keys_may_be_anything():
@@ -337,9 +324,3 @@ def test_what_has_no_keys_may_be_anything():
     keyed = KeyedInputs(batch)
     assert not keyed.are_exchanged({**batch, "names": np.array(["b", "a"]), "boxes": [torch.ones(3)]}, ())
     assert keyed.are_exchanged({**batch, "size": 5}, ())
-
-
-def test_inputs_that_inference_mode_has_made():
-    with torch.inference_mode():
-        batch = with_images()
-    assert KeyedInputs(batch).are(batch, NOT_IN_KEYS)

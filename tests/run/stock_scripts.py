@@ -24,6 +24,7 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 
 DIGITS = 5
 STOCK_FIELDS = {one.name for one in fields(TrainingArguments)}
+FIELDS = {one.name for one in fields(PipeTransformerTrainingArguments)}
 
 
 # ------------------------------------------------------------------------------------------ a model, and its data
@@ -114,7 +115,7 @@ class Classes:
 
     def make(self, model: nn.Module | None = None, mixin: type | None = None, **given: Any) -> Any:
         """A trainer. What is no field of the arguments goes to the trainer."""
-        options = {name: given.pop(name) for name in STOCK_FIELDS & set(given)}
+        options = {name: given.pop(name) for name in FIELDS & set(given)}
         if model is None and "model_init" not in given:
             model = Line()
         data = {"train_dataset": Points(), "eval_dataset": Points(10, seed=1)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from distributed import run_ranks
+from model_zoo import MODELS
 from stock_scripts import (
     SAVES,
     STOCK_FIELDS,
@@ -42,7 +43,6 @@ from transformers import (
     HfArgumentParser,
     TrainerCallback,
     default_data_collator,
-    set_seed,
 )
 from transformers.trainer_callback import ExportableState
 
@@ -96,20 +96,6 @@ def arguments_on_a_command_line(given: Classes) -> Any:
     _, from_dict = parser.parse_dict({"output_dir": "out", "use_cpu": True, "learning_rate": 1.0})
     named = (model.name, args.bf16, args.warmup_steps, args.lr_scheduler_kwargs, args.label_names)
     return named, from_dict.learning_rate, set(vars(args)) >= STOCK_FIELDS
-
-
-@scenario
-def arguments_by_their_setters(given: Classes) -> Any:
-    args = given.args().set_training(learning_rate=1e-4, batch_size=32).set_optimizer("adafactor").set_save("no")
-    args = args.set_evaluate(strategy="epoch").set_lr_scheduler("cosine").set_dataloader(drop_last=True)
-    again = replace(args, seed=3)
-    return (
-        args.train_batch_size,
-        str(args.optim),
-        str(again.lr_scheduler_type),
-        again.seed,
-        given.args() == given.args(),
-    )
 
 
 # ------------------------------------------------------------------------------------------ callbacks
@@ -426,29 +412,15 @@ class ReadsPairs:
 
 
 def test_layers_freeze_also_where_batches_are_tuples(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 16, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
-    rows = [{"input_ids": [1, 2, index % 5], "labels": index % 2} for index in range(16)]
-    own = type("Own", (ReadsPairs, PipeTransformerTrainer), {})
-    outcomes = []
-    for collate in (
-        default_data_collator,
-        lambda some: tuple(default_data_collator(some)[n] for n in ("input_ids", "labels")),
-    ):
-        set_seed(0)
-        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, **sizes, **no_dropout))
+    rows = [{"input_ids": [6, 7, 8 + index % 5], "labels": index % 2} for index in range(16)]
+    names = ("input_ids", "labels")
+    found = []
+    for collate in (default_data_collator, lambda some: tuple(default_data_collator(some)[name] for name in names)):
+        given = Classes(PipeTransformerTrainer, PipeTransformerTrainingArguments, tmp_path)
         freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "activation_cache": "off"}
-        args = PipeTransformerTrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_steps=1,
-            **freezing,
-        )
-        outcomes.append(outcome(own(model, args, train_dataset=rows, data_collator=collate)))
-    logs, weights = zip(*((one[0], one[1]) for one in outcomes), strict=True)
+        options = {"mixin": ReadsPairs, "train_dataset": rows, "data_collator": collate, **freezing}
+        found.append(outcome(given.make(MODELS["bert-classification"].build(), **options))[:2])
+    logs, weights = zip(*found, strict=True)
     losses = [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
     assert losses[0] == losses[1] and weights[0] == weights[1]
 

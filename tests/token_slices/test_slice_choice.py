@@ -22,7 +22,6 @@ from hf_pipetransformer.token_slices.slice_choice import (
     StepSeconds,
     TokenSlices,
     fit_stage,
-    measure_slices,
     points_to_measure,
 )
 from hf_pipetransformer.token_slices.slice_planning import RowSlices
@@ -55,31 +54,6 @@ def chooser(
     note = (lambda parts, seconds: told.append((parts, seconds))) if told is not None else lambda *_: None
     windows = attention_windows(build("llama"))
     return SliceChooser(asked, windows, num_parts, everyone, note, chooses_parts=asked == "auto")
-
-
-@pytest.mark.parametrize(
-    ("asked", "lengths"),
-    [(3, (13, 12, 12)), ([10, 20], (10, 20, 7)), ([30, 30], (30, 7)), (100, (1,) * TOKENS)],
-    ids=str,
-)
-def test_slices_as_asked_for(stage: StageModule, asked: TokenSlices, lengths: tuple[int, ...]) -> None:
-    told: list[Any] = []
-    one = chooser(asked, told)
-    for _ in range(2):
-        assert one.parts_of(stage, partial(whole, stage), BATCH) == (RowSlices(2, lengths),) * 2
-    assert told == [((RowSlices(2, lengths),) * 2, None)]  # once for a shape
-
-
-def test_measurements_leave_nothing_behind(stage: StageModule) -> None:
-    parameter = next(stage.parameters())
-    parameter.grad = torch.ones_like(parameter)
-    state = torch.random.get_rng_state()
-    points = measure_slices(stage, partial(whole, stage), BATCH, attention_windows(stage.stack.model))
-    assert {point[:3] for point in points} == set(points_to_measure(4, TOKENS))
-    assert all(forward > 0 and backward > 0 for *_, forward, backward in points)
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert torch.equal(parameter.grad, torch.ones_like(parameter))
-    assert sum(p.grad is not None for p in stage.parameters()) == 1
 
 
 def test_the_best_cut_is_planned_once_for_each_shape(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,10 +106,14 @@ def test_memory_that_runs_out_while_words_are_tried_says_nothing_of_the_model() 
         study(model, batch, loss)
 
 
-def test_a_loss_that_is_no_number_shows_nothing() -> None:
+def test_what_shows_nothing_is_an_error() -> None:
     model, batch = build("llama"), batch_for("none")
     with pytest.raises(ValueError, match="loss of the first samples is nan"):
         study(model, batch, lambda part: loss_of(model, part, batch) * float("nan"))
+    with pytest.raises(ValueError, match="no label that counts"):
+        study(model, {**batch, "labels": torch.full((2, 37), -100)}, lambda part: model(**part).loss)
+    with pytest.raises(ValueError, match="1 token"):
+        study(model, {key: value[:, :1] for key, value in batch.items()})
 
 
 def mamba() -> nn.Module:
@@ -181,13 +185,6 @@ def test_a_loss_that_shifts_labels_itself_is_refused() -> None:
         probe_slicing(stack, batch, own_loss, loss_tolerance=1e-1, gradient_tolerance=1e-1)
 
 
-def test_rows_without_a_label_show_nothing() -> None:
-    batch = {**batch_for("none"), "labels": torch.full((2, 37), -100)}
-    model = build("llama")
-    with pytest.raises(ValueError, match="no label that counts"):
-        study(model, batch, lambda part: model(**part, num_items_in_batch=1).loss)
-
-
 def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is right, and later tokens' gradients for the keys of earlier ones are lost."""
     take_up = kv_slices._LayerStates.take_up
@@ -249,13 +246,6 @@ def losing_small_gradients(rank: int, world_size: int, **options: Any) -> None:
 def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too() -> None:
     (error,) = run_ranks_expecting_error(losing_small_gradients, 1, bf16=True)
     assert isinstance(error, UnsupportedModelError) and "gradient of" in str(error)
-
-
-def test_a_single_token_cannot_be_cut() -> None:
-    batch = {key: value[:, :1] for key, value in batch_for("none").items()}
-    model = build("llama")
-    with pytest.raises(ValueError, match="1 token"):
-        study(model, batch)
 
 
 def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> None:
