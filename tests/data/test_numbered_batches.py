@@ -198,24 +198,6 @@ def test_workers(dataset, options):
             assert batches == in_batches(list(range(83)))
 
 
-def test_an_empty_slice_is_one_row_that_does_not_count():
-    """
-    batch of 3 in 4 pipelines    pipeline 0   1   2   3
-                          rows            -   0   1   2
-    """
-    parts = []
-    for index in range(4):
-        batches = make_loader(Numbers(3), shuffle=False).dataset
-        batches.reslice(4, index)
-        parts.append((batches[0], batches.last_slice))
-    assert parts == [
-        ([0], BatchSlice(0, 3)),
-        ([0], BatchSlice(1, 3)),
-        ([1], BatchSlice(1, 3)),
-        ([2], BatchSlice(1, 3)),
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Lengths, epochs, samplers
 # ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
-    TrainerCallback,
     TrainerState,
 )
 
@@ -349,25 +348,3 @@ def test_a_best_model_that_some_processes_lack_is_refused_by_all(tmp_path: Path)
     errors = run_ranks_expecting_error(best_on_one_disk, 2, str(tmp_path), timeout=60)
     assert len(errors) == 2
     assert all(isinstance(e, ValueError) and "processes [1] cannot see the weights" in str(e) for e in errors)
-
-
-def train_with_the_best(rank: int, world_size: int, folder: str) -> str | None:
-    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "runtime", "save_total_limit": 2}
-    run = replace(RUN, per_device=16).with_options(**options, greater_is_better=True)
-    trainer = pipeline_trainer(run, 1, folder)
-    values = iter((3.0, 1.0, 1.0, 1.0))
-
-    class FirstIsBest(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-            metrics["eval_runtime"] = next(values)
-
-    trainer.add_callback(FirstIsBest())
-    trainer.train()
-    return trainer.state.best_model_checkpoint
-
-
-@pytest.mark.slow
-def test_the_best_is_found_again_and_kept(tmp_path: Path) -> None:
-    (best,) = run_ranks(train_with_the_best, 1, str(tmp_path))
-    assert best == str(tmp_path / "checkpoint-2")
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]

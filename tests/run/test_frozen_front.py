@@ -429,8 +429,8 @@ def with_lora_like() -> tuple[nn.Module, Columns]:
 
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
     "lower layers": (lower_layers, None, 2),
-    "a vision tower": (llava, None, 2),
-    "Whisper's encoder": (whisper, None, 2),
+    "a vision tower": (llava, None, 3),
+    "Whisper's encoder": (whisper, None, 3),
     "thawed before the first step": (lower_layers, ThawsFirst, 0),
     "thawed later": (lower_layers, lambda: Acts(thaw, epoch=2), 2),
     "nothing at the bottom": (with_lora_like, None, 0),

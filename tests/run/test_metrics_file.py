@@ -12,7 +12,6 @@ import pytest
 from distributed import run_ranks
 from model_zoo import MODELS
 from training_data import PadCollator, TrainingData
-from training_runs import Run, pipeline_trainer
 from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
@@ -154,18 +153,3 @@ def test_two_processes(tmp_path: Path) -> None:
     assert usages[0]["num_microbatches"] == 2 and usages[-1]["global_step"] == 12
     assert all(len(usage["resident_bytes"]) == 2 for usage in usages)
     assert sum(line["rows"] for line in lines_of(tmp_path, "time")) == 3 * SAMPLES
-
-
-def in_slices(rank: int, world_size: int, folder: str) -> None:
-    run = Run("causal-lm", per_device=8, accumulation=1).with_options(max_steps=2)
-    pipeline_trainer(run, 2, folder, token_slices=3, num_microbatches=2).train()
-
-
-@pytest.mark.slow
-def test_slices_of_tokens_are_no_micro_batches(tmp_path: Path) -> None:
-    run_ranks(in_slices, 2, str(tmp_path))
-    assert [usage["num_microbatches"] for usage in lines_of(tmp_path, "usage")] == [2]
-    cuts = [json.loads(line) for line in (tmp_path / events_file.FILE_NAME).read_text().splitlines()]
-    parts = [event["slices"]["parts"] for event in cuts if event["event"] == events_file.SLICES]
-    assert parts and all(len(part) == 2 and all(len(lengths) == 3 for _, lengths in part) for part in parts)
-    assert {event["slices"]["replica"] for event in cuts if event["event"] == events_file.SLICES} == {0}

@@ -19,13 +19,11 @@ from hf_pipetransformer.token_slices import slice_choice
 from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slice_choice import (
     SliceChooser,
-    StepSeconds,
     TokenSlices,
     fit_stage,
     points_to_measure,
 )
 from hf_pipetransformer.token_slices.slice_planning import RowSlices
-from hf_pipetransformer.token_slices.slice_timeline import simulate_slices
 
 BATCH = batch_for("right padding", rows=4)
 
@@ -54,31 +52,6 @@ def chooser(
     note = (lambda parts, seconds: told.append((parts, seconds))) if told is not None else lambda *_: None
     windows = attention_windows(build("llama"))
     return SliceChooser(asked, windows, num_parts, everyone, note, chooses_parts=asked == "auto")
-
-
-def test_the_best_cut_is_planned_once_for_each_shape(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiles = []
-
-    def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], *_: Any) -> list[Any]:
-        profiles.append(1)
-        return [
-            (r, n, c, 1e-3 + 1e-3 * r * n, 2e-3 * r * n) for r, n, c in points_to_measure(*batch["input_ids"].shape)
-        ]
-
-    monkeypatch.setattr(slice_choice, "measure_slices", measure)
-    told: list[Any] = []
-    one = chooser("auto", told)
-    long = {key: torch.cat([value] * 4, dim=1) for key, value in BATCH.items()}
-    first = one.parts_of(stage, partial(whole, stage), long)
-    assert one.parts_of(stage, partial(whole, stage), long) == first
-    one.parts_of(stage, partial(whole, stage), BATCH)  # shorter: the same profile does
-    assert len(profiles) == 1 and len(told) == 2
-    assert sum(part.rows for part in first) == 4 and all(sum(part.lengths) == 4 * TOKENS for part in first)
-    seconds = told[0][1]
-    assert isinstance(seconds, StepSeconds) and seconds == simulate_slices(seconds.stages, first).seconds > 0
-    longer = {key: torch.cat([value] * 8, dim=1) for key, value in BATCH.items()}
-    one.parts_of(stage, partial(whole, stage), longer)
-    assert len(profiles) == 2
 
 
 def test_a_profile_that_fits_nothing_is_repeated_and_then_not_believed(

@@ -50,21 +50,6 @@ def latency(fixed: float, per_token: float) -> StageLatency:
     return StageLatency(SliceLatency(fixed, per_token, 0.0, 0.0), SliceLatency(2 * fixed, 2 * per_token, 0.0, 0.0))
 
 
-def test_a_batch_is_cut_where_that_gains() -> None:
-    stages = [latency(1e-3, 1e-3)] * 2
-    parts, seconds = choose_slices(stages, 1, 512, 1, chooses_parts=True)
-    assert len(parts[0].lengths) > 1
-    assert (
-        seconds
-        == simulate_slices(stages, parts).seconds
-        < 0.8 * simulate_slices(stages, whole_rows(1, 512, 1)).seconds
-    )
-    # where calls cost more than is gained, nothing is
-    stages = [latency(10.0, 1e-3)] * 2
-    whole = whole_rows(4, 512, 2)
-    assert choose_slices(stages, 4, 512, 2, chooses_parts=False) == (whole, simulate_slices(stages, whole).seconds)
-
-
 def test_rows_alone_may_be_cut_into_other_parts() -> None:
     """Five rows in five stages, too short to be cut: 2, 2 and 1 are faster than all at once and than one by one."""
     stages, others = [latency(4.0, 1 / 16)] * 5, tuple(RowSlices(rows, (16,)) for rows in (2, 2, 1))
