@@ -20,8 +20,6 @@ from hf_pipetransformer.data.numbered_batches import (
     BatchSlice,
     NumberedBatches,
     NumberedLoader,
-    first_samples,
-    part_of,
 )
 
 WORLD = 4
@@ -153,30 +151,21 @@ def shuffled_order(size: int, epoch: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES)
-def test_every_sample_once_in_the_order_of_the_sampler(size, layout):
-    loaders = [make_loader(Numbers(size)) for _ in range(WORLD)]
-    for epoch in range(2):
-        batches = one_epoch(loaders, epoch, LAYOUTS[layout])
-        assert batches == in_batches(shuffled_order(size, epoch))
-        assert sorted(itertools.chain(*batches)) == list(range(size))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES)
-def test_every_sample_of_a_stream_once(size, layout):
-    loaders = [make_loader(Stream(size)) for _ in range(WORLD)]
-    for epoch in range(2):
-        assert one_epoch(loaders, epoch, LAYOUTS[layout]) == in_batches(list(range(size)))
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_every_sample_once_in_the_order_of_the_sampler(dataset, layout):
+    for size, drop_last in itertools.product(SIZES, (False, True)):
+        loaders = [make_loader(dataset(size), drop_last=drop_last) for _ in range(WORLD)]
+        for epoch in range(2):
+            order = shuffled_order(size, epoch) if dataset is Numbers else list(range(size))
+            assert one_epoch(loaders, epoch, LAYOUTS[layout]) == in_batches(order, drop_last)
 
 
 @pytest.mark.parametrize("dataset", [Numbers, Stream, SizedStream])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_skipping_on_resume(dataset, layout):
-    loaders = [make_loader(dataset(83), shuffle=False) for _ in range(WORLD)]
-    expected = in_batches(list(range(83)))
-    assert one_epoch(loaders, 0, LAYOUTS[layout], skip=2) == expected[2:]
-    assert one_epoch(loaders, 1, LAYOUTS[layout]) == expected
+def test_skipping_on_resume(dataset):
+    loaders = [make_loader(dataset(83)) for _ in range(WORLD)]
+    for epoch, skip in ((5, 2), (6, 0)):
+        order = shuffled_order(83, epoch) if dataset is Numbers else list(range(83))
+        assert one_epoch(loaders, epoch, LAYOUTS["another at every batch"], skip) == in_batches(order)[skip:]
 
 
 def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
@@ -198,16 +187,7 @@ def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
     assert after.arrangement == ((1,), 8)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dataset", [Numbers, Stream])
-def test_drop_last(size, dataset):
-    loaders = [make_loader(dataset(size), shuffle=False, drop_last=True) for _ in range(WORLD)]
-    batches = one_epoch(loaders, 0, LAYOUTS["another at every batch"])
-    assert batches == in_batches(list(range(size)), drop_last=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=["new workers", "persistent workers"])
-@pytest.mark.parametrize("dataset", [Numbers, Stream])
+@pytest.mark.parametrize(("dataset", "options"), [(Numbers, {"persistent_workers": True}), (Stream, {})])
 def test_workers(dataset, options):
     """A new slice starts the workers over; what they had fetched ahead is fetched again."""
     loaders = [make_loader(dataset(83), shuffle=False, num_workers=2, **options) for _ in range(WORLD)]
@@ -216,33 +196,6 @@ def test_workers(dataset, options):
         assert sorted(itertools.chain(*batches)) == list(range(83))
         if dataset is Numbers:
             assert batches == in_batches(list(range(83)))
-
-
-def test_an_empty_slice_is_one_row_that_does_not_count():
-    """
-    batch of 3 in 4 pipelines    pipeline 0   1   2   3
-                          rows            -   0   1   2
-    """
-    parts = []
-    for index in range(4):
-        batches = make_loader(Numbers(3), shuffle=False).dataset
-        batches.reslice(4, index)
-        parts.append((batches[0], batches.last_slice))
-    assert parts == [
-        ([0], BatchSlice(0, 3)),
-        ([0], BatchSlice(1, 3)),
-        ([1], BatchSlice(1, 3)),
-        ([2], BatchSlice(1, 3)),
-    ]
-
-
-def test_parts_cover_all_rows_and_differ_by_at_most_one():
-    for rows, parts in itertools.product(range(20), range(1, 6)):
-        bounds = [part_of(rows, parts, index) for index in range(parts)]
-        assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
-        assert bounds[-1][1] == rows
-        sizes = [stop - start for start, stop in bounds]
-        assert max(sizes) - min(sizes) <= 1
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -258,11 +211,6 @@ def test_lengths(dataset, drop_last, batches):
     assert len(loader.dataset) == 83, "the Trainer takes the number of samples from it"
 
 
-def test_a_stream_has_no_length():
-    with pytest.raises(TypeError, match="IterableDataset"):
-        len(make_loader(Stream(83)))
-
-
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
 def test_epochs_reach_the_dataset_before_it_is_read(dataset):
     loader = make_loader(dataset(20))
@@ -272,28 +220,6 @@ def test_epochs_reach_the_dataset_before_it_is_read(dataset):
         list(loader)
     assert sorted(set(loader.dataset.dataset.epochs)) == [0, 1]
     assert loader.dataset.dataset.epochs == sorted(loader.dataset.dataset.epochs)
-
-
-def test_epochs_reach_a_sampler_below_a_skip():
-    loaders = [make_loader(Numbers(83)) for _ in range(WORLD)]
-    assert one_epoch(loaders, 5, LAYOUTS["2 stages"], skip=1) == in_batches(shuffled_order(83, 5))[1:]
-
-
-def test_a_sampler_without_a_seed_depends_on_seed_and_epoch_only():
-    def orders(seed: int) -> list[list[int]]:
-        torch.manual_seed(random.randrange(1000))  # the run's own random state says nothing
-        data = Numbers(83)
-        loader = NumberedLoader(NumberedBatches(data, RandomSampler(data), list, GLOBAL_BATCH, seed=seed))
-        epochs = []
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            epochs.append(list(itertools.chain(*loader)))
-        return epochs
-
-    first, second = orders(seed=1)
-    assert first != second
-    assert orders(seed=1) == [first, second]
-    assert orders(seed=2) != [first, second]
 
 
 @pytest.mark.parametrize("has_a_seed", [True, False])
@@ -364,8 +290,7 @@ def test_the_order_is_agreed_upon_once_per_epoch():
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])
+@pytest.mark.parametrize(("dataset", "workers"), [(AugmentedNumbers, 2), (AugmentedStream, 0)])
 def test_random_draws_are_the_same_within_a_pipeline(dataset, workers):
     """K = 4 for two batches, then K = 2. The ranks' own random states differ, and stay as they are."""
     loaders = [make_loader(dataset(83), masking_collator, num_workers=workers) for _ in range(WORLD)]
@@ -388,21 +313,11 @@ def test_random_draws_are_the_same_within_a_pipeline(dataset, workers):
             assert batches[0]["mask"] != batches[2]["mask"], "two pipelines draw different masks"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])
+@pytest.mark.parametrize(("dataset", "workers"), [(AugmentedNumbers, 0), (AugmentedStream, 2)])
 def test_random_draws_after_a_resume_are_those_of_the_uninterrupted_run(dataset, workers):
     straight = list(make_loader(dataset(60), masking_collator, num_workers=workers))
     resumed = list(skip_first_batches(make_loader(dataset(60), masking_collator, num_workers=workers), 2))
     assert resumed == straight[2:]
-
-
-def test_random_draws_differ_between_epochs_and_batches():
-    loader = make_loader(AugmentedNumbers(32), masking_collator, shuffle=False)
-    draws = []
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        draws += [batch["drawn"] for batch in loader]
-    assert len(set(draws)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -410,20 +325,18 @@ def test_random_draws_differ_between_epochs_and_batches():
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skip", [0, 2])
-def test_looking_at_the_first_rows_of_a_one_shot_stream_loses_nothing(skip):
+def test_looking_at_the_first_rows_of_a_one_shot_stream_loses_nothing():
     loaders = [make_loader(OneShotStream(83)) for _ in range(WORLD)]
     for loader in loaders:
         assert loader.dataset.sample_rows(4) == [0, 1, 2, 3]
         assert loader.dataset.sample_rows(2) == [0, 1]
-    expected = in_batches(list(range(83)))
-    assert one_epoch(loaders, 0, LAYOUTS["another at every batch"], skip) == expected[skip:]
+        loader.dataset.key_by(frozenset({"weights"}))  # keys of fewer inputs
+    assert one_epoch(loaders, 0, LAYOUTS["another at every batch"], 2) == in_batches(list(range(83)))[2:]
 
 
 def test_first_rows_of_a_small_dataset_repeat():
     assert make_loader(Numbers(3)).dataset.sample_rows(4) == [0, 1, 2, 0]
     assert make_loader(Stream(1)).dataset.sample_rows(2) == [0, 0]
-    assert first_samples(Stream(10), 2) == [0, 1]
 
 
 @pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])
@@ -439,15 +352,17 @@ def test_first_rows_are_the_same_everywhere_and_draw_nothing_from_the_run(datase
     assert rows(0) == rows(1)
 
 
-@pytest.mark.parametrize("dataset", [Numbers, Stream])
-def test_an_empty_dataset_is_named(dataset):
-    with pytest.raises(ValueError, match=f"{dataset.__name__}.* is empty"):
-        make_loader(dataset(0), shuffle=False).dataset.sample_rows(2)
-
-
-def test_a_stream_that_ends_before_the_first_whole_batch():
-    with pytest.raises(ValueError, match=r"Stream.*dataloader_drop_last"):
-        make_loader(Stream(3), drop_last=True).dataset.sample_rows(2)
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Numbers(0), "Numbers.* is empty"),
+        (Stream(0), "Stream.* is empty"),
+        (Stream(3), "Stream.*dataloader_drop_last"),  # ends before the first whole batch
+    ],
+)
+def test_too_few_samples_are_an_error_that_names_the_dataset(dataset: Dataset, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_loader(dataset, shuffle=False, drop_last=True).dataset.sample_rows(2)
 
 
 def test_rows_fetched_together():
@@ -469,28 +384,7 @@ def test_the_next_slice_is_known_ahead(dataset: Dataset) -> None:
         following = loader.dataset.next_slice
         ahead.append((batch[0], following and (following.rows, following.global_rows)))
     assert ahead == [(8, (8, 16)), (24, (4, 8)), (36, None)]
-
-
-@pytest.mark.parametrize("dataset", [Numbers(40), Stream(40)], ids=["map", "stream"])
-def test_the_next_slice_follows_a_new_slicing(dataset: Dataset) -> None:
-    loader = make_loader(dataset, shuffle=False)
-    loader.dataset.reslice(2, 1)
     batches = iter(loader)
     next(batches)
     loader.dataset.reslice(4, 3)
-    assert next(batches) == list(range(28, 32))
-    assert loader.dataset.last_slice == BatchSlice(4, 16)
-
-
-def test_keys_of_fewer_inputs_cost_a_stream_no_sample() -> None:
-    class Once(IterableDataset):
-        def __init__(self) -> None:
-            self.rows = iter(range(12))
-
-        def __iter__(self) -> Iterator[int]:
-            return self.rows
-
-    batches = NumberedBatches(Once(), None, torch.tensor, 4)
-    batches.sample_rows(2)
-    batches.key_by(frozenset({"weights"}))
-    assert [row for batch in NumberedLoader(batches) for row in batch.tolist()] == list(range(12))
+    assert next(batches) == list(range(28, 32)) and loader.dataset.last_slice == BatchSlice(4, 16)

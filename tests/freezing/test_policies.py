@@ -18,13 +18,9 @@ from hf_pipetransformer.freezing.policies import (
     FreezePolicy,
     NeverFreeze,
     SchedulePolicy,
-    agreed_num_frozen,
-    check_something_to_freeze,
-    check_when,
     make_policy,
     next_num_frozen,
     policy_description,
-    steps_between_decisions,
 )
 
 Norms = tuple[float, ...] | None
@@ -65,19 +61,12 @@ def run(policy: FreezePolicy, num_layers: int, decisions: int, norms: list[Norms
     ("num_layers", "alpha", "expected"),
     [
         (12, 1 / 3, [4, 7, 9, 10, 11, 11, 12, 12]),
-        (24, 1 / 3, [8, 14, 17, 20, 21, 22, 23, 24]),
-        (12, 1 / 2, [6, 9, 11, 12, 12]),
         (10, 0.1, [1, 2, 3, 4, 5, 5, 6, 6, 7, 7]),  # 10 (1 - 0.9) is 0.99999... or 1.00000...1 in floating point
-        (12, 1 / 5, [3, 5, 6, 8, 9, 9, 10, 10]),
         (1, 1 / 3, [1, 1]),
     ],
 )
 def test_alpha(num_layers: int, alpha: float, expected: list[int]) -> None:
     assert run(AlphaPolicy(alpha), num_layers, len(expected)) == expected
-
-
-def test_alpha_freezes_nothing_at_the_start() -> None:
-    assert AlphaPolicy(0.9).num_frozen(decision(0)) == 0
 
 
 def test_alpha_is_exact_where_the_formula_is_whole() -> None:
@@ -98,11 +87,6 @@ def test_adaptive_is_equation_1() -> None:
     smallest_at = [2, 9, 7, 12]
     norms: list[Norms] = [tuple(0.1 if layer == m else 1.0 for layer in range(1, 13)) for m in smallest_at]
     assert run(AdaptivePolicy(1 / 3), 12, 4, norms) == [2, 6, 7, 9]
-
-
-def test_adaptive_looks_at_active_layers_only() -> None:
-    norms = (0.0, 0.0, 3.0, 2.0, 5.0, 4.0)  # frozen layers have no gradient
-    assert AdaptivePolicy(0.9).num_frozen(decision(2, 6, 2, norms=norms)) == 4
 
 
 def test_adaptive_without_gradients_waits() -> None:
@@ -135,7 +119,7 @@ def test_autofreeze() -> None:
     assert run(AutoFreezePolicy(50), 5, 4, norms) == [0, 2, 2, 3]
 
 
-@pytest.mark.parametrize(("percentile", "expected"), [(0, 0), (25, 1), (40, 2), (50, 2), (75, 3), (100, 4)])
+@pytest.mark.parametrize(("percentile", "expected"), [(0, 0), (40, 2), (100, 4)])
 def test_autofreeze_percentile(percentile: float, expected: int) -> None:
     """Changes of .1 .2 .3 .4 .5; the 40th percentile lies between two of them, at .26."""
     policy = AutoFreezePolicy(percentile)
@@ -173,24 +157,25 @@ def test_schedule_by_step() -> None:
     assert f == [1, 1, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        ({}, "that maps each"),
-        ([1, 2], "that maps each"),
-        ({"1": 4, "2": 3}, "decreases from 4 layers at epoch 1 to 3 at epoch 2"),
-        ({"1": 4, "1.0": "all"}, "several entries for the same epoch"),
-        ({"one": 4}, "'one'"),
-        ({-1: 4}, "-1"),
-        ({"nan": 4}, "'nan'"),
-        ({1: 4.5}, "4.5"),
-        ({1: -4}, "-4"),
-        ({1: True}, "True"),
-    ],
-)
-def test_schedule_refuses(schedule: object, words: str) -> None:
+REFUSED = {
+    "that maps each": {},
+    "decreases from 4 layers at epoch 1 to 3 at epoch 2": {"1": 4, "2": 3},
+    "decreases from 0.75 layers at epoch 0 to 0.5 at epoch 1": {0: 0.75, 1: 0.5},
+    "decreases from all layers": {0: "all", 1: 3},
+    "several entries for the same epoch": {"1": 4, "1.0": "all"},
+    "'one'": {"one": 4},
+    "'nan'": {"nan": 4},
+    "-1": {-1: 4},
+    "-4": {1: -4},
+    "has 1.5 at epoch 0, but .* a share of all layers between 0 and 1": {0: 1.5},
+    "or 'all'": {0: "most"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_schedule_refuses(words: str) -> None:
     with pytest.raises(ValueError, match="freeze_schedule.*" + words):
-        make_policy("schedule", schedule=schedule)  # type: ignore[arg-type]
+        make_policy("schedule", schedule=REFUSED[words])  # type: ignore[arg-type]
 
 
 def test_schedule_beyond_the_model_is_refused_at_the_first_decision() -> None:
@@ -200,25 +185,14 @@ def test_schedule_beyond_the_model_is_refused_at_the_first_decision() -> None:
         next_num_frozen(SchedulePolicy({9: 12}), decision(0, max_frozen=11))
 
 
-def test_all_is_what_leaves_something_to_train() -> None:
-    policy = SchedulePolicy({"0": 2, "3": "all"})
+def test_schedule_takes_all_layers_or_a_share_of_them() -> None:
+    policy = SchedulePolicy({"0": 2, "3": "all"})  # what leaves something to train
     asked = [decision(t, max_frozen=11, epoch=float(t)) for t in range(5)]
     assert [next_num_frozen(policy, one) for one in asked] == [2, 2, 2, 11, 11]
-    with pytest.raises(ValueError, match="decreases from all layers"):
-        SchedulePolicy({0: "all", 1: 3})
-    with pytest.raises(ValueError, match="or 'all'"):
-        SchedulePolicy({0: "most"})
-
-
-def test_schedule_takes_a_share_of_the_layers() -> None:
     policy = SchedulePolicy({"0": 0.5, "2": 5, "3": 0.75})
     assert [policy.num_frozen(decision(epoch, num_layers=7)) for epoch in range(4)] == [3, 3, 5, 5]
-    with pytest.raises(ValueError, match=r"decreases from 0.75 layers at epoch 0 to 0.5 at epoch 1"):
-        SchedulePolicy({0: 0.75, 1: 0.5})
     with pytest.raises(ValueError, match=r"decreases from 5 layers at epoch 0 to 3 at epoch 1"):
         SchedulePolicy({0: 5, 1: 0.5}).num_frozen(decision(0, num_layers=7))
-    with pytest.raises(ValueError, match=r"has 1.5 at epoch 0, but .* a share of all layers between 0 and 1"):
-        SchedulePolicy({0: 1.5})
 
 
 # ------------------------------------------------------------------------------------ what holds for all
@@ -263,75 +237,22 @@ class Whatever(FreezePolicy):
         return self.answer  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("answer", "expected"), [(0, 3), (3, 3), (5, 5), (99, 11)])
+@pytest.mark.parametrize(("answer", "expected"), [(0, 3), (5, 5), (99, 11)])
 def test_a_users_policy_is_kept_within_bounds(answer: int, expected: int) -> None:
     assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3, max_frozen=11)) == expected
     assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3), max_frozen_layers=4) == min(expected, 4)
 
 
-@pytest.mark.parametrize("answer", [None, 2.0, "4", -1, True])
+@pytest.mark.parametrize("answer", [None, 2.0, -1, True])
 def test_a_users_policy_must_return_a_number_of_layers(answer: object) -> None:
     with pytest.raises(ValueError, match=rf"Whatever.num_frozen returned {answer!r} at decision 4"):
         next_num_frozen(Whatever(answer), decision(4))
 
 
-def test_a_bound_below_what_is_frozen_thaws_nothing() -> None:
-    assert next_num_frozen(AlphaPolicy(), decision(5, num_frozen=6), max_frozen_layers=4) == 6
-
-
 # ------------------------------------------------------------------------------------ names, arguments, ranks
-def test_make_policy() -> None:
-    assert make_policy("none") == NeverFreeze()
-    assert make_policy("alpha") == AlphaPolicy(1 / 3)
-    assert make_policy("adaptive", alpha=0.5) == AdaptivePolicy(0.5)
-    assert make_policy("autofreeze", percentile=70) == AutoFreezePolicy(70)
-    assert make_policy("schedule", schedule={"1": 2}, by="step") == SchedulePolicy({1: 2}, by="step")
-    with pytest.raises(ValueError, match=r"freeze_policy='beta' is unknown. Set it to one of 'none', 'alpha'"):
-        make_policy("beta")
-
-
 @pytest.mark.parametrize("name", FREEZE_POLICIES)
 def test_a_policy_is_made_anew_from_json(name: str) -> None:
     policy = make_policy(name, alpha=0.4, percentile=60, schedule={"1": 3, "2.5": 4}, by="epoch")
     description = json.loads(json.dumps(policy_description(policy)))
     assert make_policy(**description) == policy
     assert policy_description(Whatever(3)) is None
-
-
-@pytest.mark.parametrize("alpha", [0, 1, -0.5, 1.5, math.nan, math.inf, None, "0.5", True])
-@pytest.mark.parametrize("name", ["alpha", "adaptive"])
-def test_alpha_outside_of_0_and_1_is_refused(name: str, alpha: object) -> None:
-    with pytest.raises(ValueError, match=r"freeze_alpha=.*between 0 and 1"):
-        make_policy(name, alpha=alpha)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("percentile", [-1, 101, math.nan])
-def test_percentile_out_of_range_is_refused(percentile: float) -> None:
-    with pytest.raises(ValueError, match=r"percentile=.*between 0 and 100"):
-        make_policy("autofreeze", percentile=percentile)
-
-
-def test_when() -> None:
-    check_when("epoch", None)
-    check_when("steps", 500, 3)
-    check_when("steps", 0.1)
-    with pytest.raises(ValueError, match="freeze_strategy='no' is unknown"):
-        check_when("no", None)
-    for steps in (None, 0, -3, 2.5, math.inf, math.nan, True):
-        with pytest.raises(ValueError, match="freeze_steps"):
-            check_when("steps", steps)
-    with pytest.raises(ValueError, match="max_frozen_layers=0"):
-        check_when("epoch", None, 0)
-    assert [steps_between_decisions(s, 250) for s in (1, 40, 0.1, 0.001)] == [1, 40, 25, 1]
-
-
-def test_ranks_must_agree() -> None:
-    assert agreed_num_frozen([4, 4, 4]) == 4
-    with pytest.raises(ValueError, match=r"4 on ranks 0, 2; 7 on rank 1\)"):
-        agreed_num_frozen([4, 7, 4])
-
-
-def test_nothing_to_freeze_is_refused() -> None:
-    check_something_to_freeze(1, 12)
-    with pytest.raises(ValueError, match="leave nothing to train"):
-        check_something_to_freeze(0, 12)

@@ -24,6 +24,7 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 
 DIGITS = 5
 STOCK_FIELDS = {one.name for one in fields(TrainingArguments)}
+FIELDS = {one.name for one in fields(PipeTransformerTrainingArguments)}
 
 
 # ------------------------------------------------------------------------------------------ a model, and its data
@@ -63,18 +64,6 @@ class NoisyLine(Line):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
         return super().forward(x + 0.1 * torch.randn(1) + 0.1 * numpy.random.rand() + 0.1 * random.random(), labels)
-
-
-class OrderedLine(Line):
-    """It remembers the samples in the order in which they have come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
-        self.seen += x.tolist()
-        return super().forward(x, labels)
 
 
 class Points:
@@ -126,7 +115,7 @@ class Classes:
 
     def make(self, model: nn.Module | None = None, mixin: type | None = None, **given: Any) -> Any:
         """A trainer. What is no field of the arguments goes to the trainer."""
-        options = {name: given.pop(name) for name in STOCK_FIELDS & set(given)}
+        options = {name: given.pop(name) for name in FIELDS & set(given)}
         if model is None and "model_init" not in given:
             model = Line()
         data = {"train_dataset": Points(), "eval_dataset": Points(10, seed=1)}
@@ -171,11 +160,16 @@ def names_of(callbacks: list[Any]) -> list[str]:
 
 Scenario = Callable[[Classes], Any]
 SCENARIOS: list[Scenario] = []
+SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
 def scenario(script: Scenario) -> Scenario:
     SCENARIOS.append(script)
     return script
+
+
+def scenarios_of(module: str) -> list[Scenario]:
+    return [script for script in SCENARIOS if script.__module__ == module]
 
 
 def run(script: Scenario, folder: Path, is_ours: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from functools import reduce
@@ -15,7 +14,7 @@ import torch
 from cached_runs import EPOCH_START, MID_EPOCH, RUNS, SHRINK, cached, expected_of, hit_rates, trainer_of
 from distributed import run_ranks
 from safetensors.torch import load_file
-from selection import few, slow
+from selection import slow
 from training_runs import (
     WORLD,
     Outcome,
@@ -34,40 +33,55 @@ from hf_pipetransformer.run import cache_control
 from hf_pipetransformer.run.run import PipelineRun
 
 
-@pytest.mark.parametrize("stages", [SHRINK, *slow({0: 1, 1: 1, 2: 1, 3: 1})], ids=["shrink", "replicas"])
-@pytest.mark.parametrize("name", few(RUNS, "streamed"))
-def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -> None:
-    """Epoch 2 fills the store, epoch 3 reads it and fills it anew, ..., epochs 5 and 6 only read."""
-    run = RUNS[name]
-    results = run_ranks(cached, WORLD, run, stages, EPOCH_START)
-    expected = expected_of(run, EPOCH_START)
-    assert_same_training([outcome for outcome, _ in results], expected)
-    torch.testing.assert_close(results[0][0].losses, expected.losses, rtol=0, atol=1e-5)
-    epochs = results[0][1]
-    assert hit_rates(epochs) == [(0, 0), (0, 1), (0, 1), (1, 0)]
-    assert [e["cache_rows_stored"] for e in epochs] == pytest.approx([run.samples] * 3 + [0], abs=4)
-
-
-def counted(rank: int, world_size: int, run: Run) -> int:
-    trainer = trainer_of(run, SHRINK, EPOCH_START)
+def cached_and_changed(
+    rank: int, world_size: int, run: Run, stages: dict[int, int], table: dict[int, int], looks_early: bool = False
+) -> tuple[Outcome, list[dict[str, Any]], list[tuple[int, int]], int]:
+    """With the changes as they are logged, and how many layers count as cached in the end."""
+    if looks_early:
+        cache_control.EARLY_STEPS = 1
+    trainer = trainer_of(run, stages, table)
     counts: list[int] = []
     at_each_step(trainer, after=lambda run: counts.append(run.planner.num_cached))
-    trainer.train()
-    return counts[-1]
+    outcome = outcome_of(trainer)
+    history = trainer.state.log_history
+    changes = [(entry["step"], entry["num_cached_layers"]) for entry in history if "transform_seconds" in entry]
+    return outcome, [entry for entry in history if "cache_hit_rate" in entry], changes, counts[-1]
+
+
+REPLICAS = {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("streamed", SHRINK),
+        *slow(("bert", SHRINK), ("vit", SHRINK), ("gpt2-tied", REPLICAS), ("llama", REPLICAS)),
+    ],
+)
+def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -> None:
+    """Epoch 2 fills the store, epoch 3 reads it and fills it anew, ..., epochs 5 and 6 only read.
+
+    An epoch that fills the store for more layers reads it for fewer: an early look must see that as hits.
+    """
+    run = RUNS[name]
+    results = run_ranks(cached_and_changed, WORLD, run, stages, EPOCH_START, looks_early=stages is REPLICAS)
+    expected = expected_of(run, EPOCH_START)
+    assert_same_training([outcome for outcome, *_ in results], expected)
+    torch.testing.assert_close(results[0][0].losses, expected.losses, rtol=0, atol=1e-5)
+    _, epochs, changes, num_cached = results[0]
+    assert hit_rates(epochs) == [(0, 0), (0, 1), (0, 1), (1, 0)]
+    assert [e["cache_rows_stored"] for e in epochs] == pytest.approx([run.samples] * 3 + [0], abs=4)
+    if stages is SHRINK:  # without a length, an epoch's begin is no whole number for the Trainer
+        assert num_cached == 3
+    if name == "bert":
+        assert changes == [(3, 0), (6, 1), (9, 2)]
 
 
 @pytest.mark.slow
-def test_a_streams_layers_count_as_cached() -> None:
-    """Without a length, an epoch's begin is no whole number for the Trainer."""
-    assert run_ranks(counted, WORLD, RUNS["streamed"]) == [3] * WORLD
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.slow
-def test_under_autocast(num_stages: int) -> None:
+def test_under_autocast() -> None:
     # M is given: in bf16 another one, found by the clock, moves losses by more than the cache does
-    run = RUNS["bert"].with_options(bf16=True, num_microbatches=2 if num_stages > 1 else 1)
-    stages = dict.fromkeys(range(4), num_stages)
+    run = RUNS["bert"].with_options(bf16=True, num_microbatches=2)
+    stages = dict.fromkeys(range(4), 2)
     results, without = (run_ranks(cached, 2, run, stages, EPOCH_START, activation_cache=m) for m in ("on", "off"))
     for outcome, _ in (
         *results,
@@ -78,38 +92,24 @@ def test_under_autocast(num_stages: int) -> None:
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
-def cached_and_changed(
-    rank: int, world_size: int, run: Run, stages: dict[int, int]
-) -> tuple[Outcome, list[dict[str, Any]], list[tuple[int, int]]]:
-    trainer = trainer_of(run, stages, MID_EPOCH)
-    outcome = outcome_of(trainer)
-    history = trainer.state.log_history
-    changes = [(entry["step"], entry["num_cached_layers"]) for entry in history if "transform_seconds" in entry]
-    return outcome, [entry for entry in history if "cache_hit_rate" in entry], changes
-
-
-@pytest.mark.parametrize("stages", [SHRINK, {0: 2, 1: 2, 2: 2}], ids=["shrink", "same"])
 @pytest.mark.slow
-def test_frozen_in_the_middle_of_an_epoch(stages: dict[int, int]) -> None:
+def test_frozen_in_the_middle_of_an_epoch() -> None:
     """Half of an epoch is in the store when the next begins: rows are found at several places, or not at all."""
     run = RUNS["bert"]
-    results = run_ranks(cached_and_changed, WORLD, run, stages)
-    expected = expected_of(run, MID_EPOCH)
-    assert_same_training([outcome for outcome, *_ in results], expected)
+    results = run_ranks(cached_and_changed, WORLD, run, SHRINK, MID_EPOCH)
+    assert_same_training([outcome for outcome, *_ in results], expected_of(run, MID_EPOCH))
     hits = [hits for hits, _ in hit_rates(results[0][1])]
     assert hits[0] == 0 and 0 < hits[1] < 1 and hits[-1] == 1
     # steps 2 and 7 freeze; layers count as cached from an epoch on that has a whole one behind it
     assert results[0][2] == [(2, 0), (6, 1), (7, 1), (12, 2)]
 
 
-@pytest.mark.parametrize("stages", [{0: 2, 4: 1}, {0: 2, 4: 2}], ids=["replicas", "pipeline"])
 @pytest.mark.slow
-def test_only_the_head_is_left(stages: dict[int, int]) -> None:
+def test_only_the_head_is_left() -> None:
     """All four layers are frozen. Alone on its process the head goes on from what the last layer gave."""
     run = Run(epochs=5)
-    results = run_ranks(cached, WORLD, run, stages, {3: 4})
-    expected = expected_of(run, {3: 4})
-    assert_same_training([outcome for outcome, _ in results], expected)
+    results = run_ranks(cached, WORLD, run, {0: 2, 4: 2}, {3: 4})
+    assert_same_training([outcome for outcome, _ in results], expected_of(run, {3: 4}))
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
 
@@ -149,17 +149,6 @@ def test_one_process() -> None:
     assert epochs[0]["cache_rows_stored"] == pytest.approx(run.samples, abs=4)
 
 
-def looking_early(rank: int, world_size: int) -> list[dict[str, Any]]:
-    cache_control.EARLY_STEPS = 1
-    return cached(rank, world_size, RUNS["bert"], {0: 2, 1: 1, 2: 1, 3: 1}, EPOCH_START)[1]
-
-
-@pytest.mark.slow
-def test_rows_found_below_are_found() -> None:
-    """An epoch that fills the store for more layers reads it for fewer: an early look must see that as hits."""
-    assert [hit_rates(epochs)[-1] for epochs in run_ranks(looking_early, 2)] == [(1, 0)] * 2
-
-
 @pytest.mark.slow
 def test_a_refused_model_trains_uncached() -> None:
     """T5's layers hand on a position bias beside the hidden state."""
@@ -171,22 +160,16 @@ def test_a_refused_model_trains_uncached() -> None:
 
 
 @pytest.mark.slow
-def test_bf16_storage_costs_some_digits() -> None:
-    """Measured: 1.3e-4 (docs/numerics.md)."""
-    run = RUNS["bert"]
-    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dtype="bf16")
-    expected = expected_of(run, EPOCH_START)
-    difference, _ = largest_difference(results[0][0].weights, expected.weights)
-    assert 1e-5 < difference < 2e-3
+def test_storage_of_another_precision_costs_digits_and_is_not_believed(tmp_path: Path) -> None:
+    """The same weights and samples in one folder, first in bf16: only its own states are exact.
 
-
-@pytest.mark.slow
-def test_storage_of_another_precision_is_not_believed(tmp_path: Path) -> None:
-    """The same weights and samples in one folder, first in bf16: only its own states are exact."""
+    Measured: 1.3e-4 (docs/numerics.md).
+    """
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
-    run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dtype="bf16")
-    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START)
     expected = expected_of(RUNS["bert"], EPOCH_START)
+    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dtype="bf16")
+    assert 1e-5 < largest_difference(results[0][0].weights, expected.weights)[0] < 2e-3
+    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START)
     assert_same_training([outcome for outcome, _ in results], expected)
 
 
@@ -295,11 +278,13 @@ def evaluating(
     return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
 
 
-@pytest.mark.parametrize("stages", [{0: 2, 1: 2}, *slow({0: 1, 1: 1})], ids=["pipeline", "replicas"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, *slow({"dataloader_num_workers": 1, "dataloader_persistent_workers": True})],
-    ids=["no-workers", "persistent"],
+    ("stages", "options"),
+    [
+        ({0: 2, 1: 2}, {}),
+        *slow(({0: 1, 1: 1}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True})),
+    ],
+    ids=["pipeline", "replicas-persistent"],
 )
 def test_evaluation_sets_are_cached_too(options: dict[str, Any], stages: dict[int, int], tmp_path: Path) -> None:
     with_cache = run_ranks(evaluating, 2, "on", str(tmp_path / "on"), stages, options)
@@ -324,23 +309,6 @@ def test_nothing_is_left_on_several_nodes(tmp_path: Path) -> None:
     assert not (tmp_path / "_hf_pipetransformer_run_cache").exists()
 
 
-@pytest.mark.slow
-def test_events_say_what_is_cached(tmp_path: Path) -> None:
-    run_ranks(recorded, WORLD, str(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
-    assert [(e["event"], e["num_frozen_layers"], e["num_cached_layers"]) for e in lines] == [
-        ("start", 0, 0),
-        ("transform", 1, 0),
-        ("transform", 2, 1),
-        ("transform", 3, 2),
-        ("cache", 3, 3),
-    ]
-
-
-def recorded(rank: int, world_size: int, folder: str) -> None:
-    cached(rank, world_size, RUNS["bert"], SHRINK, EPOCH_START, folder=folder)
-
-
 def parked(
     rank: int, world_size: int, stages: dict[int, int], folder: str
 ) -> tuple[Outcome, list[int], dict[str, torch.Tensor]]:
@@ -358,10 +326,9 @@ def parked(
     return outcome, held, load_file(Path(folder) / "checkpoint-15" / "model.safetensors")
 
 
-@pytest.mark.parametrize("stages", [SHRINK, {0: 1, 1: 1, 2: 1, 3: 1}], ids=["shrink", "replicas"])
 @pytest.mark.slow
-def test_weights_of_cached_layers_leave_the_device(stages: dict[int, int], tmp_path: Path) -> None:
-    results = run_ranks(parked, WORLD, stages, str(tmp_path))
+def test_weights_of_cached_layers_leave_the_device(tmp_path: Path) -> None:
+    results = run_ranks(parked, WORLD, SHRINK, str(tmp_path))
     expected = expected_of(Run(epochs=6), EPOCH_START)
     assert_same_training([outcome for outcome, *_ in results], expected)
     for outcome, held, saved in results:

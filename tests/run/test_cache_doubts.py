@@ -1,24 +1,28 @@
-"""The cache goes off, and nothing wrong is read, where inputs or frozen weights change."""
+"""The cache goes off, and nothing wrong is read, where inputs, frozen weights or the function of the model change."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cached_runs import cached, hit_rates, trainer_of
-from distributed import run_ranks
-from selection import slow
-from test_elastic_pipeline import StopAfter
-from training_data import Kind, TrainingData
+from distributed import run_ranks, run_ranks_expecting_error
+from selection import few
+from torch import nn
+from training_data import Kind, PadCollator, TrainingData
 from training_runs import (
     WORLD,
     Outcome,
     Run,
     assert_same_training,
     at_each_step,
+    largest_difference,
     outcome_of,
     when_it_ends,
 )
@@ -30,7 +34,13 @@ from hf_pipetransformer.model.watched_weights import digest_of
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
+RUN = Run(samples=24, epochs=4, accumulation=1)
+"""Three steps an epoch, on two processes."""
+AT_EPOCH = {3: 1}
+"""The first layer freezes before the fourth step; epoch 3 is the first that reads."""
 
+
+# ------------------------------------------------------------------------------------ augmentation
 class NoisyImages(TrainingData):
     """Other pixels each time they are read, drawn from what the loader has seeded."""
 
@@ -66,48 +76,41 @@ def augmented(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}], ids=["training", "evaluated"])
-def test_augmented_images_miss_and_the_cache_goes_off(options: dict[str, Any]) -> None:
+def test_augmented_images_miss_and_the_cache_goes_off() -> None:
     """An evaluation's images are the same each time: that they are found must not hide it."""
-    with_cache = run_ranks(augmented, WORLD, "on", options)
-    without = run_ranks(augmented, WORLD, "off", options)
+    with_cache, without = (run_ranks(augmented, WORLD, mode, {"eval_strategy": "epoch"}) for mode in ("on", "off"))
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert [e["cache_hit_rate"] for e in with_cache[0][1]] == [0, 0]  # filled, then read in vain
     assert all("0 were found" in str(reason) for *_, reason in with_cache)
+
+
+# ------------------------------------------------------------------------------------ inputs that the trainer changes
+def flipped(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
 
 
 class Mirrored:
     """A Trainer's mixin whose loss is of other inputs than the collator gave."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+        return super().compute_loss(model, flipped(inputs), *positional, **keywords)  # type: ignore[misc]
 
 
 class Prepared:
     """Likewise."""
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-
-
-class MirroredInTraining:
-    """Likewise, in training alone: the examination, which builds no graph, sees nothing of it."""
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled():
-            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+        return flipped(super()._prepare_inputs(inputs))  # type: ignore[misc]
 
 
 class MirroredNowAndThen:
+    """Likewise, in training alone: the examination, which builds no graph, sees nothing of it."""
+
     calls = 0
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         self.calls += torch.is_grad_enabled()
-        if self.calls % 5 == 4:
-            inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+        inputs = flipped(inputs) if self.calls % 5 == 4 else inputs
         return super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
 
 
@@ -121,47 +124,171 @@ class PreparedInTraining:
 
 class Stepped:
     def training_step(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-        return super().training_step(model, inputs, *positional, **keywords)  # type: ignore[misc]
+        return super().training_step(model, flipped(inputs), *positional, **keywords)  # type: ignore[misc]
 
 
-def reason_of(rank: int, world_size: int, run: Run, mode: str, num_stages: int = 1) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, {0: num_stages, 1: num_stages}, {3: 1}, activation_cache=mode)
+# ------------------------------------------------------------------------------------ what callbacks change
+class Scaled(nn.Module):
+    """A user's module: an adapter's scale, which no configuration knows, and a mask."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scaling = {"default": 1.0}
+        self.register_buffer("mask", torch.tensor([0.5, 1.0]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) * (self.scaling["default"] * self.mask[0])
+
+
+Change = Callable[[nn.Module], None]
+"""Of the user's model."""
+
+
+class Changes(TrainerCallback):
+    """Changes the model once: in the middle of epoch 3, in which the cache is read, or at its end."""
+
+    def __init__(self, event: str, change: Change, step: int = 7) -> None:
+        self._change, self._step, self._is_done = change, step, False
+        setattr(self, event, self._on_event)
+
+    def _on_event(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        if state.global_step >= self._step and not self._is_done:
+            self._is_done = True
+            self._change(model)
+
+
+def layer_of(model: nn.Module) -> Any:
+    return next(module for name, module in model.named_modules() if name.endswith(("layer.0", "layers.0")))
+
+
+def scale(model: nn.Module, factor: float = 1.5) -> None:
+    for parameter in layer_of(model).parameters():
+        if not getattr(parameter, "is_elsewhere", False):
+            parameter.data = parameter.data * factor
+
+
+def negate(model: nn.Module) -> None:
+    scale(model, -1.0)
+
+
+def another_scale(model: nn.Module) -> None:
+    layer_of(model).intermediate.scaling["default"] = 3.0
+
+
+def another_activation(model: nn.Module) -> None:
+    layer_of(model).intermediate.inner.intermediate_act_fn = nn.ReLU()
+
+
+def another_mask(model: nn.Module) -> None:
+    layer_of(model).intermediate.mask = torch.tensor([1.0, 0.5])
+
+
+def a_hook(model: nn.Module) -> None:
+    layer_of(model).output.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+class Hook(TrainerCallback):
+    """Registers a pre-hook on the model that changes token ids, from a certain step on."""
+
+    def __init__(self, first_step: int) -> None:
+        self._first_step = first_step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        def change(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if state.global_step < self._first_step:
+                return None
+            return args, {**kwargs, "input_ids": kwargs["input_ids"].clamp(max=20 + state.global_step)}
+
+        model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What a training does, in how many stages, and why the cache is off in the end."""
+
+    reason: str
+    stages: int = 1
+    kind: Kind = "text-classification"
+    mixin: type | None = None
+    callback: Callable[[], TrainerCallback] | None = None
+    table: dict[int, int] = field(default_factory=lambda: AT_EPOCH)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def trainer(self, mode: str) -> PipeTransformerTrainer:
+        run = replace(RUN, kind=self.kind, trainer=self.mixin).with_options(**self.options)
+        microbatches: Any = 2 if self.stages > 1 else "auto"
+        stages = dict.fromkeys(range(3), self.stages)
+        trainer = trainer_of(run, stages, self.table, mode, activation_cache=mode, num_microbatches=microbatches)
+        if self.kind == "text-classification":
+            layer = layer_of(trainer.model)
+            layer.intermediate = Scaled(layer.intermediate)
+        if self.callback is not None:
+            trainer.add_callback(self.callback())
+        return trainer
+
+
+OF_INPUTS = partial(Doubt, "changes the inputs before the model receives them", kind="image-classification")
+OF_FUNCTION = partial(Doubt, "different outputs")
+PRE_HOOK = "a forward pre-hook changes the inputs"
+DOUBTS = {
+    "inputs of the loss": OF_INPUTS(mixin=Mirrored),
+    "inputs when they are prepared": OF_INPUTS(mixin=Prepared),
+    "inputs now and then": OF_INPUTS(mixin=MirroredNowAndThen),
+    "inputs in place": OF_INPUTS(mixin=PreparedInTraining, stages=2),
+    "inputs of a step": OF_INPUTS(mixin=Stepped, stages=2),
+    "weights": Doubt(OTHER_WEIGHTS, callback=partial(Changes, "on_step_end", scale)),
+    "weights of the same norm": Doubt(OTHER_WEIGHTS, callback=partial(Changes, "on_step_end", negate)),
+    "weights when it evaluates": Doubt(
+        OTHER_WEIGHTS,
+        callback=partial(Changes, "on_evaluate", scale),
+        options={"eval_strategy": "steps", "eval_steps": 7},
+    ),
+    # which the second stage cannot see: of text each batch has another shape, so that stages tell one another anyway
+    "weights of the first stage": Doubt(
+        OTHER_WEIGHTS, 2, "image-classification", callback=partial(Changes, "on_step_end", scale)
+    ),
+    # in one epoch: at its end they would be taken for what they were all the time
+    "weights before more layers freeze": Doubt(
+        OTHER_WEIGHTS, callback=partial(Changes, "on_step_end", scale, 4), table={3: 1, 5: 2}
+    ),
+    "an activation": OF_FUNCTION(2, callback=partial(Changes, "on_step_begin", another_activation)),
+    "a buffer": Doubt("buffers have been changed", 2, callback=partial(Changes, "on_step_end", another_mask)),
+    "a hook": OF_FUNCTION(callback=partial(Changes, "on_step_begin", a_hook)),
+    "a scale": OF_FUNCTION(callback=partial(Changes, "on_epoch_end", another_scale)),
+    "a pre-hook": Doubt(PRE_HOOK, callback=partial(Hook, 0)),  # before anything is cached
+    "a pre-hook when the cache is read": Doubt(PRE_HOOK, callback=partial(Hook, 7)),
+}
+
+
+def without_and_with(rank: int, world_size: int, name: str) -> tuple[Outcome, Outcome, str | None]:
+    """Why the cache was off in the end, too."""
     reasons: list[str | None] = []
-    at_each_step(trainer, after=lambda run: reasons.append(run.cache and run.cache.reason_off))
-    return outcome_of(trainer), reasons[-1]
+    without = outcome_of(DOUBTS[name].trainer("off"))
+    trainer = DOUBTS[name].trainer("on")
+    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
+    return without, outcome_of(trainer), reasons[-1]
 
 
-@pytest.mark.parametrize("mixin", [Mirrored, Prepared])
-@pytest.mark.slow
-def test_inputs_that_the_trainer_changes_are_not_cached_under_the_collators_keys(mixin: type) -> None:
-    run = Run("image-classification", epochs=4, trainer=mixin)
-    with_cache = run_ranks(reason_of, 2, run, "on")
-    without = run_ranks(reason_of, 2, run, "off")
-    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
+@pytest.mark.parametrize("name", few(DOUBTS, "weights", "a buffer"))
+def test_the_cache_goes_off_before_anything_wrong_is_read(name: str) -> None:
+    for without, with_cache, reason in run_ranks(without_and_with, 2, name):
+        assert_same_training([with_cache], without)
+        assert DOUBTS[name].reason in str(reason)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixin", "num_stages"),
-    [
-        (MirroredInTraining, 1),
-        (MirroredNowAndThen, 1),
-        (PreparedInTraining, 1),
-        (PreparedInTraining, 2),
-        (Stepped, 1),
-        (Stepped, 2),
-    ],
-)
-def test_inputs_that_are_changed_in_training_alone_are_noticed_in_each_step(mixin: type, num_stages: int) -> None:
-    run = Run("image-classification", epochs=4, trainer=mixin)
-    with_cache = run_ranks(reason_of, 2, run, "on", num_stages)
-    without = run_ranks(reason_of, 2, run, "off", num_stages)
-    assert_same_training([outcome for outcome, _ in with_cache], without[0][0])
-    assert all("changes the inputs before the model receives them" in str(reason) for _, reason in with_cache)
+def refused(rank: int, world_size: int) -> None:
+    Doubt("", 2, callback=partial(Hook, 7)).trainer("on").train()
 
 
+def test_in_a_pipeline_other_inputs_are_refused() -> None:
+    """The loss of a transformers model is computed on micro-batches, which the other stages take from the batch."""
+    for error in run_ranks_expecting_error(refused, 2):
+        assert isinstance(error, ValueError)
+        assert "on other inputs than the batch's" in str(error) and "forward pre-hook" in str(error)
+
+
+# ------------------------------------------------------------------------------------ what is put back
 class Averaged(TrainerCallback):
     """Evaluates with other weights, as an exponential average does, and puts the trained ones back."""
 
@@ -178,29 +305,20 @@ class Averaged(TrainerCallback):
                 self.losses.append(self.trainer.evaluate()["eval_loss"])
 
 
-def offloading(trainer: PipeTransformerTrainer) -> None:
+def averaging(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
     """As on a GPU: weights of cached layers leave the device."""
-    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
-
-
-def averaging(
-    rank: int, world_size: int, mode: str, offloads: bool
-) -> tuple[Outcome, list[float], list[dict[str, Any]]]:
     callback = Averaged()
-    run = Run(epochs=5)
-    trainer = trainer_of(run, {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
+    trainer = trainer_of(Run(epochs=5), {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
     trainer.add_callback(callback)
-    if offloads:
-        offloading(trainer)
+    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
     callback.trainer = trainer
     outcome = outcome_of(trainer)
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
 
 
-@pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.slow
-def test_other_weights_are_not_evaluated_from_the_cache(offloads: bool) -> None:
-    with_cache, without = (run_ranks(averaging, 2, mode, offloads) for mode in ("on", "off"))
+def test_other_weights_are_not_evaluated_from_the_cache() -> None:
+    with_cache, without = (run_ranks(averaging, 2, mode) for mode in ("on", "off"))
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
@@ -216,96 +334,10 @@ def test_weights_stay_where_a_callback_reads_them_in_each_step() -> None:
     assert not watch_steps([Averaged()])
 
 
-def scaler(step: int, event: str = "on_step_end", factor: float = 1.5) -> TrainerCallback:
-    """Puts other weights into the first layer, once, behind a step."""
-
-    def scale(_: Any, args: Any, state: Any, control: Any, model: Any, **__: Any) -> None:
-        if state.global_step == step:
-            for name, parameter in model.named_parameters():
-                is_first = "layer.0." in name or "layers.0." in name
-                if is_first and not getattr(parameter, "is_elsewhere", False):
-                    parameter.data = parameter.data * factor
-
-    callback: TrainerCallback = type("Scaler", (TrainerCallback,), {event: scale})()
-    return callback
-
-
-def scaled(
-    rank: int,
-    world_size: int,
-    run: Run,
-    table: dict[int, int],
-    step: int | None,
-    mode: str,
-    stops_after: int | None = None,
-    event: str = "on_step_end",
-    factor: float = 1.5,
-    num_stages: int = 1,
-) -> tuple[Outcome, str | None]:
-    trainer = trainer_of(run, dict.fromkeys(range(3), num_stages), table, activation_cache=mode)
-    if step is not None:
-        trainer.add_callback(scaler(step, event, factor))
-    if stops_after is not None:
-        trainer.add_callback(StopAfter(stops_after))
-    reasons: list[str | None] = []
-    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
-    return outcome_of(trainer), reasons[-1]
-
-
-@pytest.mark.parametrize("stops_after", [5, None], ids=["in the same epoch", "later"])
-@pytest.mark.slow
-def test_states_of_other_weights_do_not_stay_in_a_shared_folder(stops_after: int | None, tmp_path: Path) -> None:
-    """They were put under the name of the earlier weights, which another training may have."""
-    run = Run(epochs=4, per_device=4 * WORLD).with_options(activation_cache_dir=str(tmp_path / "cache"))
-    ((_, reason),) = run_ranks(scaled, 1, run, {3: 1}, 4, "on", stops_after)
-    assert reason == OTHER_WEIGHTS
-    assert list((tmp_path / "cache" / STORE).glob("0*-*")) == []
-    whole = Run(epochs=4, per_device=4 * WORLD)
-    shared = whole.with_options(activation_cache_dir=str(tmp_path / "cache"))
-    ((outcome, reason),) = run_ranks(scaled, 1, shared, {3: 1}, None, "on")
-    ((expected, _),) = run_ranks(scaled, 1, whole, {3: 1}, None, "off")
-    assert reason is None
-    assert_same_training([outcome], expected)
-
-
-@pytest.mark.parametrize(
-    ("world", "num_stages", "event", "factor"),
-    [
-        (1, 1, "on_step_end", 1.5),
-        *slow((2, 1, "on_step_end", -1.0)),  # of the same norms
-        *slow((2, 1, "on_evaluate", 1.5)),
-        *slow((2, 2, "on_step_end", 1.5)),  # which the second stage cannot see
-    ],
-)
-def test_weights_that_change_while_they_are_read_are_noticed_at_once(
-    world: int, num_stages: int, event: str, factor: float
-) -> None:
-    """The third epoch reads; the first of its steps, the seventh of all, is followed by other weights."""
-    # images are of one shape: of text each batch has another one, and then stages tell one another anyway
-    kind: Kind = "image-classification" if num_stages > 1 else "text-classification"
-    run = Run(kind, epochs=4, per_device=4 * WORLD // world)
-    if event == "on_evaluate":
-        run = run.with_options(eval_strategy="steps", eval_steps=7)
-    changed = run_ranks(scaled, world, run, {3: 1}, 7, "on", event=event, factor=factor, num_stages=num_stages)
-    without = run_ranks(scaled, world, run, {3: 1}, 7, "off", event=event, factor=factor, num_stages=num_stages)
-    assert_same_training([outcome for outcome, _ in changed], without[0][0])
-    assert {reason for _, reason in changed} == {OTHER_WEIGHTS}
-
-
-@pytest.mark.slow
-def test_weights_that_changed_before_more_layers_freeze_are_noticed() -> None:
-    """In one epoch: at its end they would be taken for what they were all the time."""
-    run, table = Run(epochs=4, per_device=4 * WORLD), {3: 1, 5: 2}
-    ((outcome, reason),) = run_ranks(scaled, 1, run, table, 4, "on")
-    ((expected, _),) = run_ranks(scaled, 1, run, table, 4, "off")
-    assert_same_training([outcome], expected)
-    assert reason == OTHER_WEIGHTS
-
-
 def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
     """Are the store's names of the weights those of the weights?"""
     trainer = trainer_of(Run(epochs=6, per_device=4 * WORLD), {0: 1, 1: 1, 2: 1}, {3: 1, 12: 2})
-    trainer.add_callback(scaler(10))
+    trainer.add_callback(Changes("on_step_end", scale, 10))
     found: list[dict[str, bool]] = []
 
     def turn_off(run: PipelineRun) -> None:
@@ -330,3 +362,82 @@ def test_weights_that_changed_while_it_was_off_get_another_name() -> None:
     (found,) = run_ranks(changed_while_off, 1)
     assert found[9] and not all(found[11].values())  # changed, and nobody has looked yet
     assert found[-1] and all(found[-1].values())
+
+
+# ------------------------------------------------------------------------------------ a shared folder
+def sharing(rank: int, world_size: int, store: str | None, change: Change | None) -> tuple[Outcome, float]:
+    """Two epochs of a model whose frozen weights are as they were made; the share of samples that the first found."""
+    shared = {} if store is None else {"activation_cache_dir": store}
+    mode = "off" if store is None else "on"
+    trainer = trainer_of(replace(RUN, epochs=2), {0: 1, 1: 1}, {1: 1}, activation_cache=mode, **shared)
+    layer = layer_of(trainer.model)
+    layer.intermediate = Scaled(layer.intermediate)
+    if change is not None:
+        change(trainer.model)
+    outcome = outcome_of(trainer)
+    rates = hit_rates([entry for entry in trainer.state.log_history if "cache_hit_rate" in entry])
+    return outcome, rates[0][0] if rates else 0.0
+
+
+def all_sharing(rank: int, world_size: int, store: str) -> list[tuple[Outcome, float]]:
+    """A run that fills the folder, one that finds it full, and others that are to find nothing there."""
+    results = [sharing(rank, world_size, store, None) for _ in range(2)]
+    for change in (another_scale, another_activation, another_mask):
+        results += [sharing(rank, world_size, one, change) for one in (store, None)]
+    return results
+
+
+@pytest.mark.slow
+def test_another_function_finds_nothing_in_a_shared_folder(tmp_path: Path) -> None:
+    """Although no configuration knows of it."""
+    (first, _), (again, found), *others = run_ranks(all_sharing, 2, str(tmp_path / "store"))[0]
+    assert found == 1
+    assert_same_training([again], first)
+    for (cached_, found), (uncached, _) in zip(others[::2], others[1::2], strict=True):
+        assert found == 0
+        assert_same_training([cached_], uncached)
+        assert largest_difference(cached_.weights, first.weights)[0] > 1e-4
+
+
+def stopped(rank: int, world_size: int, store: str) -> None:
+    """In the epoch that stores, behind other weights."""
+
+    def stop(args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= 5
+
+    trainer = Doubt("", callback=partial(Changes, "on_step_end", scale, 4)).trainer("on")
+    trainer.args.activation_cache_dir = store
+    trainer.add_callback(type("Stop", (TrainerCallback,), {"on_step_end": lambda self, *a, **k: stop(*a, **k)})())
+    trainer.train()
+
+
+@pytest.mark.slow
+def test_states_of_other_weights_do_not_stay_in_a_shared_folder(tmp_path: Path) -> None:
+    """They were put under the name of the earlier weights, which another training may have."""
+    run_ranks(stopped, 2, str(tmp_path / "cache"))
+    assert (tmp_path / "cache" / STORE).exists()
+    assert list((tmp_path / "cache" / STORE).glob("0*-*")) == []
+
+
+# ------------------------------------------------------------------------------------ rows that cannot be put together
+class TakesTwo(PadCollator):
+    """As that of a training with batches of two: it cannot put more rows together."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if len(rows) > 2:
+            raise ValueError("at most two rows")
+        return super().__call__(rows)
+
+
+def collated_by_two(rank: int, world_size: int) -> str | None:
+    run = Run(samples=8, epochs=2, per_device=2, accumulation=1)
+    trainer = trainer_of(run, {0: 1, 1: 1}, {1: 1})
+    trainer.data_collator = TakesTwo(run.kind)
+    reasons: list[str | None] = []
+    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
+    trainer.train()
+    return reasons[0]
+
+
+def test_a_collator_that_cannot_put_the_rows_together_is_a_reason_and_no_error() -> None:
+    assert "at most two rows" in str(run_ranks(collated_by_two, 1)[0])

@@ -81,8 +81,13 @@ def train(rank: int, world_size: int, folder: str, stages: int, callers: tuple[i
     return outcome_of(trainer), callback.found
 
 
-@pytest.mark.parametrize("layout", ["1F1B", *slow("frozen", "driven")])
-@pytest.mark.parametrize("callers", ["rank 0", "all, on other numbers of calls", *slow("the last rank", "all")])
+@pytest.mark.parametrize(
+    ("layout", "callers"),
+    [
+        ("1F1B", "rank 0"),
+        *slow(("frozen", "all, on other numbers of calls"), ("driven", "the last rank"), ("1F1B", "all")),
+    ],
+)
 def test_a_call_equals_one_process(layout: str, callers: str, tmp_path: Path) -> None:
     ((expected, outputs),) = run_ranks(train, 1, str(tmp_path), 1, (0,), layout)
     found = run_ranks(train, 2, str(tmp_path), 2, CALLERS[callers], layout)

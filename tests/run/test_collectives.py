@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks
+from selection import slow
 from test_elastic_pipeline import stages_by_frozen
 from training_data import PadCollator
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.run.collectives import among_last_stages
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=4)
 STAGES = 2
@@ -30,7 +30,7 @@ class GathersMetrics:
         count = torch.tensor(len(outputs.logits), device=outputs.logits.device)
         number = self.accelerator.gather_for_metrics(count).sum()
         padded = self.accelerator.pad_across_processes(outputs.logits)
-        assert len(self.accelerator.gather(padded)) == WORLD // STAGES * len(padded)
+        assert len(self.accelerator.gather(padded)) == self.args.world_size // STAGES * len(padded)
         assert int(number) == int(self.accelerator.reduce(count, reduction="sum"))
         self.rows = [*getattr(self, "rows", []), int(number)]
         return (loss, outputs) if return_outputs else loss
@@ -43,36 +43,19 @@ class GathersMetrics:
 
 
 def gathering(rank: int, world_size: int) -> Any:
-    trainer = pipeline_trainer(replace(RUN, trainer=GathersMetrics).with_options(logging_steps=1), STAGES)
+    run = replace(RUN, per_device=16 // world_size, trainer=GathersMetrics)
+    trainer = pipeline_trainer(run, STAGES)
     outcome = outcome_of(trainer)
     return outcome, [entry.get("rows_seen") for entry in trainer.state.log_history if "learning_rate" in entry]
 
 
-def test_a_loss_that_gathers_metrics() -> None:
-    """With two replicas, of which the second's last batch is smaller."""
+@pytest.mark.parametrize("world", [WORLD, *slow(STAGES)])
+def test_a_loss_that_gathers_metrics(world: int) -> None:
+    """With two replicas, of which the second's last batch is smaller; in one pipeline as in one process."""
     expected = run_ranks(reference, 1, RUN)[0]
-    results = run_ranks(gathering, WORLD)
+    results = run_ranks(gathering, world)
     assert_same_training([outcome for outcome, _ in results], expected)
     assert results[0][1] == [16, 16, 8]
-
-
-class Accelerator:
-    """As the trainer's, with a method that the user has replaced."""
-
-    def __init__(self) -> None:
-        self.reduce = len
-
-    def gather(self, tensor: Any) -> Any:
-        raise AssertionError("waits for all processes")
-
-
-def test_one_pipeline_is_as_one_process() -> None:
-    accelerator: Any = Accelerator()
-    value = {"count": torch.ones(2)}
-    with among_last_stages(accelerator, None):
-        assert accelerator.gather(value) is value and accelerator.gather_for_metrics(input_data=value) is value
-        assert accelerator.reduce(value, "mean") is value and accelerator.pad_across_processes(value, dim=1) is value
-    assert vars(accelerator) == {"reduce": len}
 
 
 class AveragesMargins:

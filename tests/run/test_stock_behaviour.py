@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,15 @@ import numpy
 import pytest
 import torch
 from distributed import run_ranks
+from model_zoo import MODELS
 from stock_scripts import (
-    SCENARIOS,
+    SAVES,
     STOCK_FIELDS,
     Classes,
     Line,
-    LineConfig,
-    NoisyLine,
-    OrderedLine,
     Points,
     PointsThatEnd,
     PointStream,
-    PretrainedLine,
     Scenario,
     error_of,
     names_of,
@@ -36,9 +33,8 @@ from stock_scripts import (
     rounded,
     run,
     scenario,
+    scenarios_of,
 )
-from torch import nn
-from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -46,14 +42,11 @@ from transformers import (
     EarlyStoppingCallback,
     HfArgumentParser,
     TrainerCallback,
-    TrainerState,
     default_data_collator,
-    set_seed,
 )
 from transformers.trainer_callback import ExportableState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST
 
 DIFFERENCES = Path(__file__).parents[2] / "recipes" / "drop_in.md"
 
@@ -105,29 +98,6 @@ def arguments_on_a_command_line(given: Classes) -> Any:
     return named, from_dict.learning_rate, set(vars(args)) >= STOCK_FIELDS
 
 
-@scenario
-def arguments_by_their_setters(given: Classes) -> Any:
-    args = given.args().set_training(learning_rate=1e-4, batch_size=32).set_optimizer("adafactor").set_save("no")
-    args = args.set_evaluate(strategy="epoch").set_lr_scheduler("cosine").set_dataloader(drop_last=True)
-    again = replace(args, seed=3)
-    return (
-        args.train_batch_size,
-        str(args.optim),
-        str(again.lr_scheduler_type),
-        again.seed,
-        given.args() == given.args(),
-    )
-
-
-@scenario
-def accelerators_configuration(given: Classes) -> Any:
-    found = []
-    for config in ({"even_batches": False}, {"split_batches": True}, {"dispatch_batches": True}):
-        accelerator = given.make(accelerator_config=config).accelerator
-        found.append([accelerator.even_batches, accelerator.split_batches, accelerator.dispatch_batches])
-    return found
-
-
 # ------------------------------------------------------------------------------------------ callbacks
 class Records(TrainerCallback):
     """The names of all events."""
@@ -158,18 +128,13 @@ class Controls(TrainerCallback):
 
 
 @scenario
-def callbacks_of_a_new_trainer(given: Classes) -> Any:
-    trainer = given.make(callbacks=[Records, Controls()])
-    return names_of(trainer.callback_handler.callbacks), trainer.callback_handler.callback_list
-
-
-@scenario
 def callbacks_added_and_removed(given: Classes) -> Any:
     found = []
     for name in ("remove_callback", "pop_callback"):
         for which in (DefaultFlowCallback, 0):
-            trainer = given.make()
+            trainer = given.make(callbacks=[Records, Controls()])
             callbacks = trainer.callback_handler.callbacks
+            found += [names_of(callbacks), trainer.callback_handler.callback_list]
             popped = getattr(trainer, name)(which if isinstance(which, type) else callbacks[which])
             found.append([type(popped).__name__, *names_of(callbacks)])
             trainer.add_callback(Records)
@@ -284,11 +249,6 @@ class ChainsItsLoaders:
         return Chain(super().get_eval_dataloader(eval_dataset), super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
 
 
-class ChainsAnotherLoader:
-    def get_train_dataloader(self) -> Any:
-        return Chain(super().get_train_dataloader(), DataLoader(Points(8, seed=2), 4))  # type: ignore[arg-type, misc]
-
-
 class WrapsItsLoader:
     def get_train_dataloader(self) -> Any:
         return Chain(super().get_train_dataloader())  # type: ignore[misc]
@@ -315,16 +275,6 @@ class GivesAGenerator:
 def loaders_in_one(given: Classes) -> Any:
     trainer = given.make(mixin=ChainsItsLoaders)
     return outcome(trainer), rounded(trainer.evaluate()["eval_loss"])
-
-
-@scenario
-def loaders_of_other_origin_in_one(given: Classes) -> Any:
-    return outcome(given.make(mixin=ChainsAnotherLoader))
-
-
-@scenario
-def loader_in_a_wrapper(given: Classes) -> Any:
-    return outcome(given.make(mixin=WrapsItsLoader))
 
 
 @scenario
@@ -433,332 +383,6 @@ def labels_in_a_dict_and_none(given: Classes) -> Any:
     return [[outcome(trainer), rounded(trainer.evaluate())] for trainer in trainers]
 
 
-# ------------------------------------------------------------------------------------------ training
-@scenario
-def seeds_and_models_made_by_a_function(given: Classes) -> Any:
-    found = []
-    for make in (lambda: Line(), lambda trial: Line(1.0)):
-        trainer = given.make(model_init=make)
-        found += [outcome(trainer), outcome(trainer)]
-        trainer.args.seed = 314
-        found.append(outcome(trainer))
-    return found, error_of(lambda: given.make(model_init=lambda one, two: Line()))
-
-
-@scenario
-def random_models(given: Classes) -> Any:
-    return outcome(given.make(NoisyLine()))
-
-
-@scenario
-def lengths_of_trainings(given: Classes) -> Any:
-    options = ({"num_train_epochs": 1.5}, {"max_steps": 7}, {"num_train_epochs": 1, "dataloader_drop_last": True})
-    accumulations = ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 50})
-    return [outcome(given.make(**one)) for one in (*options, *accumulations)]
-
-
-@scenario
-def losses_that_are_not_finite(given: Classes) -> Any:
-    class Breaks(Line):
-        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
-            return (self.slope * float("nan"), x)
-
-    trainers = [given.make(Breaks(), max_steps=2, logging_nan_inf_filter=is_filtered) for is_filtered in (True, False)]
-    return [[str(entry.get("loss")) for entry in outcome(trainer)[0]] for trainer in trainers]
-
-
-@scenario
-def models_without_a_loss(given: Classes) -> Any:
-    class Silent(Line):
-        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
-            return {"y": self.slope * x}
-
-    trainer = given.make(Silent())
-    return error_of(trainer.train), error_of(lambda: trainer.predict(Points(4)))
-
-
-@scenario
-def methods_of_the_users_own(given: Classes) -> Any:
-    calls: list[str] = []
-
-    def counting(name: str) -> Any:
-        def method(self: Any, *args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return getattr(super(own, self), name)(*args, **options)
-
-        return method
-
-    names = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs", "evaluation_loop", "log")
-    more = (
-        "create_optimizer",
-        "create_scheduler",
-        "save_model",
-        "_save_checkpoint",
-        "get_train_dataloader",
-        "store_flos",
-    )
-    own = type("Own", (given.trainer,), {name: counting(name) for name in (*names, *more)})
-    steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = own(Line(), given.args(**steps), train_dataset=Points(), eval_dataset=Points())
-    trainer.train()
-    return calls
-
-
-@scenario
-def compiled_models(given: Classes) -> Any:
-    compiled: Any = torch.compile(Line(), backend="eager")
-    options = {"max_steps": 2, "remove_unused_columns": False}
-    return outcome(given.make(torch_compile=True, torch_compile_backend="eager", **options)), outcome(
-        given.make(compiled, **options)
-    )
-
-
-@scenario
-def batch_sizes_that_do_not_fit(given: Classes) -> Any:
-    class RunsOut(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.train_batch_size >= 16:
-                raise RuntimeError("CUDA out of memory.")
-
-    options = {"per_device_train_batch_size": 16, "auto_find_batch_size": True, "save_strategy": "steps"}
-    trainer = given.make(callbacks=[RunsOut()], max_steps=2, save_steps=1, **options)
-    trainer.train()
-    again = given.make(max_steps=2, save_steps=1, **options)
-    again.train(resume_from_checkpoint=True)
-    return trainer._train_batch_size, again._train_batch_size
-
-
-@scenario
-def trainings_one_after_another(given: Classes) -> Any:
-    trainer = given.make()
-    first, second = outcome(trainer), outcome(trainer)
-    return first, second, trainer.model_wrapped is trainer.model, trainer.is_in_train, rounded(trainer.evaluate())
-
-
-# ------------------------------------------------------------------------------------------ evaluation
-def accuracy(evaluated: Any) -> dict[str, float]:
-    predictions = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
-    return {"near": float((numpy.abs(predictions - evaluated.label_ids) < 1).mean())}
-
-
-@scenario
-def evaluations(given: Classes) -> Any:
-    options: list[dict[str, Any]] = [
-        {},
-        {"eval_accumulation_steps": 1},
-        {"prediction_loss_only": True},
-        {"eval_use_gather_object": True},
-        {"bf16_full_eval": True},
-        {"preprocess_logits_for_metrics": lambda logits, labels: logits + 1},
-        {"eval_dataset": {"one": Points(5), "two": Points(9)}},
-        {"include_for_metrics": ["loss"]},
-    ]
-    return [rounded(given.make(Line(1.5), compute_metrics=accuracy, **one).evaluate()) for one in options]
-
-
-@scenario
-def metrics_batch_by_batch(given: Classes) -> Any:
-    seen: list[int] = []
-
-    def count(evaluated: Any, compute_result: bool) -> dict[str, Any]:
-        seen.append(len(evaluated.label_ids))
-        return {"batches": len(seen), "rows": sum(seen)} if compute_result else {}
-
-    return rounded(given.make(compute_metrics=count, batch_eval_metrics=True, per_device_eval_batch_size=4).evaluate())
-
-
-@scenario
-def predictions(given: Classes) -> Any:
-    class Twice(Line):
-        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
-            loss, y = super().forward(x, labels)
-            return loss, y, 2 * y
-
-    names = ("labels", "more")
-    trainer = given.make(Twice(1.5), label_names=list(names))
-    several = trainer.predict(Points(11, labels=names))
-    ragged = [
-        {"x": numpy.ones(1 + index // 8, "f4"), "labels": numpy.ones(1 + index // 8, "f4")} for index in range(20)
-    ]
-    padded = given.make(eval_accumulation_steps=1).predict(ragged)
-    parts = (several.predictions, several.label_ids, several.metrics, padded.predictions, padded.label_ids)
-    return [rounded(part) for part in parts]
-
-
-@scenario
-def steps_by_hand(given: Classes) -> Any:
-    trainer = given.make(Line(1.5), compute_loss_func=lambda outputs, labels, **_: (outputs[0] - labels).abs().mean())
-    batch = default_data_collator([Points()[index] for index in range(4)])
-    trained = trainer.training_step(trainer.model, dict(batch), 4)
-    return rounded(trained), rounded(trainer.prediction_step(trainer.model, dict(batch), prediction_loss_only=True)[0])
-
-
-@scenario
-def early_stopping(given: Classes) -> Any:
-    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    stopping = EarlyStoppingCallback(1)
-    trainer = given.make(callbacks=[stopping], num_train_epochs=20, learning_rate=1.0, save_total_limit=2, **options)
-    result = outcome(trainer)
-    best = trainer.state.best_model_checkpoint
-    return result, trainer.state.best_global_step, Path(best).name, given.checkpoints, rounded(trainer.evaluate())
-
-
-# ------------------------------------------------------------------------------------------ optimizers
-@scenario
-def optimizers_of_the_users_own(given: Classes) -> Any:
-    found = []
-    for has_scheduler in (False, True):
-        model = Line()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if has_scheduler else None
-        trainer = given.make(model, optimizers=(optimizer, scheduler))
-        found.append([outcome(trainer), trainer.lr_scheduler is scheduler])
-    by_class = (torch.optim.SGD, {"lr": 0.05})
-    found.append(outcome(given.make(optimizer_cls_and_kwargs=by_class)))
-    return found, error_of(lambda: given.make(optimizer_cls_and_kwargs=by_class, optimizers=(optimizer, None)))
-
-
-@scenario
-def optimizers_by_their_names(given: Classes) -> Any:
-    return [outcome(given.make(optim=name, max_steps=3)) for name in ("adafactor", "sgd", "rmsprop", "adagrad")]
-
-
-@scenario
-def schedules(given: Classes) -> Any:
-    options: list[dict[str, Any]] = [
-        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3.0, "lr_end": 1e-3}, "warmup_steps": 2},
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.02}, "warmup_steps": 0.25},
-        {
-            "lr_scheduler_type": "reduce_lr_on_plateau",
-            "eval_strategy": "epoch",
-            "lr_scheduler_kwargs": {"patience": 0},
-        },
-    ]
-    return [outcome(given.make(**one)) for one in options]
-
-
-@scenario
-def what_is_asked_of_an_optimizer(given: Classes) -> Any:
-    trainer = given.make(PretrainedLine(LineConfig()), weight_decay=0.1)
-    before = error_of(trainer.get_learning_rates)
-    trainer.create_optimizer_and_scheduler(num_training_steps=9)
-    groups = [[len(group["params"]), group["weight_decay"]] for group in trainer.optimizer.param_groups]
-    return before, trainer.get_learning_rates(), trainer.get_num_trainable_parameters(), groups, outcome(trainer)
-
-
-@scenario
-def parameters_that_do_not_train(given: Classes) -> Any:
-    class Unused(Line):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.ones(2))
-
-    model = Unused()
-    model.offset.requires_grad_(False)
-    return outcome(given.make(model)), model.offset.requires_grad
-
-
-@scenario
-def clipping(given: Classes) -> Any:
-    return [outcome(given.make(max_grad_norm=most)) for most in (0.1, 0.0)]
-
-
-# ------------------------------------------------------------------------------------------ checkpoints
-SAVES = {"save_strategy": "steps", "save_steps": 2}
-
-
-@scenario
-def files_of_a_checkpoint(given: Classes) -> Any:
-    found = []
-    for model, options in ((PretrainedLine(LineConfig()), {}), (Line(), {}), (Line(), {"save_only_model": True})):
-        folder = given.folder / str(len(found))
-        given.make(model, output_dir=str(folder), max_steps=2, **SAVES, **options).train()
-        files = {path.name for path in (folder / "checkpoint-2").iterdir()}
-        state = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())
-        found.append([sorted(files - {MANIFEST}), sorted(state)])
-    return found
-
-
-@scenario
-def resuming(given: Classes) -> Any:
-    found = []
-    for make in (lambda: PretrainedLine(LineConfig()), NoisyLine):
-        for options in ({}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}):
-            once = given.make(make(), **SAVES, **options)
-            found.append(outcome(once))
-            again = given.make(make(), **SAVES, **options)
-            found.append(outcome(again, resume_from_checkpoint=str(given.folder / "checkpoint-4")))
-            assert found[-1][1] == found[-2][1]
-    return found
-
-
-@scenario
-def order_of_samples_after_resuming(given: Classes) -> Any:
-    once, again = OrderedLine(), OrderedLine()
-    given.make(once, **SAVES).train()
-    given.make(again, **SAVES).train(resume_from_checkpoint=str(given.folder / "checkpoint-4"))
-    assert once.seen[-len(again.seen) :] == again.seen
-    return once.seen, len(again.seen)
-
-
-@scenario
-def checkpoints_that_are_not_there(given: Classes) -> Any:
-    named = error_of(lambda: given.make().train(resume_from_checkpoint="nowhere"))
-    return named, error_of(lambda: given.make().train(resume_from_checkpoint=True)).replace(str(given.folder), "")
-
-
-@scenario
-def resuming_with_other_arguments(given: Classes) -> Any:
-    given.make(max_steps=2, per_device_train_batch_size=2, **SAVES).train()
-    trainer = given.make(max_steps=4, per_device_train_batch_size=4, **SAVES)
-    trainer.train(resume_from_checkpoint=str(given.folder / "checkpoint-2"))
-    state = TrainerState.load_from_json(str(given.folder / "checkpoint-2" / "trainer_state.json"))
-    return state.train_batch_size, trainer._train_batch_size, trainer.state.global_step
-
-
-@scenario
-def checkpoints_that_are_kept(given: Classes) -> Any:
-    steps = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 8}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    found = []
-    for options in ({}, {**steps, **best}):
-        trainer = given.make(save_total_limit=1, **SAVES, **options)
-        found.append([outcome(trainer), Path(trainer.state.best_model_checkpoint or "none").name, given.checkpoints])
-    return found
-
-
-@scenario
-def best_checkpoints_alone(given: Classes) -> Any:
-    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 8, "metric_for_best_model": "loss"}
-    return outcome(given.make(save_strategy="best", **options)), given.checkpoints
-
-
-@scenario
-def saving_by_hand(given: Classes) -> Any:
-    trainer = given.make(PretrainedLine(LineConfig()), max_steps=2)
-    trainer.save_model(str(given.folder / "before"))
-    result = trainer.train()
-    trainer.save_model()
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-    trainer._save_checkpoint(trainer.model, None)
-    resumed = given.make(PretrainedLine(LineConfig()), max_steps=4)
-    files = sorted(path.name for path in (given.folder / "before").iterdir())
-    return files, outcome(resumed, resume_from_checkpoint=True), sorted(result.metrics)
-
-
-@scenario
-def checkpoint_just_in_time(given: Classes) -> Any:
-    class AsksForIt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                names = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
-                names["JITCheckpointCallback"].jit_manager._enable_checkpoint()  # as its handler of SIGTERM does
-
-    trainer = given.make(enable_jit_checkpoint=True, callbacks=[AsksForIt()])
-    return outcome(trainer), given.checkpoints, names_of(trainer.callback_handler.callbacks)[-2:]
-
-
 def without_names(rank: int, world_size: int, is_tuple: bool) -> str:
     def collate(rows: list[Any]) -> Any:
         return tuple(rows) if is_tuple else {"texts": rows}
@@ -788,34 +412,20 @@ class ReadsPairs:
 
 
 def test_layers_freeze_also_where_batches_are_tuples(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 16, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
-    rows = [{"input_ids": [1, 2, index % 5], "labels": index % 2} for index in range(16)]
-    own = type("Own", (ReadsPairs, PipeTransformerTrainer), {})
-    outcomes = []
-    for collate in (
-        default_data_collator,
-        lambda some: tuple(default_data_collator(some)[n] for n in ("input_ids", "labels")),
-    ):
-        set_seed(0)
-        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, **sizes, **no_dropout))
+    rows = [{"input_ids": [6, 7, 8 + index % 5], "labels": index % 2} for index in range(16)]
+    names = ("input_ids", "labels")
+    found = []
+    for collate in (default_data_collator, lambda some: tuple(default_data_collator(some)[name] for name in names)):
+        given = Classes(PipeTransformerTrainer, PipeTransformerTrainingArguments, tmp_path)
         freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "activation_cache": "off"}
-        args = PipeTransformerTrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_steps=1,
-            **freezing,
-        )
-        outcomes.append(outcome(own(model, args, train_dataset=rows, data_collator=collate)))
-    logs, weights = zip(*((one[0], one[1]) for one in outcomes), strict=True)
+        options = {"mixin": ReadsPairs, "train_dataset": rows, "data_collator": collate, **freezing}
+        found.append(outcome(given.make(MODELS["bert-classification"].build(), **options))[:2])
+    logs, weights = zip(*found, strict=True)
     losses = [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
     assert losses[0] == losses[1] and weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("script", SCENARIOS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", scenarios_of(__name__), ids=lambda script: script.__name__)
 def test_a_script_does_the_same_with_our_classes(script: Scenario, tmp_path: Path) -> None:
     expected, found = (run(script, tmp_path, is_ours) for is_ours in (False, True))
     assert found == expected

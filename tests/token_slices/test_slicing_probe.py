@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks_expecting_error
-from selection import few, slow
-from sliced_models import CONFIGURATIONS, LAYERS, Padding, batch_for, build, loss_of
+from selection import few
+from sliced_models import CONFIGURATIONS, batch_for, build, loss_of
 from torch import nn
 from training_runs import Run, pipeline_trainer
 from transformers import (
@@ -23,9 +23,8 @@ from transformers import (
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.token_slices import kv_slices, slicing_probe
-from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slices import SlicedSequence
-from hf_pipetransformer.token_slices.slicing_probe import informative_samples, probe_slicing
+from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
 
 SMALL: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
 
@@ -48,12 +47,9 @@ def sum_over_tokens(model: nn.Module) -> Any:
     return loss
 
 
-@pytest.mark.parametrize(
-    ("padding", "attention"), [("right padding", None), ("left padding", None), ("left padding", "eager")], ids=str
-)
 @pytest.mark.parametrize("name", few(CONFIGURATIONS, "llama", "gpt2", "gemma2"))
-def test_families_are_accepted_and_left_as_they_were(name: str, padding: Padding, attention: str | None) -> None:
-    model, batch = build(name, attention), batch_for(padding)
+def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
+    model, batch = build(name), batch_for("left padding")
     parameter = next(model.parameters())
     parameter.grad = torch.ones_like(parameter)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -65,14 +61,13 @@ def test_families_are_accepted_and_left_as_they_were(name: str, padding: Padding
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("rounding", [0.0, 1e-3])
-def test_experts_in_bfloat16_are_not_taken_to_look_ahead(rounding: float) -> None:
+def test_experts_in_bfloat16_are_not_taken_to_look_ahead() -> None:
     """Other words give the experts other numbers of tokens, which may then round otherwise."""
     model, batch = build("mixtral"), batch_for("none")
 
     def loss(part: dict[str, Any]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model, part, batch) * (1 + rounding * float(part["input_ids"].sum() % 97) / 97)
+            return loss_of(model, part, batch) * (1 + 1e-3 * float(part["input_ids"].sum() % 97) / 97)
 
     stack = LayerStack.discover(model, batch)
     windows = probe_slicing(stack, batch, loss, loss_tolerance=1e-2, gradient_tolerance=1e-1)
@@ -111,10 +106,15 @@ def test_memory_that_runs_out_while_words_are_tried_says_nothing_of_the_model() 
         study(model, batch, loss)
 
 
-def test_a_loss_that_is_no_number_shows_nothing() -> None:
+def test_what_shows_nothing_is_an_error() -> None:
     model, batch = build("llama"), batch_for("none")
     with pytest.raises(ValueError, match="loss of the first samples is nan"):
         study(model, batch, lambda part: loss_of(model, part, batch) * float("nan"))
+    unlabelled = {**batch, "labels": torch.full((2, 37), -100)}
+    with pytest.raises(ValueError, match="no label that counts"):
+        study(model, unlabelled, lambda part: model(**part, num_items_in_batch=1).loss)
+    with pytest.raises(ValueError, match="1 token"):
+        study(model, {key: value[:, :1] for key, value in batch.items()})
 
 
 def mamba() -> nn.Module:
@@ -165,21 +165,6 @@ def test_what_keeps_another_state_or_looks_ahead_is_refused(make: Any, why: str)
         study(model, batch, sum_over_tokens(model))
 
 
-def test_a_causal_model_is_accepted_with_the_same_loss() -> None:
-    model = build("llama")
-    assert study(model, batch_for("none"), sum_over_tokens(model)) == attention_windows(model)
-
-
-def test_an_encoder_is_noticed_by_its_slices_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing_probe, "_looks_ahead", lambda *_: False)
-    model = bert().eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:  # large enough for all tokens to matter
-            parameter.data = torch.randn_like(parameter) * 0.3
-    with pytest.raises(UnsupportedModelError, match=r"its loss is|gradient of|stored their keys"):
-        study(model, batch_for("none"), sum_over_tokens(model))
-
-
 def test_packed_rows_are_refused_where_documents_see_each_other() -> None:
     """The first rows are packed: the study says so, with the reason."""
     model, batch = build("opt"), batch_for("packed")
@@ -187,20 +172,7 @@ def test_packed_rows_are_refused_where_documents_see_each_other() -> None:
         study(model, batch)
 
 
-def test_the_longest_and_the_shortest_row_tell_most() -> None:
-    mask = (torch.arange(6) < torch.tensor([3, 6, 2, 4])[:, None]).long()
-    labels = torch.where(mask.bool(), 1, -100)
-    ids = torch.ones_like(mask)
-    assert informative_samples([{"input_ids": ids, "attention_mask": mask}]) == (1, 2)
-    assert informative_samples([{"input_ids": ids, "attention_mask": ids, "labels": labels}]) == (1, 2)
-    assert informative_samples([{"input_ids": ids}]) == (0, 1)
-    assert informative_samples([{"input_ids": ids[:1]}]) == (0,)
-    apart = [{"input_ids": ids[k : k + 2], "attention_mask": mask[k : k + 2]} for k in (0, 2)]
-    assert informative_samples(apart) == (1, 2)  # counted through
-
-
-@pytest.mark.parametrize("tolerance", [1e-3, 1e-1])
-def test_a_loss_that_shifts_labels_itself_is_refused(tolerance: float) -> None:
+def test_a_loss_that_shifts_labels_itself_is_refused() -> None:
     """Two labels of 512 are lost in the study, and many more in slices of a few tokens."""
     model, batch = build("llama", max_position_embeddings=512), batch_for("none", tokens=512)
 
@@ -211,14 +183,7 @@ def test_a_loss_that_shifts_labels_itself_is_refused(tolerance: float) -> None:
 
     stack = LayerStack.discover(model, batch)
     with pytest.raises(UnsupportedModelError, match="shifts labels itself"):
-        probe_slicing(stack, batch, own_loss, loss_tolerance=tolerance, gradient_tolerance=tolerance)
-
-
-def test_rows_without_a_label_show_nothing() -> None:
-    batch = {**batch_for("none"), "labels": torch.full((2, 37), -100)}
-    model = build("llama")
-    with pytest.raises(ValueError, match="no label that counts"):
-        study(model, batch, lambda part: model(**part, num_items_in_batch=1).loss)
+        probe_slicing(stack, batch, own_loss, loss_tolerance=1e-1, gradient_tolerance=1e-1)
 
 
 def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +204,7 @@ def checkpointed(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values that come out otherwise the second time are refused."""
     put = kv_slices._LayerStates.put
     times: dict[tuple[Any, int, int], int] = {}
@@ -248,18 +212,11 @@ def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.Monke
     def put_again(self: Any, which: int, new: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
         key = (self, which, start)
         times[key] = times.get(key, 0) + 1
-        return put(self, which, new * factor if times[key] == 2 else new, visible, start, stop)
+        return put(self, which, new * 1.5 if times[key] == 2 else new, visible, start, stop)
 
     monkeypatch.setattr(kv_slices._LayerStates, "put", put_again)
-    monkeypatch.setattr(slicing_probe, "_with_labels_at", lambda *_: None)  # no other slices than those compared
-    model, batch = checkpointed("llama"), batch_for("none")
-    if factor == 1.0:
-        study(model, batch)
-        again = [count for count in times.values() if count > 1]
-        assert again == [2] * (LAYERS * 2 * 3)  # keys and values of three slices; padded rows have no backward
-    else:
-        with pytest.raises(UnsupportedModelError, match="gradient of"):
-            study(model, batch)
+    with pytest.raises(UnsupportedModelError, match="gradient of"):
+        study(checkpointed("llama"), batch_for("none"))
 
 
 def test_dropout_stays_off_in_checkpointed_layers() -> None:
@@ -287,27 +244,9 @@ def losing_small_gradients(rank: int, world_size: int, **options: Any) -> None:
     pipeline_trainer(run, "auto", model=model, token_slices=3, max_steps=1, **options).train()
 
 
-@pytest.mark.parametrize("options", [{}, *slow({"bf16": True})], ids=["float32", "bfloat16"])
-def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too(options: dict[str, Any]) -> None:
-    (error,) = run_ranks_expecting_error(losing_small_gradients, 1, **options)
+def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too() -> None:
+    (error,) = run_ranks_expecting_error(losing_small_gradients, 1, bf16=True)
     assert isinstance(error, UnsupportedModelError) and "gradient of" in str(error)
-
-
-def test_without_autocast_nobody_gets_it() -> None:
-    cast = torch.autocast("cpu", torch.bfloat16)
-    one = torch.ones(2, 2)
-    with slicing_probe.without_autocast(), cast:
-        assert (one @ one).dtype == torch.float32
-    with cast:
-        assert (one @ one).dtype == torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_single_token_cannot_be_cut() -> None:
-    batch = {key: value[:, :1] for key, value in batch_for("none").items()}
-    model = build("llama")
-    with pytest.raises(ValueError, match="1 token"):
-        study(model, batch)
 
 
 def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> None:

@@ -1,0 +1,124 @@
+"""`LayerFreezeCallback` under DDP: replicas stay equal, and what is frozen is not sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_expecting_error
+from selection import slow
+from test_callback import SCHEDULE, bert, frozen_names, largest_difference, losses_of, make_trainer, weights_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from hf_pipetransformer.freezing.callback import LayerFreezeCallback
+from hf_pipetransformer.freezing.plain_trainer import rebuild_reducer
+from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
+
+
+def train_replicated(
+    rank: int, world_size: int, per_device: int, twice: bool = False, schedule: Any = None, **options: Any
+) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    reduced: list[int] = []
+
+    class Traffic(TrainerCallback):
+        """Elements that DDP reduces at each step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            wrapper = trainer.model_wrapped
+            if isinstance(wrapper, DistributedDataParallel):
+                buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+                reduced.append(sum(bucket.buffer().numel() for bucket in buckets))
+
+    trainer = make_trainer(
+        bert(), LayerFreezeCallback(schedule or SCHEDULE), Traffic(), per_device_train_batch_size=per_device, **options
+    )
+    for _ in range(1 + twice):
+        trainer.train()
+    return losses_of(trainer), weights_of(trainer.model), reduced
+
+
+@pytest.mark.parametrize(("find_unused", "accumulation"), [(False, 2), *slow((True, 1))])
+def test_replicas_train_as_one_process(find_unused: bool, accumulation: int) -> None:
+    """No reduction error without `find_unused_parameters`, equal replicas, and frozen parameters are not sent."""
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "average_tokens_across_devices": False,  # it would multiply Bert's mean loss by the number of processes
+    }
+    outcomes = run_ranks(train_replicated, 2, 8, ddp_find_unused_parameters=find_unused, **options)
+    assert largest_difference(outcomes[0][1], outcomes[1][1]) == 0
+    ((_, expected, _),) = run_ranks(train_replicated, 1, 16, **options)
+    assert largest_difference(outcomes[0][1], expected) < 1e-5
+
+    model = bert()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    active = [sum(n for name, n in sizes.items() if not name.startswith(frozen_names(f))) for f in (1, 3)]
+    assert outcomes[0][2] == [sum(sizes.values())] * 3 + [active[0]] * 3 + [active[1]] * 3
+
+
+def test_the_only_process_of_a_launcher_has_a_wrapper_too() -> None:
+    """With gradient checkpointing, as TRL's trainers have it by default, DDP does not look for unused parameters."""
+    options = {"ddp_find_unused_parameters": False, "gradient_checkpointing": True}
+    ((_, _, reduced),) = run_ranks(train_replicated, 1, 16, **options)
+    assert reduced[0] > reduced[3] > reduced[-1]
+
+
+def test_replicas_freeze_before_the_first_step_of_each_training() -> None:
+    """As after resuming: the wrapper reduces everything until it is seen, in the first forward.
+
+    After a training it reduces all parameters again: the Trainer keeps it for the next one.
+    """
+    schedule = {"name": "schedule", "schedule": {0: 2}}
+    first, second = run_ranks(train_replicated, 2, 8, twice=True, schedule=schedule, ddp_find_unused_parameters=False)
+    assert largest_difference(first[1], second[1]) == 0
+    start = weights_of(bert())
+    for name, weight in first[1].items():
+        assert torch.equal(weight, start[name]) == name.startswith(frozen_names(2)), name
+
+
+class ByRank(FreezePolicy):
+    needs_gradient_norms = False
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def num_frozen(self, decision: FreezeDecision) -> int:
+        return min(decision.index, 1) * (1 + self.rank)
+
+
+def train_with_unequal_policies(rank: int, world_size: int) -> None:
+    make_trainer(bert(), LayerFreezeCallback(ByRank(rank))).train()
+
+
+def test_policies_that_differ_between_ranks_are_refused() -> None:
+    for error in run_ranks_expecting_error(train_with_unequal_policies, 2):
+        assert isinstance(error, ValueError) and "(1 on rank 0; 2 on rank 1)" in str(error)
+
+
+def reduce_with_hook(rank: int, world_size: int) -> tuple[int, int]:
+    torch.distributed.init_process_group("gloo")
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    calls: list[int] = []
+
+    def counting_hook(state, bucket):  # DDP reads annotations, and here they are strings
+        calls.append(bucket.buffer().numel())
+        return allreduce_hook(state, bucket)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    wrapper = DistributedDataParallel(model)
+    wrapper.register_comm_hook(None, counting_hook)
+    for _ in range(2):
+        wrapper(torch.randn(3, 4)).sum().backward()
+    model[0].requires_grad_(False)
+    rebuild_reducer(wrapper)
+    before = len(calls)
+    wrapper(torch.randn(3, 4)).sum().backward()
+    return sum(calls[:before]), sum(calls[before:])
+
+
+def test_communication_hooks_stay() -> None:
+    assert run_ranks(reduce_with_hook, 2) == [(2 * 30, 10)] * 2

@@ -1,0 +1,318 @@
+"""A run that a scheduler ends saves one whole checkpoint first, and goes on from it as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed_runs import RUN, resume, undisturbed
+from distributed import launch_ranks, run_ranks
+from selection import slow
+from training_runs import assert_same_training, largest_difference, outcome_of, pipeline_trainer
+from transformers import TrainerCallback
+
+from hf_pipetransformer.resilience.checkpoint_folders import latest_valid
+from hf_pipetransformer.resilience.stop_signal import EXIT_CODE, StopSignal
+from hf_pipetransformer.resilience.watchdog import PROGRESS
+
+
+class TermAt(TrainerCallback):
+    """Sends SIGTERM to this process, as a scheduler would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[int, ...]) -> int:
+    before = signal.getsignal(signal.SIGTERM)
+    run = replace(RUN, per_device=16 // world_size).with_options(save_strategy="no")
+    trainer = pipeline_trainer(run, stages, folder)
+    if rank in who:
+        trainer.add_callback(TermAt(3))
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert trainer.state.global_step == 4
+    assert signal.getsignal(signal.SIGTERM) == before
+    return int(str(leaving.value.code))
+
+
+@pytest.mark.parametrize(("world", "stages", "who"), [(1, 1, (0,)), *slow((2, 1, (1,))), (2, 2, (0,))])
+def test_sigterm_saves_one_whole_checkpoint_and_leaves(
+    world: int, stages: int, who: tuple[int, ...], tmp_path: Path
+) -> None:
+    codes = run_ranks(preempted, world, str(tmp_path), stages, who)
+    assert codes == [EXIT_CODE] * world
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", []) and checkpoint.name == "checkpoint-4"
+    assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed())
+
+
+def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
+    """As launchers do it: the signal goes to the process group."""
+
+    class TermTheGroup(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                # from elsewhere: to its parent a worker listens
+                subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+                time.sleep(1)  # a worker that has ended is noticed
+
+    run = replace(RUN, per_device=16).with_options(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer = pipeline_trainer(run, 1, folder)
+    trainer.add_callback(TermTheGroup())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    return int(str(leaving.value.code))
+
+
+def test_sigterm_to_the_process_group_leaves_the_loaders_workers_alone(tmp_path: Path) -> None:
+    assert run_ranks(preempted_with_a_worker, 1, str(tmp_path)) == [EXIT_CODE]
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", [])
+
+
+def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
+    """The stock loop would evaluate first, save only a better model, and remove all but the best in the end."""
+    options = {
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    trainer = pipeline_trainer(replace(RUN, per_device=8, options={}).with_options(**options), 2, folder)
+    trainer.add_callback(TermAt(3))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
+
+
+def test_sigterm_comes_before_everything_else(tmp_path: Path) -> None:
+    run_ranks(preempted_while_evaluating, 2, str(tmp_path))
+    assert latest_valid(tmp_path)[0] == tmp_path / "checkpoint-4"
+
+
+def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    trainer = pipeline_trainer(RUN.with_options(max_steps=2, save_strategy="no"), 1, folder)
+
+    class AtTheEnd(TrainerCallback):
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(0)
+
+    trainer.add_callback(AtTheEnd())
+    trainer.train()
+    return seen
+
+
+def test_sigterm_behind_the_last_step_is_delivered_when_training_ends(tmp_path: Path) -> None:
+    assert run_ranks(train_to_the_end, 1, str(tmp_path)) == [[0, signal.SIGTERM]]
+
+
+def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at: int | None = None) -> Any:
+    """Its learning rates depend on the evaluations: each one but the first lowers them."""
+    run = replace(RUN, per_device=8, epochs=3).with_options(
+        eval_strategy=when,
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=3,
+        metric_for_best_model="loss",
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"mode": "max", "patience": 0, "factor": 0.1},
+        warmup_steps=0,
+    )
+    trainer = pipeline_trainer(run, 2, folder)
+    if term_at is not None:
+        trainer.add_callback(TermAt(term_at))
+    try:
+        outcome = outcome_of(trainer, resume_from_checkpoint="last")
+    except SystemExit:
+        return None
+    evaluated = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    return outcome, evaluated, trainer.state.best_model_checkpoint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "term_at"), [("steps", 3), ("epoch", 11)])
+def test_an_evaluation_that_sigterm_left_out_is_made_up_for(when: str, term_at: int, tmp_path: Path) -> None:
+    """At the end of the first epoch, and of the last: what comes after depends on it."""
+    wanted, evaluated, best = run_ranks(train_evaluating, 2, str(tmp_path / "whole"), when)[0]
+    assert [step for step, _ in evaluated] == [4, 8, 12] and len(set(wanted.learning_rates)) > 1
+    folder = tmp_path / "cut"
+    assert run_ranks(train_evaluating, 2, str(folder), when, term_at) == [None] * 2
+    state = json.loads((folder / f"checkpoint-{term_at + 1}" / "trainer_state.json").read_text())
+    assert [e["step"] for e in state["log_history"] if "eval_loss" in e] == list(range(4, term_at, 4))
+    outcome, again, best_again = run_ranks(train_evaluating, 2, str(folder), when)[0]
+    assert_same_training([outcome], wanted)
+    torch.testing.assert_close(again, evaluated, rtol=0, atol=1e-4)
+    assert best is None or Path(best_again).name == Path(best).name
+
+
+def killed_before_evaluating(rank: int, world_size: int, folder: str) -> None:
+    """Behind the checkpoint of the epoch's last step."""
+    PROGRESS.on_enter = lambda phase, step: os.kill(os.getpid(), signal.SIGKILL) if phase == "evaluation" else None
+    run = RUN.with_options(save_steps=4, eval_strategy="epoch")
+    pipeline_trainer(replace(run, per_device=8), 2, folder).train()
+
+
+def resume_evaluating(rank: int, world_size: int, folder: str) -> list[int]:
+    trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(eval_strategy="epoch"), 2, folder)
+    trainer.train(resume_from_checkpoint="last")
+    return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.slow
+def test_an_epochs_evaluation_is_made_up_for_whatever_left_it_out(tmp_path: Path) -> None:
+    launch_ranks(killed_before_evaluating, 2, str(tmp_path), timeout=60)
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", [])
+    assert run_ranks(resume_evaluating, 2, str(tmp_path)) == [[4, 8]] * 2
+
+
+def ended(rank: int, world_size: int, folder: str) -> None:
+    """With "last": at `max_steps`, inside an epoch (of four steps), at the end."""
+    for options in ({"max_steps": 6}, {"num_train_epochs": 1.5}, {}):
+        steps: list[int] = []
+
+        class Note(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, steps: Any = steps, **_: Any) -> None:
+                steps.append(state.global_step)
+
+        own = f"{folder}/{next(iter(options), 'whole')}"
+        outcomes = []
+        for _ in range(2):
+            trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, own)
+            trainer.add_callback(Note())
+            outcomes.append(outcome_of(trainer, resume_from_checkpoint="last"))
+        first, again = outcomes
+        last = 6 if options else 8
+        assert steps == list(range(1, last + 1)), "none in the second training"
+        assert again.steps == last and again.losses == first.losses
+        assert largest_difference(again.weights, first.weights)[0] == 0
+        assert latest_valid(Path(own))[0] == Path(own, f"checkpoint-{last}")
+
+
+@pytest.mark.slow
+def test_a_training_that_has_ended_does_no_step_more(tmp_path: Path) -> None:
+    run_ranks(ended, 2, str(tmp_path))
+
+
+def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
+    """By a signal to one process, when no step is left that would see to it."""
+    run = replace(RUN, per_device=8).with_options(save_strategy="no")
+    trainer = pipeline_trainer(run, 2, folder)
+
+    class WithTheLastMetrics(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if rank == 1 and "train_runtime" in logs:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(WithTheLastMetrics())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert not trainer.pipeline.is_placed  # type: ignore[union-attr]
+    return int(str(leaving.value.code))
+
+
+@pytest.mark.slow
+def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path) -> None:
+    assert run_ranks(preempted_at_the_end, 2, str(tmp_path)) == [EXIT_CODE] * 2
+    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-8", [])
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed())
+
+
+@pytest.mark.slow
+def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_path: Path) -> None:
+    """With `save_total_limit=1` all other checkpoints would go then, the last one, too."""
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_loss"}
+    run = RUN.with_options(eval_strategy="steps", eval_steps=2, greater_is_better=True, use_cpu=True, **options)
+    run = replace(run, per_device=16)
+    expected = outcome_of(pipeline_trainer(run, 1, str(tmp_path / "undisturbed")))
+    trainer = pipeline_trainer(run, 1, str(tmp_path))
+
+    class WhenAllIsEvaluated(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == state.max_steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(WhenAllIsEvaluated())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert leaving.value.code == EXIT_CODE and trainer.state.best_global_step < trainer.state.max_steps
+    steps = Steps()
+    resumed = pipeline_trainer(run, 1, str(tmp_path))
+    resumed.add_callback(steps)
+    assert_same_training([outcome_of(resumed, resume_from_checkpoint=True)], expected)  # type: ignore[arg-type]
+    assert steps.count == 0
+
+
+class Steps(TrainerCallback):
+    count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+
+
+def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
+    """Before an evaluation that would follow the fifth step."""
+    trainer = pipeline_trainer(MODELS_ONLY, 2, folder)
+    trainer.add_callback(TermAt(4))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert trainer.args.save_only_model
+
+
+MODELS_ONLY = replace(RUN, per_device=8).with_options(save_only_model=True, eval_strategy="steps", eval_steps=5)
+
+
+def resume_evaluating_models_only(rank: int, world_size: int, folder: str) -> list[int]:
+    trainer = pipeline_trainer(MODELS_ONLY, 2, folder)
+    trainer.train(resume_from_checkpoint=True)
+    return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.slow
+def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, capfd: Any) -> None:
+    run_ranks(preempted_with_models_only, 2, str(tmp_path))
+    assert not (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
+    shutil.copytree(tmp_path, evaluating := tmp_path.with_name("evaluating"))
+    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed())  # from checkpoint-5
+    assert "contains only the model" not in capfd.readouterr().err
+    run_ranks(resume, 2, str(tmp_path), 2, str(tmp_path / "checkpoint-4"))
+    said = capfd.readouterr()
+    assert "checkpoint-4 contains only the model" in said.out + said.err
+    # what was saved stays whole when its evaluation is made up for
+    assert run_ranks(resume_evaluating_models_only, 2, str(evaluating)) == [[5, 8]] * 2
+    assert (evaluating / "checkpoint-5" / "optimizer.pt").exists()
+
+
+def lives(runs: Any) -> None:
+    runs.set()
+    time.sleep(60)
+
+
+def test_a_process_that_is_forked_meanwhile_can_be_ended() -> None:
+    fork = multiprocessing.get_context("fork")
+    with StopSignal() as stop:
+        runs = fork.Event()
+        child = fork.Process(target=lives, args=(runs,))
+        child.start()
+        assert runs.wait(30)  # before, Python itself may lose a signal
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM and not stop.is_asked
