@@ -21,8 +21,7 @@ from torch.utils.data import get_worker_info
 
 from ..file_formats import GENERATIONS, checked
 from ..own_files import OwnFolder
-from .activation_files import open_private
-from .activation_store import ActivationStore, GenerationReader
+from .activation_files import FileReader, open_private
 from .file_store import FileStore
 
 STORE = "_hf_pipetransformer_cache"
@@ -30,16 +29,6 @@ STORE = "_hf_pipetransformer_cache"
 RUN_STORE = "_hf_pipetransformer_run_cache"
 """Its name in `output_dir`, if the user gives no folder. It is removed when training has ended, so no store that is
 kept may have this name."""
-
-
-def open_store(folder: Path, user: str = "anybody") -> ActivationStore:
-    """Return the store in a folder, which need not exist yet.
-
-    Args:
-        folder: of the store.
-        user: name of the training for its marks; it becomes part of a file name.
-    """
-    return FileStore(folder, user=user)
 
 
 class ReadAhead:
@@ -52,7 +41,7 @@ class ReadAhead:
     def __init__(self, current: Path) -> None:
         self._current = current
         self._stamp: tuple[int, int] | None = None
-        self._readers: list[GenerationReader] = []
+        self._readers: list[FileReader] = []
 
     def __call__(self, keys: list[bytes]) -> None:
         if get_worker_info() is None:
@@ -65,7 +54,7 @@ class ReadAhead:
     def _follow(self) -> None:
         status = os.stat(self._current)
         if self._stamp != (status.st_mtime_ns, status.st_ino):
-            store = open_store(self._current.parent)
+            store = FileStore(self._current.parent)
             for reader in self._readers:
                 reader.close()
             with open(open_private(self._current, os.O_RDONLY), encoding="utf-8") as file:

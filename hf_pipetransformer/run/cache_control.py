@@ -32,8 +32,8 @@ import xxhash
 from transformers import TrainerState
 
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
-from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import RowKey
+from ..cache.file_store import FileStore
 from ..cache.sharing import node_name, publish, withdraw
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
@@ -133,7 +133,7 @@ class AutoCache:
         self,
         pipeline: ElasticPipeline,
         cache: ActivationCache,
-        store: ActivationStore,
+        store: FileStore,
         reasons: Mapping[int, str | None],
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,

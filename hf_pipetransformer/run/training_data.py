@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
-from ..cache.sharing import ReadAhead, current_file, node_name, node_shares, open_store
+from ..cache.file_store import FileStore
+from ..cache.sharing import ReadAhead, current_file, node_name, node_shares
 from ..data.node_order import Order
 from ..data.numbered_batches import (
     GivenBatches,
@@ -177,7 +178,7 @@ def shared_default_store(job: TrainingJob) -> Iterator[None]:
         yield
     finally:
         if current is not None and is_new:
-            open_store(current.parent).remove()
+            FileStore(current.parent).remove()
 
 
 def keying_collator(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.cache import sharing
-from hf_pipetransformer.cache.file_store import FileReader
+from hf_pipetransformer.cache.activation_files import FileReader
 from hf_pipetransformer.own_files import MARKER
 
 
