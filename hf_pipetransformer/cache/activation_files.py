@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,204 +44,19 @@ FORMAT_VERSION = 3
 FACTS, INDEX, SEGMENT, USED = "facts", "index-", "segment-", "used-"
 """Name of a file, and prefixes of others."""
 
-KEY_BYTES = 16
-MAX_PAYLOAD_BYTES = 2**32 - 1
-RECORD = np.dtype([("key", "<u8"), ("offset", "<i8"), ("check", "<u8"), ("nbytes", "<u4"), ("segment", "<u4")])
-"""`key` is the first half of a key; the second half seeds the checksum. `segment` is used in memory only."""
+RECORD = np.dtype([("key", "<u8"), ("offset", "<i8"), ("nbytes", "<u8"), ("check", "<u8")])
+"""`key` is the first half of a key; the second half seeds the checksum."""
 
-_Record: TypeAlias = tuple[int, int, int, int, int]
+_Record: TypeAlias = tuple[int, int, int, int]
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-class GenerationFiles:
-    """The open files of one generation. Not thread-safe.
+class _Run(NamedTuple):
+    """Records sorted by their keys, which are apart from them to be searched fast."""
 
-    Args:
-        path: the generation's folder.
-        facts: facts to record if the folder or its facts are missing or damaged, as for JSON; None to change nothing.
-
-    Raises:
-        OSError: the folder or its facts cannot be opened.
-        ValueError: the facts are missing, damaged, or of another version.
-
-    Attributes:
-        facts: the facts about the entries.
-        num_damaged: number of entries that were found, but were truncated or had wrong bytes.
-    """
-
-    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        self.num_damaged = 0
-        self._runs: list[tuple[npt.NDArray[np.uint64], npt.NDArray[Any]]] = []  # sorted keys, and their records
-        self._segments: list[str] = []
-        self._opened: dict[str, int] = {}
-        self._seen: dict[str, int] = {}  # bytes of each index file that were read
-        if facts is not None:
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-        with ExitStack() as closing:
-            self._folder = open_private(path, os.O_RDONLY | os.O_DIRECTORY)
-            closing.callback(os.close, self._folder)
-            try:
-                self._read_facts(closing)
-            except ValueError:
-                if facts is None:
-                    raise
-                self._write_facts(facts)
-                self._read_facts(closing)
-            self._closing = closing.pop_all()
-
-    def open_file(self, name: str, flags: int) -> int:
-        """Open a file in the folder; its descriptor is valid until `close`. A file that it creates has mode 0600."""
-        descriptor = open_private(name, flags, self._folder)
-        self._closing.callback(os.close, descriptor)
-        return descriptor
-
-    def close(self) -> None:
-        """Close all files. Later calls fail or find nothing."""
-        self._closing.close()
-        self._folder = self._facts_file = -1  # the old descriptors may soon be reused for other files
-        self._opened.clear()
-        self._runs.clear()
-
-    def are_outdated(self) -> bool:
-        """Whether the generation was deleted, or has got other facts. Open files still work."""
-        try:
-            return os.fstat(self._facts_file).st_nlink == 0
-        except OSError:  # a network file system has lost the file
-            return True
-
-    def read_into(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool]:
-        """Read payloads into buffers, of which those of misses are undefined: `FileReader.read_into`."""
-        found = self._read_known(keys, payloads)
-        missing = [place for place, hit in enumerate(found) if not hit]
-        if missing and self._read_indices():
-            again = self._read_known([keys[place] for place in missing], [payloads[place] for place in missing])
-            found = [hit if hit else again.pop(0) for hit in found]
-        self.num_damaged += sum(hit is False for hit in found)
-        return [hit is True for hit in found]
-
-    def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Ask the kernel to read entries into the page cache, if the platform supports it."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        found = self._find(keys)
-        if not all(found) and self._read_indices():
-            found = self._find(keys)
-        for _, offset, _, nbytes, segment in (record for records in found for record in records):
-            with suppress(OSError):
-                os.posix_fadvise(self._segment(segment), offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def record(self, key: bytes, payload: memoryview, offset: int) -> _Record:
-        """The record of an entry of this generation."""
-        seed = int.from_bytes(key[8:], "little") ^ self._seed
-        check = xxhash.xxh3_64_intdigest(payload, seed)
-        return int.from_bytes(key[:8], "little"), offset, check, payload.nbytes, 0
-
-    # ------------------------------------------------------------------------------------ entries
-    def _read_known(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool | None]:
-        """For each key, whether its payload was read; False if it was damaged, None if there is no record of it."""
-        results: list[bool | None] = []
-        for key, payload, records in zip(keys, payloads, self._find(keys), strict=True):
-            records = [record for record in records if record[3] == payload.nbytes]
-            results.append(any(self._read(key, payload, record) for record in records) if records else None)
-        return results
-
-    def _read(self, key: bytes, payload: memoryview, record: _Record) -> bool:
-        _, offset, check, _, segment = record
-        done = 0
-        with suppress(OSError):
-            while done < payload.nbytes:  # a call transfers at most 2 GiB, and may stop earlier
-                got = os.preadv(self._segment(segment), [payload[done:]], offset + done)
-                if not got:
-                    return False
-                done += got
-        return done == payload.nbytes and self.record(key, payload, offset)[2] == check
-
-    def _segment(self, number: int) -> int:
-        name = self._segments[number]
-        if name not in self._opened:
-            self._opened[name] = self.open_file(name, os.O_RDONLY)
-        return self._opened[name]
-
-    def _find(self, keys: Sequence[bytes]) -> list[list[_Record]]:
-        """All records of each key: there may be several, of which some are damaged."""
-        found: list[list[_Record]] = [[] for _ in keys]
-        wanted = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
-        for sorted_keys, records in self._runs:
-            begins = np.searchsorted(sorted_keys, wanted, "left").tolist()
-            ends = np.searchsorted(sorted_keys, wanted, "right").tolist()
-            for of_key, begin, end in zip(found, begins, ends, strict=True):
-                of_key += records[begin:end].tolist()
-        return found
-
-    def _read_indices(self) -> bool:
-        """Read what was appended to the index files. Returns whether that was anything."""
-        grown = []
-        with suppress(OSError), os.scandir(self._folder) as files:
-            for file in files:
-                if file.name.startswith(INDEX):
-                    with suppress(OSError):
-                        grown.append(self._read_index(file.name, file.stat(follow_symlinks=False).st_size))
-        new = [records for records in grown if len(records)]
-        # each run is more than twice as long as the next, so there are few, and each record is sorted a few times only
-        while new:
-            records = np.concatenate(new)
-            records = records[np.argsort(records["key"], kind="stable")]
-            if not self._runs or len(self._runs[-1][0]) > 2 * len(records):
-                self._runs.append((np.ascontiguousarray(records["key"]), records))
-                return True
-            new = [records, self._runs.pop()[1]]
-        return False
-
-    def _read_index(self, name: str, nbytes: int) -> npt.NDArray[Any]:
-        seen = self._seen.get(name, 0)
-        whole = (nbytes - seen) // RECORD.itemsize * RECORD.itemsize
-        if whole <= 0:
-            return np.empty(0, RECORD)
-        file = open_private(name, os.O_RDONLY, self._folder)
-        try:
-            raw = os.pread(file, whole, seen)
-        finally:
-            os.close(file)
-        records = np.frombuffer(raw, RECORD, len(raw) // RECORD.itemsize).copy()
-        if name not in self._seen:
-            self._segments.append(f"{SEGMENT}{name.removeprefix(INDEX)}")
-        self._seen[name] = seen + records.nbytes
-        records["segment"] = self._segments.index(f"{SEGMENT}{name.removeprefix(INDEX)}")
-        return records
-
-    # ------------------------------------------------------------------------------------ facts
-    def _read_facts(self, closing: ExitStack) -> None:
-        try:
-            self._facts_file = open_private(FACTS, os.O_RDONLY, self._folder)
-        except FileNotFoundError as error:
-            raise ValueError(f"{FACTS} is missing.") from error
-        closing.callback(os.close, self._facts_file)
-        checksum, _, content = os.pread(self._facts_file, 2**20, 0).partition(b"\n")
-        # a damaged fact could be the size of a reader's allocation
-        if checksum.decode("latin-1") != xxhash.xxh3_64_hexdigest(content):
-            raise ValueError(f"{FACTS} is damaged or was written by another version.")
-        read = json.loads(content)
-        if read["version"] != FORMAT_VERSION:
-            raise ValueError(f"{FACTS} was written by another version.")
-        self.facts: dict[str, Any] = read["facts"]
-        self._seed = xxhash.xxh3_64_intdigest(content)
-
-    def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts in one step. Entries under other facts become misses, and their writers are outdated."""
-        content = json.dumps({"version": FORMAT_VERSION, "facts": dict(facts)}, sort_keys=True).encode()
-        new = f"{NEW}{uuid.uuid4().hex}"
-        file = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._folder)
-        try:
-            write_all(file, memoryview(xxhash.xxh3_64_hexdigest(content).encode() + b"\n" + content), 0)
-            os.replace(new, FACTS, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(new, dir_fd=self._folder)
-            raise
-        finally:
-            os.close(file)
+    keys: npt.NDArray[np.uint64]
+    records: npt.NDArray[Any]
 
 
 class FileReader:
@@ -253,22 +68,30 @@ class FileReader:
         path: the generation's folder.
 
     Attributes:
-        num_damaged: number of entries that `read_into` has found damaged.
+        num_damaged: number of entries that were found, but were truncated or had wrong bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self.num_damaged = 0
         self._path = path
-        self._files: GenerationFiles | None = None
+        self._forget()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None}  # descriptors are not valid in another process
+    def _forget(self) -> None:
+        self._closing = ExitStack()
+        self._folder = self._facts_file = -1
+        self._facts: dict[str, Any] | None = None
+        self._seed = 0  # of checksums
+        self._runs: list[_Run] = []
+        self._seen: dict[str, int] = {}  # for each writer, the bytes of its index that were read
+        self._segments: dict[int, int] = {}  # open files, by the writer's place in `_seen`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileReader, (self._path,)  # descriptors are not valid in another process
 
     @property
     def facts(self) -> dict[str, Any] | None:
         """Facts about the generation, recorded by the process that created it; None if there is no generation."""
-        files = self._current_files()
-        return None if files is None else files.facts
+        return self._facts if self._is_open() else None
 
     def read_into(self, keys: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
         """Read payloads into buffers.
@@ -279,43 +102,180 @@ class FileReader:
 
         Returns:
             For each key whether its buffer now holds the payload. If not, the buffer's bytes are undefined.
-
-        Raises:
-            ValueError: a key does not have 16 bytes, or the numbers of keys and buffers differ.
         """
-        _check_keys(keys, rows)
-        files = self._current_files()
-        if files is None:
-            return [False] * len(keys)
-        before = files.num_damaged
-        hits = files.read_into(keys, [_flat(row) for row in rows])
-        self.num_damaged += files.num_damaged - before
-        return hits
+        return self.look_up(keys, [_flat(row) for row in rows]) if self._is_open() else [False] * len(keys)
 
-    def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Ask the kernel to read the entries into the page cache, if the platform supports it. Does not block.
-
-        Raises:
-            ValueError: a key does not have 16 bytes.
-        """
-        _check_keys(keys)
-        files = self._current_files()
-        if files is not None:
-            files.prefetch(keys)
+    def look_up(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool]:
+        """Read payloads as `read_into` does, from the generation that is open, even if it was deleted meanwhile."""
+        found = self._read_known(keys, payloads)
+        missing = [place for place, hit in enumerate(found) if not hit]
+        if missing and self._read_indices():
+            again = self._read_known([keys[place] for place in missing], [payloads[place] for place in missing])
+            found = [hit if hit else again.pop(0) for hit in found]
+        self.num_damaged += sum(hit is False for hit in found)
+        return [hit is True for hit in found]
 
     def close(self) -> None:
         """Close the files. The next call opens them again."""
-        if self._files is not None:
-            self._files.close()
-            self._files = None
+        self._closing.close()
+        self._forget()
 
-    def _current_files(self) -> GenerationFiles | None:
-        if self._files is not None and self._files.are_outdated():
+    # ------------------------------------------------------------------------------------ for a writer
+    def open(self, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Open the files, and return the facts about the generation.
+
+        Args:
+            facts: recorded if the folder or its facts are missing or damaged, as for JSON; None changes nothing.
+
+        Raises:
+            OSError: the folder or its facts cannot be opened.
+            ValueError: the facts are missing, damaged, or of another version.
+        """
+        if facts is not None:
+            with suppress(FileExistsError):
+                self._path.mkdir(mode=0o700)
+        try:
+            self._folder = open_private(self._path, os.O_RDONLY | os.O_DIRECTORY)
+            self._closing.callback(os.close, self._folder)
+            try:
+                self._facts = self._read_facts()
+            except ValueError:
+                if facts is None:
+                    raise
+                self._write_facts(facts)
+                self._facts = self._read_facts()
+            return self._facts
+        except (OSError, ValueError):
             self.close()
-        if self._files is None:
+            raise
+
+    def open_file(self, name: str, flags: int) -> int:
+        """Open a file in the folder; its descriptor is valid until `close`. A file that it creates has mode 0600."""
+        descriptor = open_private(name, flags, self._folder)
+        self._closing.callback(os.close, descriptor)
+        return descriptor
+
+    def is_outdated(self) -> bool:
+        """Whether the generation was deleted, or has got other facts. Open files still work."""
+        try:
+            return os.fstat(self._facts_file).st_nlink == 0
+        except OSError:  # closed, or lost by a network file system
+            return True
+
+    def record(self, key: bytes, payload: memoryview, offset: int) -> _Record:
+        """The record of an entry of this generation."""
+        check = xxhash.xxh3_64_intdigest(payload, int.from_bytes(key[8:], "little") ^ self._seed)
+        return int.from_bytes(key[:8], "little"), offset, payload.nbytes, check
+
+    # ------------------------------------------------------------------------------------ inside
+    def _is_open(self) -> bool:
+        if self._facts is not None and self.is_outdated():
+            self.close()
+        if self._facts is None:
             with suppress(OSError, ValueError):
-                self._files = GenerationFiles(self._path)
-        return self._files
+                self.open()
+        return self._facts is not None
+
+    def _read_known(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool | None]:
+        """For each key, whether its payload was read; False if it was damaged, None if there is no record of it."""
+        found = [
+            [record for record in records if record[2] == payload.nbytes]
+            for records, payload in zip(self._find(keys), payloads, strict=True)
+        ]
+        if hasattr(os, "posix_fadvise"):  # a disk is faster if it knows what it will be asked for
+            for writer, offset, nbytes, _ in (record for records in found for record in records):
+                with suppress(OSError):
+                    os.posix_fadvise(self._segment(writer), offset, nbytes, os.POSIX_FADV_WILLNEED)
+        return [
+            any(self._read(key, payload, record) for record in records) if records else None
+            for key, payload, records in zip(keys, payloads, found, strict=True)
+        ]
+
+    def _read(self, key: bytes, payload: memoryview, record: _Record) -> bool:
+        writer, offset, _, check = record
+        done = 0
+        with suppress(OSError):
+            while done < payload.nbytes:  # a call transfers at most 2 GiB, and may stop earlier
+                got = os.preadv(self._segment(writer), [payload[done:]], offset + done)
+                if not got:
+                    return False
+                done += got
+        return done == payload.nbytes and self.record(key, payload, offset)[3] == check
+
+    def _segment(self, writer: int) -> int:
+        if writer not in self._segments:
+            self._segments[writer] = self.open_file(f"{SEGMENT}{list(self._seen)[writer]}", os.O_RDONLY)
+        return self._segments[writer]
+
+    def _find(self, keys: Sequence[bytes]) -> list[list[_Record]]:
+        """All records of each key, with the writer's number: there may be several, of which some are damaged."""
+        found: list[list[_Record]] = [[] for _ in keys]
+        wanted = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
+        for run in self._runs:
+            begins = np.searchsorted(run.keys, wanted, "left").tolist()
+            ends = np.searchsorted(run.keys, wanted, "right").tolist()
+            for of_key, begin, end in zip(found, begins, ends, strict=True):
+                of_key += run.records[begin:end].tolist()
+        return found
+
+    def _read_indices(self) -> bool:
+        """Read what was appended to the index files. Returns whether that was anything."""
+        new: list[_Run] = []
+        with suppress(OSError), os.scandir(self._folder) as files:
+            for file in files:
+                if file.name.startswith(INDEX):
+                    with suppress(OSError):
+                        new.append(self._read_index(file.name, file.stat(follow_symlinks=False).st_size))
+        if not any(len(run.keys) for run in new):
+            return False
+        # each run is more than twice as long as the next, so there are few, and each record is sorted a few times only
+        merged = _merged(new)
+        while self._runs and len(self._runs[-1].keys) <= 2 * len(merged.keys):
+            merged = _merged([merged, self._runs.pop()])
+        self._runs.append(merged)
+        return True
+
+    def _read_index(self, name: str, nbytes: int) -> _Run:
+        writer = name.removeprefix(INDEX)
+        seen = self._seen.setdefault(writer, 0)
+        raw = b""
+        if nbytes - seen >= RECORD.itemsize:
+            file = open_private(name, os.O_RDONLY, self._folder)
+            try:
+                raw = os.pread(file, nbytes - seen, seen)
+            finally:
+                os.close(file)
+        records = np.frombuffer(raw, RECORD, len(raw) // RECORD.itemsize).copy()
+        self._seen[writer] += records.nbytes
+        keys = records["key"].copy()
+        records["key"] = list(self._seen).index(writer)  # that is what is needed besides the keys
+        return _Run(keys, records)
+
+    def _read_facts(self) -> dict[str, Any]:
+        try:
+            self._facts_file = self.open_file(FACTS, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise ValueError(f"{FACTS} is missing.") from error
+        checksum, _, content = os.pread(self._facts_file, 2**20, 0).partition(b"\n")
+        # a damaged fact could be the size of a reader's allocation
+        if checksum.decode("latin-1") != xxhash.xxh3_64_hexdigest(content):
+            raise ValueError(f"{FACTS} is damaged or was written by another version.")
+        read = json.loads(content)
+        if read["version"] != FORMAT_VERSION:
+            raise ValueError(f"{FACTS} was written by another version.")
+        self._seed = xxhash.xxh3_64_intdigest(content)
+        return dict(read["facts"])
+
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
+        """Write the facts in one step. Entries under other facts become misses, and their writers are outdated."""
+        content = json.dumps({"version": FORMAT_VERSION, "facts": dict(facts)}, sort_keys=True).encode()
+        new = f"{NEW}{uuid.uuid4().hex}"
+        file = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._folder)
+        try:
+            write_all(file, memoryview(xxhash.xxh3_64_hexdigest(content).encode() + b"\n" + content), 0)
+            os.replace(new, FACTS, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        finally:
+            os.close(file)
 
 
 class FileWriter:
@@ -332,6 +292,7 @@ class FileWriter:
         OSError: the folder cannot be written to.
 
     Attributes:
+        facts: facts about the generation, recorded by the process that created it.
         num_present: number of samples given to `put` that were in the store already.
     """
 
@@ -339,14 +300,10 @@ class FileWriter:
         self.num_present = 0
         self._path = path
         self._claim = claim
-        self._files = GenerationFiles(path, facts)
+        self._reader = FileReader(path)
+        self.facts = self._reader.open(facts)
         self._outputs: tuple[int, int] | None = None  # segment and index
         self._ends = (0, 0)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the generation, recorded by the process that created it."""
-        return self._files.facts
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A FileWriter cannot be sent to another process. Send the FileStore instead.")
@@ -369,18 +326,12 @@ class FileWriter:
             StoreFull: the store would exceed its limit. Nothing was written.
             OSError: the disk is full or fails, or the generation has been deleted (`errno.ESTALE`). Nothing remains of
                 the entries.
-            ValueError: a key does not have 16 bytes, a payload has 4 GiB or more, or the numbers of keys and payloads
-                differ.
         """
-        _check_keys(keys, rows)
-        if self._files.are_outdated() or any(os.fstat(file).st_nlink == 0 for file in self._outputs or ()):
+        if self._reader.is_outdated() or any(os.fstat(file).st_nlink == 0 for file in self._outputs or ()):
             raise _deleted(self._path)
         payloads = dict(zip(keys, map(_flat, rows), strict=True))
-        largest = max((payload.nbytes for payload in payloads.values()), default=0)
-        if largest > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"A sample has {largest} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed.")
         buffers = [np.empty(payload.nbytes, np.uint8).data for payload in payloads.values()]
-        hits = self._files.read_into(list(payloads), buffers)  # (1)
+        hits = self._reader.look_up(list(payloads), buffers)  # (1)
         self.num_present += sum(hits)
         new = [entry for entry, hit in zip(payloads.items(), hits, strict=True) if not hit]
         if new:
@@ -390,14 +341,14 @@ class FileWriter:
 
     def close(self) -> None:
         """Close the files. A later `put` fails."""
-        self._files.close()
+        self._reader.close()
         self._outputs = None
 
     def _append(self, entries: Sequence[tuple[bytes, memoryview]]) -> None:
         if self._outputs is None:
             name, new = uuid.uuid4().hex, os.O_WRONLY | os.O_CREAT | os.O_EXCL
             try:
-                segment, index = (self._files.open_file(f"{prefix}{name}", new) for prefix in (SEGMENT, INDEX))
+                segment, index = (self._reader.open_file(f"{prefix}{name}", new) for prefix in (SEGMENT, INDEX))
             except FileNotFoundError as error:
                 raise _deleted(self._path) from error
             self._outputs = segment, index
@@ -406,7 +357,7 @@ class FileWriter:
         try:
             records = []
             for key, payload in entries:
-                records.append(self._files.record(key, payload, end))
+                records.append(self._reader.record(key, payload, end))
                 write_all(segment, payload, end)  # (2)
                 end += payload.nbytes
             written = memoryview(np.array(records, RECORD).tobytes())
@@ -468,12 +419,10 @@ def why_not_private(status: os.stat_result) -> str | None:
     return None
 
 
-def _check_keys(keys: Sequence[bytes], rows: Sequence[Row] | None = None) -> None:
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise ValueError(f"A key has {len(key)} bytes, but keys must have {KEY_BYTES}.")
-    if rows is not None and len(rows) != len(keys):
-        raise ValueError(f"There are {len(keys)} keys and {len(rows)} samples. Pass one sample for each key.")
+def _merged(runs: Sequence[_Run]) -> _Run:
+    keys, records = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+    order = np.argsort(keys, kind="stable")
+    return _Run(keys[order], records[order])
 
 
 def _flat(row: Row) -> memoryview:

@@ -252,7 +252,8 @@ class FileStore:
     def _remove_deleted(self) -> bool:
         """Remove deleted generations, also those of processes that were killed. Returns whether there were any."""
         left = [name for name in self._names() if name.startswith(_DELETED)]
-        self._own.remove(*left)
+        if left:
+            self._own.remove(*left)
         return bool(left)
 
 

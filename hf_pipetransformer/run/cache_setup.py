@@ -104,7 +104,7 @@ def make_cache(
         pipeline: runs the model, which is complete.
         data: the training batches.
         times: times of the model's units, if they were measured.
-        generations: the file that names the cache generations being read.
+        generations: this training's name in the folder of the store.
         most: number of layers that will be frozen at most, if it is known; keys have only what these read.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from selection import few
-from stored_rows import FINGERPRINT, Child, folder_of, hits_of, key_of, open_writer, put
+from stored_rows import FINGERPRINT, Child, folder_of, hits_of, open_writer, put
 
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
 from hf_pipetransformer.cache.file_store import FileStore, StoreFull
@@ -110,7 +110,6 @@ def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp
             for generation, mine in numbers.items():
                 hits_of(readers[generation], mine)  # was opened before
                 fresh = stack.enter_context(closing(store.reader(*generation)))
-                fresh.prefetch([key_of(n) for n in mine])
                 num_hits += len(hits_of(fresh, mine))
                 writer = stack.enter_context(closing(store.writer(*generation)))
                 put(writer, mine)
@@ -148,7 +147,6 @@ def test_a_generation_without_sound_facts_is_absent_until_it_is_written_anew(
         if content is None:
             facts.unlink()
         assert hits_of(reader, [1]) == [] and reader.facts is None
-        reader.prefetch([key_of(1)])
         with closing(store.writer(3, FINGERPRINT, {"made": "anew"})) as anew:
             assert put(anew, [1, 2]) == 2  # what was stored under other facts is not believed
         assert hits_of(reader, [1, 2]) == [1, 2]

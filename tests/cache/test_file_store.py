@@ -135,21 +135,12 @@ def test_generations(store: FileStore) -> None:
         (lambda store: store.reader(-1, "a"), "num_frozen is -1"),
         (lambda store: store.reader(1, "../a"), "fingerprint is '../a'"),
         (lambda store: store.delete(1, ""), "fingerprint is ''"),
-        (lambda store: store.reader(1, "a").prefetch([b"short"]), "5 bytes"),
-        (lambda store: store.reader(1, "a").read_into([bytes(16)], []), "1 keys and 0 samples"),
-        (lambda store: store.writer(1, "a").put([bytes(17)], [np.zeros(1)]), "17 bytes"),
         (lambda store: FileStore("a", max_bytes=-1), "max_bytes is -1"),
     ],
 )
 def test_mistakes_are_told(store: FileStore, call: Callable[[FileStore], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         call(store)
-
-
-def test_a_row_may_be_too_large(writer: FileWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_pipetransformer.cache.activation_files.MAX_PAYLOAD_BYTES", 199)
-    with pytest.raises(ValueError, match="200 bytes, but at most 199"):
-        put(writer, [1])
 
 
 def open_files(store: FileStore) -> list[str]:
@@ -185,15 +176,16 @@ def test_only_readers_and_stores_may_be_pickled(store: FileStore, reader: FileRe
         pickle.dumps(writer)
 
 
-def test_prefetch(reader: FileReader, writer: FileWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_asked_for_before_it_is_read(
+    reader: FileReader, writer: FileWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, *what: asked.append(what))
     put(writer, [1, 2])
-    reader.prefetch([key_of(2), key_of(3), key_of(1)])
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *what: asked.append(what))
+    assert hits_of(reader, [2, 3, 1]) == [2, 1]
     assert asked == [(200, 200, os.POSIX_FADV_WILLNEED), (0, 200, os.POSIX_FADV_WILLNEED)]
     monkeypatch.delattr(os, "posix_fadvise")
-    reader.prefetch([key_of(1)])
-    assert len(asked) == 2
+    assert hits_of(reader, [1]) == [1]
 
 
 KEYS = [bytes(16), b"\xff" * 16, *map(key_of, range(10))]

@@ -13,7 +13,7 @@ from distributed import run_ranks_expecting_error
 from training_runs import Run
 
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.sharing import STORE, publish
+from hf_pipetransformer.cache.sharing import STORE
 
 KEY = bytes(range(16))
 GENERATION = 3, "abc"
@@ -93,18 +93,6 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store: FileStore) -> No
         file.unlink()
         os.mkfifo(file, 0o600)
         assert not find(store)
-
-
-def test_the_current_generations_are_not_written_through_a_link(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    current = tmp_path / "store" / "current.json"
-    publish(current, [])
-    current.unlink()
-    current.symlink_to(precious)
-    publish(current, [(3, "abc")])
-    assert precious.read_text() == "mine"
-    assert not current.is_symlink()
 
 
 def trained_in(rank: int, world_size: int, folder: str) -> None:
