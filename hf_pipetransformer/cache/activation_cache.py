@@ -205,7 +205,7 @@ class ActivationCache:
         """
         if not keys or self._is_refused(keys) or not self._reading.generations:
             return 0.0, 0.0
-        found = self._reading.find(keys, self._tokens_of(tokens), self._stack.num_units)
+        found = self._reading.find(keys, None if MASK in self._ignored else tokens, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
         return (len(here[0]) / len(keys), found.seconds / len(here[0])) if here else (0.0, 0.0)
 
@@ -218,7 +218,7 @@ class ActivationCache:
             stop: the first unit that does not belong to this stage.
         """
         if not self._is_refused(keys):
-            self._reading.read_ahead(keys, self._tokens_of(tokens), stop)
+            self._reading.read_ahead(keys, None if MASK in self._ignored else tokens, stop)
 
     def begin(
         self, batch: Batch, keys: Sequence[RowKey], start: int, carry: Carry | None, stop: int
@@ -438,9 +438,6 @@ class ActivationCache:
     def _is_refused(self, keys: Sequence[RowKey]) -> bool:
         """Whether a batch is neither stored nor looked up: its samples are padded on the left."""
         return not self._padded_left and any(key.span.start for key in keys)
-
-    def _tokens_of(self, tokens: int | None) -> int | None:
-        return None if MASK in self._ignored else tokens
 
     def stop_writing(self, error: OSError) -> None:
         """Stop writing after an error. Stored states are still read; the others are recomputed from now on."""

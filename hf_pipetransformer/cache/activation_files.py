@@ -129,7 +129,7 @@ class FileReader:
 
         Raises:
             OSError: the folder or its facts cannot be opened.
-            ValueError: the facts are missing, damaged, or of another version.
+            ValueError: the facts are damaged, or of another version.
         """
         if facts is not None:
             with suppress(FileExistsError):
@@ -139,10 +139,10 @@ class FileReader:
             self._closing.callback(os.close, self._folder)
             try:
                 self._facts = self._read_facts()
-            except ValueError:
+            except (FileNotFoundError, ValueError) as error:
                 if facts is None:
                     raise
-                self._write_facts(facts)
+                self._write_facts(facts, is_first=isinstance(error, FileNotFoundError))
                 self._facts = self._read_facts()
             return self._facts
         except (OSError, ValueError):
@@ -252,10 +252,7 @@ class FileReader:
         return _Run(keys, records)
 
     def _read_facts(self) -> dict[str, Any]:
-        try:
-            self._facts_file = self.open_file(FACTS, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise ValueError(f"{FACTS} is missing.") from error
+        self._facts_file = self.open_file(FACTS, os.O_RDONLY)
         checksum, _, content = os.pread(self._facts_file, 2**20, 0).partition(b"\n")
         # a damaged fact could be the size of a reader's allocation
         if checksum.decode("latin-1") != xxhash.xxh3_64_hexdigest(content):
@@ -266,16 +263,32 @@ class FileReader:
         self._seed = xxhash.xxh3_64_intdigest(content)
         return dict(read["facts"])
 
-    def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts in one step. Entries under other facts become misses, and their writers are outdated."""
+    def _write_facts(self, facts: Mapping[str, Any], is_first: bool) -> None:
+        """Write the facts in one step. If they replace others, entries become misses, and their writers are outdated.
+
+        Args:
+            facts: the facts.
+            is_first: there are no others. If another process is quicker, its facts stay.
+        """
         content = json.dumps({"version": FORMAT_VERSION, "facts": dict(facts)}, sort_keys=True).encode()
         new = f"{NEW}{uuid.uuid4().hex}"
-        file = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._folder)
+        folder = self._folder
+        file = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
         try:
             write_all(file, memoryview(xxhash.xxh3_64_hexdigest(content).encode() + b"\n" + content), 0)
-            os.replace(new, FACTS, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            if is_first:
+                try:
+                    os.link(new, FACTS, src_dir_fd=folder, dst_dir_fd=folder)
+                except FileExistsError:
+                    return
+                except OSError:  # a file system without hard links
+                    is_first = False
+            if not is_first:
+                os.replace(new, FACTS, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
             os.close(file)
+            with suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=folder)
 
 
 class FileWriter:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -46,21 +46,6 @@ class Generation:
 
 
 @dataclass
-class _Read:
-    """What was found of a batch.
-
-    Attributes:
-        places: for each sample that was found, the number of units behind which, and its index among those.
-        states: by number of units, the states that were found.
-        damaged: number of entries that were damaged, until they are reported.
-    """
-
-    places: dict[tuple[Any, ...], tuple[int, int]]
-    states: dict[int, Copied]
-    damaged: int
-
-
-@dataclass(frozen=True)
 class _Request:
     """A batch that is being read.
 
@@ -68,13 +53,19 @@ class _Request:
         samples: those that were not given out yet. Each is given out once, because a model may write into its inputs.
         tokens: as for `StoreReading.find`.
         stop: likewise.
-        result: what will be found.
+        places: for each sample that was found, the number of units behind which, and its index among those.
+        states: by number of units, the states that were found.
+        damaged: number of entries that were damaged, until they are reported.
+        done: when all this is known.
     """
 
     samples: set[tuple[Any, ...]]
     tokens: int | None
     stop: int
-    result: Future[_Read]
+    places: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
+    states: dict[int, Copied] = field(default_factory=dict)
+    damaged: int = 0
+    done: Future[None] = field(default_factory=Future)
 
     def covers(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> bool:
         return (self.tokens, self.stop) == (tokens, stop) and self.samples.issuperset(map(_identity, keys))
@@ -138,16 +129,16 @@ class StoreReading:
         request = next((r for r in self._requests if r.covers(keys, tokens, stop)), None)
         request = request or self._request(keys, tokens, stop)
         request.samples.difference_update(map(_identity, keys))
-        read = request.result.result()
+        request.done.result()
         places: dict[int, list[tuple[int, int]]] = {}  # of samples in the batch, and in what was read
         for row, key in enumerate(keys):
-            if (place := read.places.get(_identity(key))) is not None:
+            if (place := request.places.get(_identity(key))) is not None:
                 places.setdefault(place[0], []).append((row, place[1]))
         states = {}
         for f, found in places.items():
-            tensor = read.states[f].on_compute_stream()
+            tensor = request.states[f].on_compute_stream()
             states[f] = [row for row, _ in found], joined([(tensor, index) for _, index in found])
-        damaged, read.damaged = read.damaged, 0
+        damaged, request.damaged = request.damaged, 0
         return Found(states, damaged, time.perf_counter() - began)
 
     def close(self) -> None:
@@ -157,32 +148,30 @@ class StoreReading:
 
     def _request(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Request:
         read = [g for g in self.generations if g.name not in self.unread and g.num_frozen <= stop]
-        result = self._thread.run(partial(self._read, read, keys, tokens))
-        request = _Request(set(map(_identity, keys)), tokens, stop, result)
+        request = _Request(set(map(_identity, keys)), tokens, stop)
+        request.done = self._thread.run(partial(self._read, request, read, keys))
         self._requests.append(request)
         return request
 
-    def _read(self, generations: Sequence[Generation], keys: Sequence[RowKey], tokens: int | None) -> _Read:
+    def _read(self, request: _Request, generations: Sequence[Generation], keys: Sequence[RowKey]) -> None:
         """In the thread: look for the samples in one generation after another."""
-        read = _Read({}, {}, 0)
         missing = list(keys)
         for generation in generations:
             reader = generation.reader
             layout = EntryFormat.from_facts(reader.facts) if missing else None
-            if layout is None or layout.has_mask != (tokens is not None):
+            if layout is None or layout.has_mask != (request.tokens is not None):
                 continue
             spans = [key.span for key in missing]
-            on_host, buffers = layout.empty(spans, tokens, self._copies)
+            on_host, buffers = layout.empty(spans, request.tokens, self._copies)
             before = reader.num_damaged
             hits = reader.read_into([key.digest for key in missing], buffers)
-            read.damaged += reader.num_damaged - before
+            request.damaged += reader.num_damaged - before
             if any(hits):
                 clear_padding(on_host, spans)
-                read.states[generation.num_frozen] = self._copies.to_device(on_host, layout.computed_dtype)
+                request.states[generation.num_frozen] = self._copies.to_device(on_host, layout.computed_dtype)
                 found = [(_identity(key), index) for index, key in enumerate(missing) if hits[index]]
-                read.places.update((sample, (generation.num_frozen, index)) for sample, index in found)
+                request.places.update((sample, (generation.num_frozen, index)) for sample, index in found)
                 missing = [key for key, hit in zip(missing, hits, strict=True) if not hit]
-        return read
 
 
 def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
